@@ -1,0 +1,40 @@
+# `make demo` and `make test` do everything, set-up included.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RUNS := $(BIN)/python -m pip --disable-pip-version-check -q
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: setup demo test check format clean
+
+setup: $(READY)
+
+# torch comes first and pinned: an open range would fetch gigabytes of CUDA packages.
+$(READY): $(BUILD_INPUTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("ringdp needs Python 3.11 or newer; this is %d.%d (set PYTHON=...)" % v[:2])'
+	@command -v $${CXX:-g++} >/dev/null || { echo "ringdp needs a C++ compiler: install g++ or set CXX"; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes on a fresh machine)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUNS) install -c constraints.txt torch numpy
+	$(RUNS) install -c constraints.txt scikit-build-core nanobind cmake ninja ruff mypy
+	$(RUNS) install -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+demo: setup
+	$(BIN)/ringdp train
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,41 @@
+"""The exception tree: every error that ringdp raises on purpose.
+
+    RingdpError
+    ├── UsageError            a bad argument: says what was given and what is allowed (also ValueError)
+    ├── ScheduleError         a schedule that breaks a rule: names round, transfer, rank and chunk
+    └── CommunicationError    a collective that could not finish
+        ├── PeerLost            a rank that it waited for has died
+        ├── CollectiveTimeout   a rank that it waited for is late
+        └── CollectiveMismatch  two ranks issued different collectives
+
+After a CommunicationError the communicator is unusable: the ranks no longer agree on what was
+exchanged, so every later call on it raises the same error.
+"""
+
+
+class RingdpError(Exception):
+    """Root of the tree."""
+
+
+class UsageError(RingdpError, ValueError):
+    """A bad argument. The message says what was given and what is allowed."""
+
+
+class ScheduleError(RingdpError):
+    """A schedule breaks a rule or does not meet its contract."""
+
+
+class CommunicationError(RingdpError):
+    """A collective could not finish."""
+
+
+class PeerLost(CommunicationError):
+    """A rank that the collective waited for has died."""
+
+
+class CollectiveTimeout(CommunicationError):
+    """A rank that the collective waited for did not arrive in time."""
+
+
+class CollectiveMismatch(CommunicationError):
+    """Two ranks issued different collectives, or the same one with different sizes."""

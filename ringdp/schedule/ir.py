@@ -1,0 +1,138 @@
+"""A collective algorithm as data: rounds of transfers, seen from above all ranks at once.
+
+A schedule says WHAT moves where. It knows no sizes, dtypes, pointers or streams, so it is a value
+that can be compared, cached by (algorithm, n), proved, drawn and run by any transport.
+
+The four combinators (`then`, `beside`, `embed`, `transpose`) build schedules from schedules. They
+check shapes only; `verify` proves what they build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from ringdp.errors import ScheduleError
+
+
+class Transfer(NamedTuple):
+    """Rank dst's chunk `write` becomes (`+=` if reduce, else `=`) rank src's chunk `read`.
+
+    `src == dst` is local: nothing is sent. Chunk indices >= `Schedule.chunks` are scratch.
+    """
+
+    src: int
+    dst: int
+    read: int
+    write: int
+    reduce: bool
+
+    def __str__(self) -> str:
+        return f"{self.src}.{self.read} {'+>' if self.reduce else '->'} {self.dst}.{self.write}"
+
+
+Round = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`rounds` of transfers that may happen at once, over `ranks` ranks of `chunks` chunks each.
+
+    Within a round every read sees the slots as they were before it, and no slot is both read and
+    written, so the order of transfers matters in one case only: several reduces into one slot are
+    folded in the order in which they are listed.
+    """
+
+    ranks: int
+    chunks: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def scratch(self) -> int:
+        """Scratch chunks that a rank needs beside its `chunks` chunks."""
+        used = (max(t.read, t.write) for r in self.rounds for t in r)
+        return max(0, max(used, default=-1) + 1 - self.chunks)
+
+    def then(self, after: Schedule) -> Schedule:
+        """This schedule, and after it `after` on the same chunks."""
+        if (self.ranks, self.chunks) != (after.ranks, after.chunks):
+            raise ScheduleError(
+                f"then() joins schedules over the same ranks and chunks: {self.ranks} x "
+                f"{self.chunks} was asked to go before {after.ranks} x {after.chunks}"
+            )
+        return Schedule(self.ranks, self.chunks, self.rounds + after.rounds)
+
+    def beside(self, other: Schedule) -> Schedule:
+        """Both at once on disjoint chunks: chunk c of `other` becomes chunk `self.chunks + c`."""
+        if self.ranks != other.ranks:
+            raise ScheduleError(
+                f"beside() joins schedules over the same ranks: {self.ranks} and {other.ranks}"
+            )
+        chunks = self.chunks + other.chunks
+        mine = [c if c < self.chunks else c + other.chunks for c in range(self._slots)]
+        theirs = [
+            c + self.chunks if c < other.chunks else c + self.chunks + self.scratch
+            for c in range(other._slots)
+        ]
+        return Schedule(
+            self.ranks,
+            chunks,
+            tuple(
+                _rename(a, range(self.ranks), mine) + _rename(b, range(self.ranks), theirs)
+                for a, b in zip_longest(self.rounds, other.rounds, fillvalue=())
+            ),
+        )
+
+    def embed(
+        self, ranks: Sequence[int], chunks: Sequence[int], *, into: tuple[int, int] | None = None
+    ) -> Schedule:
+        """The same algorithm under other names: rank r becomes `ranks[r]`, chunk c `chunks[c]`.
+
+        `into` is the (ranks, chunks) of the schedule that holds it, by default this schedule's
+        own: a reversed ring is `ring.embed(range(n)[::-1], range(n)[::-1])`, a ring inside one
+        node of eight is `ring.embed([4, 5, 6, 7], range(4), into=(8, 4))`. Scratch stays scratch.
+        """
+        n, c = into or (self.ranks, self.chunks)
+        for what, names, count, bound in (
+            ("ranks", ranks, self.ranks, n),
+            ("chunks", chunks, self.chunks, c),
+        ):
+            if (
+                len(names) != count
+                or len(set(names)) != count
+                or not all(0 <= x < bound for x in names)
+            ):
+                raise ScheduleError(
+                    f"embed() needs {count} distinct {what} in 0..{bound - 1}, got {list(names)}"
+                )
+        renamed = [*chunks, *range(c, c + self.scratch)]
+        return Schedule(n, c, tuple(_rename(r, ranks, renamed) for r in self.rounds))
+
+    def transpose(self) -> Schedule:
+        """Reverse time, swap source and destination, swap reduce and copy.
+
+        See each transfer as a matrix; this is the transpose of their product. It turns a proved
+        reduce-scatter into an all-gather and a broadcast into a reduce. It is exact only where a
+        slot that was reduced from is dead afterwards: transpose, then verify.
+        """
+        return Schedule(
+            self.ranks,
+            self.chunks,
+            tuple(
+                tuple(Transfer(t.dst, t.src, t.write, t.read, not t.reduce) for t in r)
+                for r in reversed(self.rounds)
+            ),
+        )
+
+    @property
+    def _slots(self) -> int:
+        return self.chunks + self.scratch
+
+
+def _rename(transfers: Round, ranks: Sequence[int], chunks: Sequence[int]) -> Round:
+    return tuple(
+        Transfer(ranks[t.src], ranks[t.dst], chunks[t.read], chunks[t.write], t.reduce)
+        for t in transfers
+    )
