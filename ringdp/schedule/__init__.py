@@ -1,1 +1,27 @@
 """What moves where: collective algorithms as data. Pure; needs no device and no process."""
+
+from ringdp.schedule.algorithms import ALGORITHMS, Collective, schedule
+from ringdp.schedule.contracts import Contract, contract
+from ringdp.schedule.draw import grid, svg
+from ringdp.schedule.ir import Schedule, Transfer
+from ringdp.schedule.liveness import fifo_depth
+from ringdp.schedule.program import Program, Row, fuse, project
+from ringdp.schedule.verify import verify
+
+__all__ = [
+    "ALGORITHMS",
+    "Collective",
+    "Contract",
+    "Program",
+    "Row",
+    "Schedule",
+    "Transfer",
+    "contract",
+    "fifo_depth",
+    "fuse",
+    "grid",
+    "project",
+    "schedule",
+    "svg",
+    "verify",
+]

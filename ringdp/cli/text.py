@@ -1,0 +1,88 @@
+"""The text that `ringdp train` learns, and how each step draws its global batch from it.
+
+A batch depends on (seed, step) alone, so every rank draws the whole of it and takes its own rows,
+and a single process that takes all rows sees the same batch.
+"""
+
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ringdp.errors import UsageError
+
+LIMIT = 8 << 20  # bytes: more would only slow the start of every rank
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes, where they come from, and how many files they were in."""
+
+    source: str
+    files: int
+    data: bytes
+
+
+def load(path: Path | None, least: int) -> Text:
+    """The text of a file, of all files below a directory, or (None) of the standard library.
+
+    Files are joined in the order of their paths, and cut at LIMIT bytes. A file below a directory
+    that holds a zero byte is no text and is left out. Raises UsageError where nothing can be read,
+    or fewer than `least` bytes.
+    """
+    allowed = f"allowed: a readable file or directory with at least {least} bytes of text"
+    source = "the Python standard library" if path is None else f"{path}"
+    try:
+        files = _standard_library() if path is None else _files(path)
+        data, used = _join(files, keep_binary=files == [path])
+    except OSError as error:
+        where = error.filename or path
+        raise UsageError(f"--text: cannot read {where}: {error.strerror}; {allowed}") from None
+    if len(data) < least:
+        raise UsageError(f"--text: {source} holds {len(data)} bytes of text; {allowed}")
+    return Text(source, used, data)
+
+
+def batch(
+    text: bytes, seed: int, step: int, rows: int, context: int
+) -> npt.NDArray[np.int64]:  # [rows, context + 1]
+    """The global batch of a step: `rows` windows of the text at places drawn from (seed, step)."""
+    tokens = np.frombuffer(text, dtype=np.uint8)
+    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, size=rows)
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def _standard_library() -> list[Path]:
+    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is neither a file nor a directory", str(path))
+        return [path]
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = [Path(top, name) for top, _, names in os.walk(path, onerror=refuse) for name in names]
+    return sorted(file for file in found if file.is_file())
+
+
+def _join(files: list[Path], *, keep_binary: bool) -> tuple[bytes, int]:
+    """The files' bytes up to LIMIT, and how many files gave some."""
+    parts: list[bytes] = []
+    room = LIMIT
+    for file in files:
+        with file.open("rb") as stream:
+            part = stream.read(room)
+        if not part or (b"\0" in part and not keep_binary):
+            continue
+        parts.append(part)
+        room -= len(part)
+        if room == 0:
+            break
+    return b"".join(parts), len(parts)

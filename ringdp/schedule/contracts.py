@@ -1,0 +1,43 @@
+"""What a collective means: the symbolic value of every slot before and after it.
+
+The value of a slot is the set of inputs that have been summed into it; an input is named by the
+slot (rank, chunk) that held it. A slot that is not listed is undefined before, and free after.
+Rank r owns chunk c where c // (chunks / n) == r: its shard is contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule.algorithms import Collective
+
+Slot = tuple[int, int]  # (rank, chunk)
+Value = frozenset[Slot]
+State = dict[Slot, Value]
+
+
+class Contract(NamedTuple):
+    before: State
+    after: State
+
+
+def contract(collective: Collective, n: int, chunks: int) -> Contract:
+    """The contract of `collective` over n ranks (broadcast: from rank 0)."""
+    if chunks % n:
+        raise ScheduleError(f"{collective} over {n} ranks needs a multiple of {n} chunks: {chunks}")
+    owner = [c // (chunks // n) for c in range(chunks)]
+    slots = [(r, c) for r in range(n) for c in range(chunks)]
+    own = {(r, c): frozenset({(r, c)}) for r, c in slots}
+    total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
+    match collective:
+        case "all_reduce":
+            return Contract(own, {(r, c): total[c] for r, c in slots})
+        case "reduce_scatter":
+            return Contract(own, {(owner[c], c): total[c] for c in range(chunks)})
+        case "all_gather":
+            shards = {(owner[c], c): own[owner[c], c] for c in range(chunks)}
+            return Contract(shards, {(r, c): own[owner[c], c] for r, c in slots})
+        case "broadcast":
+            root = {(0, c): own[0, c] for c in range(chunks)}
+            return Contract(root, {(r, c): own[0, c] for r, c in slots})

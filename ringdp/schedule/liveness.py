@@ -1,0 +1,79 @@
+"""Can the programs stall when every rank runs its rows in order over bounded FIFOs?
+
+One event a row: its completion. It comes after the row before it, after the row that sent what it
+receives, and after the row that freed the slot it sends into (the receive `depth` messages
+earlier on that channel). The programs run to their end iff these events have an order, which
+Kahn's algorithm finds (Kahn 1962). A streaming row holds its incoming slot until it has sent.
+
+A depth that serves one pass serves any number: order the passes one after the other.
+Executors that post whole rounds at once cannot stall and need none of this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule.program import NONE, Program
+
+Event = tuple[int, int]  # (rank, row)
+
+
+def fifo_depth(programs: Sequence[Program]) -> int:
+    """The least number of slots per channel with which `programs` cannot stall (at least 1).
+
+    Raises ScheduleError if no depth serves: a receive has no send, or the ranks wait in a circle.
+    """
+    sends: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for p in programs:
+        for i, row in enumerate(p):
+            if row.send_peer != NONE:
+                sends[p.rank, row.send_peer].append((p.rank, i))
+            if row.recv_peer != NONE:
+                receives[row.recv_peer, p.rank].append((p.rank, i))
+    for channel in sends.keys() | receives.keys():
+        sent, received = len(sends[channel]), len(receives[channel])
+        if sent != received:
+            raise ScheduleError(
+                f"rank {channel[0]} sends {sent} messages to rank {channel[1]}, which receives "
+                f"{received}"
+            )
+    most = max((len(s) for s in sends.values()), default=1)
+    for depth in range(1, most + 1):
+        if _ends(programs, sends, receives, depth):
+            return depth
+    raise ScheduleError("the ranks wait for one another in a circle, whatever the FIFO depth")
+
+
+def _ends(
+    programs: Sequence[Program],
+    sends: dict[tuple[int, int], list[Event]],
+    receives: dict[tuple[int, int], list[Event]],
+    depth: int,
+) -> bool:
+    after: dict[Event, list[Event]] = defaultdict(list)
+    waits: dict[Event, int] = {(p.rank, i): 0 for p in programs for i in range(len(p.rows))}
+
+    def edge(first: Event, second: Event) -> None:
+        after[first].append(second)
+        waits[second] += 1
+
+    for rank, i in waits:
+        if i:
+            edge((rank, i - 1), (rank, i))
+    for channel, sent in sends.items():
+        for m, event in enumerate(sent):
+            edge(event, receives[channel][m])
+            if m >= depth:
+                edge(receives[channel][m - depth], event)
+    ready = [e for e, count in waits.items() if count == 0]
+    done = 0
+    while ready:
+        done += 1
+        for e in after[ready.pop()]:
+            waits[e] -= 1
+            if waits[e] == 0:
+                ready.append(e)
+    return done == len(waits)

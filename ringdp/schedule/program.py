@@ -1,0 +1,179 @@
+"""One rank's part of a schedule, as rows that a transport interprets in order.
+
+A row receives, combines, stores and sends, each if it says so:
+
+    value = received from recv_peer, or chunk src_chunk where there is no recv_peer
+    if REDUCE: value = chunk dst_chunk + value
+    if STORE:  chunk dst_chunk = value
+    if send_peer: send value
+
+Every NCCL primitive is a corner of that, and `name` derives NCCL's names from a row. Messages
+between two ranks arrive in the order in which they were sent, so rows carry no tags.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringdp.schedule.ir import Schedule
+
+NONE = -1
+REDUCE, STORE = 1, 2
+
+
+class Row(NamedTuple):
+    round: int
+    recv_peer: int
+    send_peer: int
+    src_chunk: int
+    dst_chunk: int
+    flags: int
+
+    @property
+    def reads(self) -> set[int]:
+        """Chunks whose old value matters."""
+        source = {self.src_chunk} if self.recv_peer == NONE else set()
+        return source | ({self.dst_chunk} if self.flags & REDUCE else set())
+
+    @property
+    def writes(self) -> set[int]:
+        return {self.dst_chunk} if self.flags & STORE else set()
+
+    @property
+    def name(self) -> str:
+        """NCCL's name: recv, send, recv_reduce_copy_send, ... (`copy` and `reduce` are local)."""
+        parts = ("recv",) if self.recv_peer != NONE else ()
+        parts += ("reduce",) if self.flags & REDUCE else ()
+        if self.flags & STORE and (self.send_peer != NONE or self.flags & REDUCE or not parts):
+            parts += ("copy",)
+        parts += ("send",) if self.send_peer != NONE else ()
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more."""
+
+    rank: int
+    ranks: int
+    chunks: int
+    rows: NDArray[np.int32]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (Row(*map(int, row)) for row in self.rows)
+
+    @property
+    def scratch(self) -> int:
+        return max(0, int(self.rows[:, 3:5].max(initial=NONE)) + 1 - self.chunks)
+
+    def with_rows(self, rows: Iterable[Row]) -> Program:
+        return Program(self.rank, self.ranks, self.chunks, _table(rows))
+
+    def sent_chunks(self) -> list[int]:
+        """How often each chunk's worth of elements is sent: bytes follow from the chunk sizes.
+
+        A scratch chunk's size is that of whatever was copied there, which its index does not tell:
+        a program that sends scratch (none of ours does) raises IndexError.
+        """
+        sent = [0] * self.chunks
+        for row in self:
+            if row.send_peer != NONE:
+                sent[row.src_chunk if row.recv_peer == NONE else row.dst_chunk] += 1
+        return sent
+
+
+def _table(rows: Iterable[Row]) -> NDArray[np.int32]:
+    return np.array(list(rows), dtype=np.int32).reshape(-1, len(Row._fields))
+
+
+def project(schedule: Schedule, rank: int) -> Program:
+    """The rows of `rank`. In a round sends go first; receives and local rows keep their order."""
+    rows: list[Row] = []
+    for r, transfers in enumerate(schedule.rounds):
+        arriving: list[Row] = []
+        for t in transfers:
+            flags = STORE | (REDUCE if t.reduce else 0)
+            if t.src == t.dst == rank:
+                arriving.append(Row(r, NONE, NONE, t.read, t.write, flags))
+            elif t.dst == rank:
+                arriving.append(Row(r, t.src, NONE, NONE, t.write, flags))
+            elif t.src == rank:
+                rows.append(Row(r, NONE, t.dst, t.read, NONE, 0))
+        rows += arriving
+    return Program(rank, schedule.ranks, schedule.chunks, _table([])).with_rows(rows)
+
+
+def fuse(program: Program, live: Iterable[int] | None = None) -> Program:
+    """The same effect in fewer rows and fewer passes over memory.
+
+    1. A row that receives into chunk c and the later send of c become one streaming row.
+    2. A row that receives into scratch and the later local reduce of it become one recv_reduce.
+    3. A store that is overwritten before it is read is dropped.
+
+    A row moves only across rows that neither touch its chunk nor use its channel: a send hoisted
+    past another send to the same peer would swap two messages. The fused ring all-reduce has
+    2n - 1 rows, as NCCL's. `live` are the chunks whose value counts at the end, by default all.
+    """
+    rows = _join_recv_send(_join_recv_reduce(list(program), program.chunks))
+    return program.with_rows(
+        _drop_dead_stores(rows, set(range(program.chunks) if live is None else live))
+    )
+
+
+def _join_recv_send(rows: list[Row]) -> list[Row]:
+    out: list[Row] = []
+    for row in rows:
+        if row.recv_peer == NONE and row.send_peer != NONE:
+            at = _last(out, sends_to=row.send_peer, writes=row.src_chunk)
+            prior = out[at] if at is not None else row
+            if prior.recv_peer != NONE == prior.send_peer:  # it receives what `row` sends
+                out[at] = prior._replace(send_peer=row.send_peer)
+                continue
+        out.append(row)
+    return out
+
+
+def _join_recv_reduce(rows: list[Row], chunks: int) -> list[Row]:
+    users = Counter(c for row in rows for c in row.reads | row.writes)
+    out: list[Row] = []
+    for row in rows:
+        part = row.src_chunk
+        if row.recv_peer == NONE and row.flags & REDUCE and part >= chunks and users[part] == 2:
+            at = _last(out, writes=part)
+            peer = out[at].recv_peer if at is not None else NONE
+            if peer != NONE and _last(out, receives_from=peer) == at:
+                del out[at]
+                row = row._replace(recv_peer=peer, src_chunk=NONE)
+        out.append(row)
+    return out
+
+
+def _drop_dead_stores(rows: list[Row], live: set[int]) -> list[Row]:
+    out: list[Row] = []
+    for row in reversed(rows):
+        if row.send_peer != NONE and not row.writes & live:
+            row = row._replace(flags=row.flags & ~STORE)
+        live = (live - row.writes) | row.reads
+        out.append(row)
+    return out[::-1]
+
+
+def _last(
+    rows: list[Row], *, sends_to: int = NONE, receives_from: int = NONE, writes: int = NONE
+) -> int | None:
+    """Index of the last row that uses that channel or writes that chunk."""
+    for at in range(len(rows) - 1, -1, -1):
+        row = rows[at]
+        if (
+            NONE != sends_to == row.send_peer
+            or NONE != receives_from == row.recv_peer
+            or writes in row.writes
+        ):
+            return at
+    return None

@@ -1,0 +1,72 @@
+"""Proof that a schedule meets a contract, by running it on sets instead of numbers.
+
+Rules, checked in every round, so that the error names the transfer at fault:
+- a transfer reads a defined slot, and a reduce adds to one;
+- no slot is both read and written in a round, copied to twice, or copied to and reduced into;
+- a reduce joins disjoint sets: no input is ever counted twice;
+- at the end every slot holds what the contract says.
+
+A proof is for one n, and for all data, sizes and dtypes.
+"""
+
+from __future__ import annotations
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule.algorithms import Collective
+from ringdp.schedule.contracts import Contract, Slot, State, Value, contract
+from ringdp.schedule.draw import grid
+from ringdp.schedule.ir import Schedule, Transfer
+
+
+def verify(schedule: Schedule, promise: Contract | Collective) -> None:
+    """Raise ScheduleError, with the guilty transfer and the grid, unless `schedule` keeps `promise`."""
+    if isinstance(promise, str):
+        promise = contract(promise, schedule.ranks, schedule.chunks)
+    state = dict(promise.before)
+    for r, transfers in enumerate(schedule.rounds):
+        state = _round(schedule, r, transfers, state)
+    for slot, wanted in promise.after.items():
+        if state.get(slot) != wanted:
+            raise ScheduleError(
+                f"after all {len(schedule.rounds)} rounds rank {slot[0]} chunk {slot[1]} holds "
+                f"{_text(state.get(slot))}, the contract asks for {_text(wanted)}\n{grid(schedule)}"
+            )
+
+
+def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: State) -> State:
+    reads = {(t.src, t.read) for t in transfers}
+    after = dict(state)
+    written: dict[Slot, bool] = {}  # slot -> was it a reduce
+    for t in transfers:
+        source, target = (t.src, t.read), (t.dst, t.write)
+
+        def fail(why: str, t: Transfer = t) -> ScheduleError:
+            return ScheduleError(f"round {r}, transfer {t}: {why}\n{grid(schedule, here=(r, t))}")
+
+        if not (0 <= t.src < schedule.ranks and 0 <= t.dst < schedule.ranks):
+            raise fail(f"ranks are 0..{schedule.ranks - 1}")
+        if t.read < 0 or t.write < 0:
+            raise fail("chunk indices start at 0")
+        if source not in state:
+            raise fail(f"reads rank {t.src} chunk {t.read}, which holds nothing yet")
+        if target in reads:
+            raise fail(f"writes rank {t.dst} chunk {t.write}, which is read in the same round")
+        if target in written and not (t.reduce and written[target]):
+            raise fail(f"rank {t.dst} chunk {t.write} is written twice in one round")
+        written[target] = t.reduce
+        if not t.reduce:
+            after[target] = state[source]
+            continue
+        if target not in after:
+            raise fail(f"adds to rank {t.dst} chunk {t.write}, which holds nothing yet")
+        if twice := after[target] & state[source]:
+            raise fail(f"counts {_text(twice)} twice in rank {t.dst} chunk {t.write}")
+        after[target] |= state[source]
+    return after
+
+
+def _text(value: Value | None) -> str:
+    """`1.0+2.0` for the inputs of ranks 1 and 2 in chunk 0."""
+    if not value:
+        return "nothing"
+    return "+".join(f"{rank}.{chunk}" for rank, chunk in sorted(value))

@@ -1,0 +1,1 @@
+"""How a program is executed: one room a wire."""
