@@ -1,0 +1,108 @@
+"""Sum what the ranks sent, in rank order, in one pass: the arithmetic of a reduce-scatter.
+
+    out[e] = round(((wide(parts[0, e]) + wide(parts[1, e])) + wide(parts[2, e])) + ...)
+
+wide is float32, or float64 where either side is; the sum is rounded to out's dtype once, to nearest
+even. Integers are summed modulo 2^bits in their own dtype. The order is the same for every element, so the bits depend on
+nothing but the parts. It starts from part 0 and not from zero, which keeps a sum of −0.0.
+Must move n·elems·(bytes of parts) + elems·(bytes of out). Reference: `fold_torch`.
+"""
+# ruff: noqa: N803  a Triton constant is upper case
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .jit import jit, triton_dtype
+from .precision import wide_dtype
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = 1024  # elements per program
+CACHED = 32768  # elements per torch call and thread: the accumulator stays in the L2 cache
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+# torch cannot add these on the CPU; modulo 2^bits the signed sum has the same bits.
+SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+def fold(parts: Tensor, out: Tensor) -> None:
+    """out = the sum of `parts` [n, elems] over n in rank order; `out` is [elems].
+
+    Rows may lie apart, but each must be contiguous. `out` may be one of the rows. Raises ValueError
+    on a wrong shape, dtype or device.
+    """
+    if parts.dim() != 2 or out.dim() != 1 or len(parts) == 0 or parts.shape[1:] != out.shape:
+        raise ValueError(
+            f"parts must be [n, elems] with n > 0 and out [elems], "
+            f"not {list(parts.shape)} and {list(out.shape)}"
+        )
+    if out.numel() == 0:
+        return
+    if (parts.stride(1) != 1 or out.stride(0) != 1) and out.numel() > 1:
+        raise ValueError(
+            f"rows must be contiguous; strides are {parts.stride()} in parts, {out.stride()} in out"
+        )
+    if parts.device != out.device:
+        raise ValueError(f"parts are on {parts.device}, out on {out.device}")
+    if parts.dtype == out.dtype and out.dtype in SIGNED:
+        parts, out = parts.view(SIGNED[out.dtype]), out.view(SIGNED[out.dtype])
+    if parts.dtype == out.dtype and out.dtype in INTEGERS:
+        wide = out.dtype
+    else:
+        wide = wide_dtype(parts.dtype, out.dtype)
+    with torch.no_grad():
+        (fold_triton if out.is_cuda else fold_torch)(parts, out, wide)
+
+
+def fold_torch(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
+    size = CACHED * torch.get_num_threads()
+    accumulator = torch.empty(min(size, out.numel()), dtype=wide)
+    for first in range(0, out.numel(), size):
+        rows, target = parts[:, first : first + size], out[first : first + size]
+        total = accumulator[: len(target)].copy_(rows[0])
+        for row in rows[1:]:
+            total.add_(row)
+        target.copy_(total)
+
+
+@jit
+def fold_kernel(
+    parts: tl.tensor,  # [RANKS, elems], rows `stride` elements apart
+    out: tl.tensor,
+    elems: tl.tensor,
+    stride: tl.tensor,
+    RANKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = where < elems
+    total = tl.load(parts + where, mask=inside).to(WIDE)
+    for rank in tl.range(1, RANKS, loop_unroll_factor=4):
+        total += tl.load(parts + rank * tl.cast(stride, tl.int64) + where, mask=inside).to(WIDE)
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
+
+
+def fold_triton(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
+    body = len(out) - len(out) % 16
+    for first, last in ((0, body), (body, len(out))):  # See Note [16-byte accesses]
+        if first < last:
+            fold_kernel[(-(-(last - first) // BLOCK),)](
+                parts[:, first:last],
+                out[first:last],
+                last - first,
+                parts.stride(0),
+                RANKS=len(parts),
+                WIDE=triton_dtype(wide),
+                BLOCK=BLOCK,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
