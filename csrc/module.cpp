@@ -1,2 +1,47 @@
+// The Python face of the shared-memory transport: pointers and integers only, no torch ABI.
 #include <nanobind/nanobind.h>
-NB_MODULE(_core, m) { m.attr("x") = 1; }
+#include <nanobind/stl/tuple.h>
+
+#include "progress.hpp"
+
+namespace nb = nanobind;
+using namespace ringdp;
+
+NB_MODULE(_core, m) {
+  m.def("segment_size", &Segment::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
+        "Bytes of a shared segment.");
+
+  nb::class_<Progress>(m, "Progress")
+      .def(nb::init<int, int, int, int, std::size_t, std::uint64_t>(), nb::arg("fd"),
+           nb::arg("rank"), nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"), nb::arg("token"))
+      .def("connect", &Progress::connect)
+      .def(
+          "start",
+          [](Progress& self, std::uintptr_t rows, std::size_t row_count, std::uintptr_t bounds,
+             int chunks, int scratch, std::uintptr_t buffer, int dtype_code, int op,
+             std::uint64_t number, std::uint64_t kind) {
+            return self.start({reinterpret_cast<const Row*>(rows), row_count,
+                               reinterpret_cast<const std::int64_t*>(bounds), chunks, scratch,
+                               reinterpret_cast<std::byte*>(buffer), dtype(dtype_code, op), number,
+                               kind});
+          })
+      .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("failed",
+           [](Progress& self) -> nb::object {
+             auto f = self.failed();
+             if (!f) return nb::none();
+             return nb::make_tuple(int(f->failure), f->rank, f->reported, f->expected.number,
+                                   f->expected.kind, f->expected.bytes, f->found.number,
+                                   f->found.kind, f->found.bytes);
+           })
+      .def("fail", [](Progress& self, int kind, int rank) { self.fail(Failure(kind), rank); })
+      .def("position",
+           [](Progress& self) {
+             auto& p = self.interpreter().position;
+             return nb::make_tuple(p.number.load(), p.round.load(), p.peer.load());
+           })
+      .def("number_of",
+           [](Progress& self, int rank) { return self.segment().record(rank).number.load(); })
+      .def("sent_bytes", [](Progress& self) { return self.interpreter().sent_bytes.load(); })
+      .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
+}

@@ -6,7 +6,8 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from enum import Enum
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -28,22 +29,69 @@ DTYPES = (
 )
 
 
-class Transport(Protocol):
-    """Runs programs one after the other, in the order in which they were started."""
+class FailureKind(Enum):
+    """Why a program did not end (csrc's enum Failure)."""
 
+    LOST = 1
+    TIMEOUT = 2
+    MISMATCH = 3
+    STOPPED = 4
+
+
+Stamp = tuple[int, int, int]  # number, kind, bytes of one message
+
+
+class Failure(NamedTuple):
+    """`rank` is the one at fault, or, if `reported`, the one that gave up first and told us."""
+
+    kind: FailureKind
     rank: int
-    ranks: int
+    reported: bool
+    expected: Stamp
+    found: Stamp
+
+
+class Transport(Protocol):
+    """Runs programs one after the other, in the order in which they were started.
+
+    `number` and `kind` go with every message: a receiver that expects others fails (MISMATCH).
+    After a failure no program ends any more.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def depth(self) -> int:
+        """Slots of a channel: a program must need no more (`schedule.fifo_depth`)."""
+        ...
 
     def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
-        `number` and `kind` go with every message: a receiver that expects others raises
-        CollectiveMismatch. The caller keeps `buffer` alive until `wait` returns True.
+        The caller keeps program and buffer alive until `wait` has returned True.
         """
         ...
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        """Whether that program ended within `timeout` seconds; raises CommunicationError."""
+        """Whether that program ended within `timeout` seconds; False at once after a failure."""
+        ...
+
+    def failure(self) -> Failure | None: ...
+
+    def fail(self, kind: FailureKind) -> None:
+        """Give up, and tell the other ranks."""
+        ...
+
+    def position(self) -> tuple[int, int, int]:
+        """(collective number, round, rank waited for or -1) of the running program."""
+        ...
+
+    def numbers(self) -> list[int]:
+        """The collective number that each rank has reached."""
         ...
 
     def sent_bytes(self) -> int:

@@ -1,0 +1,108 @@
+// The progress thread: runs programs one after the other in the order of `start`, beside Python.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "interpreter.hpp"
+
+namespace ringdp {
+
+class Progress {
+ public:
+  Progress(int fd, int rank, int ranks, int depth, std::size_t slab, std::uint64_t token)
+      : segment_(fd, rank, ranks, depth, slab, token), rank_(rank), interpreter_(segment_, rank, stop_) {}
+  ~Progress() { close(); }
+
+  void connect() {
+    segment_.connect();
+    thread_ = std::thread([this] { loop(); });
+  }
+
+  std::uint64_t start(const Job& job) {
+    std::lock_guard lock(mutex_);
+    jobs_.push_back(job);
+    work_.notify_one();
+    return ++started_;
+  }
+
+  // Whether that job has ended; after a failure no job ends any more.
+  bool wait(std::uint64_t ticket, double seconds) {
+    std::unique_lock lock(mutex_);
+    done_.wait_for(lock, std::chrono::duration<double>(seconds),
+                   [&] { return finished_ >= ticket || failed_; });
+    return finished_ >= ticket;
+  }
+
+  std::optional<Failed> failed() {
+    std::lock_guard lock(mutex_);
+    return failed_;
+  }
+
+  // Give up on this rank and tell the others.
+  void fail(Failure failure, int rank) { announce(failure, rank); }
+
+  void close() {
+    if (closed_) return;
+    closed_ = true;
+    {
+      std::lock_guard lock(mutex_);
+      stop_.store(true);
+      work_.notify_one();
+    }
+    if (thread_.joinable()) thread_.join();
+    segment_.record(rank_).pid.store(-1, std::memory_order_release);
+  }
+
+  Segment& segment() { return segment_; }
+  Interpreter& interpreter() { return interpreter_; }
+
+ private:
+  void loop() {
+    for (;;) {
+      Job job;
+      {
+        std::unique_lock lock(mutex_);
+        work_.wait(lock, [&] { return stop_.load() || !jobs_.empty(); });
+        if (jobs_.empty() || stop_.load()) return;
+        job = jobs_.front();
+        jobs_.pop_front();
+      }
+      try {
+        interpreter_.run(job);
+      } catch (const Failed& f) {
+        if (!f.reported && f.failure != Failure::stopped) announce(f.failure, f.rank);
+        std::lock_guard lock(mutex_);
+        failed_ = f;
+        done_.notify_all();
+        return;
+      }
+      std::lock_guard lock(mutex_);
+      ++finished_;
+      done_.notify_all();
+    }
+  }
+
+  void announce(Failure failure, int rank) {
+    std::uint32_t none = 0;
+    segment_.header().failed.compare_exchange_strong(
+        none, std::uint32_t(failure) << 16 | std::uint32_t(rank + 1), std::memory_order_acq_rel);
+  }
+
+  std::atomic<bool> stop_{false};
+  Segment segment_;
+  int rank_;
+  Interpreter interpreter_;
+  std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::deque<Job> jobs_;
+  std::uint64_t started_ = 0, finished_ = 0;
+  std::optional<Failed> failed_;
+  std::thread thread_;
+  bool closed_ = false;
+};
+
+}  // namespace ringdp

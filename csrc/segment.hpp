@@ -1,0 +1,142 @@
+// The shared segment: one anonymous file, mapped by every rank. It has no name in any file system,
+// so nothing is left behind however the ranks end.
+//
+//   Header | RankRecord[ranks] | channel (0,0) (0,1) ... (ranks-1, ranks-1)
+//   channel = Cursors | Slot[depth],  Slot = Stamp | slab bytes
+//
+// The diagonal channels are unused: 1/ranks of the space, in exchange for plain indexing.
+#pragma once
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ringdp {
+
+constexpr std::uint64_t kMagic = 0x72696e6764703031;  // "ringdp01"
+constexpr std::size_t kLine = 64;                     // bytes of a cache line
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // else not valid across processes
+
+struct alignas(kLine) Header {
+  std::uint64_t magic, token;
+  std::uint32_t ranks, depth;
+  std::uint64_t slab;
+  // 0, or (kind of failure << 16 | rank + 1) of the rank that failed first. Everyone gives up then.
+  std::atomic<std::uint32_t> failed;
+};
+
+// What a rank is doing, readable by the others even when it is stuck.
+struct alignas(kLine) RankRecord {
+  std::atomic<std::uint64_t> number;  // of the collective that it runs or ran last
+  std::atomic<std::int32_t> pid;      // 0 before it has attached, -1 once it has closed
+};
+
+// Single producer, single consumer. `head` counts messages written, `tail` messages read; each has a
+// line of its own, since each is written by another core.
+struct Cursors {
+  alignas(kLine) std::atomic<std::uint64_t> head;
+  alignas(kLine) std::atomic<std::uint64_t> tail;
+};
+
+// What a message belongs to; the receiver compares it with what it expects.
+struct alignas(kLine) Stamp {
+  std::uint64_t number;
+  std::uint64_t bytes;
+  std::uint64_t kind;
+};
+
+class Segment {
+ public:
+  static std::size_t size(int ranks, int depth, std::size_t slab) {
+    return sizeof(Header) + ranks * sizeof(RankRecord) +
+           std::size_t(ranks) * ranks * channel_size(depth, slab);
+  }
+
+  // Maps `fd`. Rank 0 writes the header; the others check that it is the one they were told of.
+  Segment(int fd, int rank, int ranks, int depth, std::size_t slab, std::uint64_t token)
+      : ranks_(ranks), depth_(depth), slab_(slab), bytes_(size(ranks, depth, slab)) {
+    struct stat status;
+    if (fstat(fd, &status) != 0 || std::size_t(status.st_size) != bytes_)
+      throw std::runtime_error("the shared segment has " + std::to_string(status.st_size) +
+                               " bytes instead of " + std::to_string(bytes_));
+    void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED)
+      throw std::runtime_error(std::string("mmap of the shared segment: ") + std::strerror(errno));
+    base_ = static_cast<std::byte*>(at);
+    if (rank == 0) new (base_) Header{kMagic, token, std::uint32_t(ranks), std::uint32_t(depth), slab, {}};
+    const Header& h = header();
+    if (h.magic != kMagic || h.token != token || int(h.ranks) != ranks || int(h.depth) != depth ||
+        h.slab != slab) {
+      munmap(base_, bytes_);
+      throw std::runtime_error("the shared segment belongs to another job or version");
+    }
+    record(rank).pid.store(getpid(), std::memory_order_release);
+  }
+  ~Segment() {
+    for (int fd : pidfds_)
+      if (fd >= 0) ::close(fd);
+    munmap(base_, bytes_);
+  }
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  // Once every rank has attached: take a handle on each process, so that its end can be seen even
+  // while it is a zombie and its pid cannot be mistaken for another's.
+  void connect() {
+    for (int r = 0; r < ranks_; ++r) {
+      auto pid = record(r).pid.load(std::memory_order_acquire);
+      pidfds_.push_back(int(syscall(SYS_pidfd_open, pid, 0)));
+    }
+  }
+
+  // Whether `rank` has ended or closed, so that it will never write again.
+  bool gone(int rank) {
+    if (record(rank).pid.load(std::memory_order_acquire) < 0) return true;
+    if (pidfds_[rank] < 0) return kill(record(rank).pid.load(), 0) != 0 && errno == ESRCH;
+    pollfd p{pidfds_[rank], POLLIN, 0};
+    return poll(&p, 1, 0) > 0;
+  }
+
+  Header& header() { return *reinterpret_cast<Header*>(base_); }
+  RankRecord& record(int rank) {
+    return reinterpret_cast<RankRecord*>(base_ + sizeof(Header))[rank];
+  }
+  Cursors& cursors(int src, int dst) { return *reinterpret_cast<Cursors*>(channel(src, dst)); }
+  Stamp& slot(int src, int dst, std::uint64_t message) {
+    return *reinterpret_cast<Stamp*>(channel(src, dst) + sizeof(Cursors) +
+                                     (message % depth_) * (sizeof(Stamp) + slab_));
+  }
+  int ranks() const { return ranks_; }
+  int depth() const { return depth_; }
+  std::size_t slab() const { return slab_; }
+
+ private:
+  static std::size_t channel_size(int depth, std::size_t slab) {
+    return sizeof(Cursors) + depth * (sizeof(Stamp) + slab);
+  }
+  std::byte* channel(int src, int dst) {
+    return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) +
+           (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
+  }
+
+  int ranks_, depth_;
+  std::size_t slab_, bytes_;
+  std::byte* base_ = nullptr;
+  std::vector<int> pidfds_;
+};
+
+}  // namespace ringdp

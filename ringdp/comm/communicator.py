@@ -1,0 +1,231 @@
+"""The communicator: collectives on torch tensors, over any transport.
+
+It looks up the schedule, proves it, projects and fuses it once per (collective, algorithm, n), and
+hands the program to the transport. Collectives run in the order in which they are issued; every
+rank must issue the same ones in the same order.
+
+The default algorithm is `direct`: it folds in rank order, so that the result's bits do not depend
+on the length of the buffer that an element is part of.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from ringdp.comm.guard import Call, Guard, supported
+from ringdp.comm.work import Work
+from ringdp.errors import CommunicationError, ScheduleError, UsageError
+from ringdp.schedule import (
+    Collective,
+    Program,
+    contract,
+    fifo_depth,
+    fuse,
+    project,
+    schedule,
+    verify,
+)
+from ringdp.transport.base import OPS, Op, Transport
+from ringdp.transport.shm import ShmTransport
+
+ReduceOp = Literal["sum", "avg", "prod", "min", "max"]
+
+
+class Communicator:
+    """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`."""
+
+    def __init__(
+        self, store: Store | None, rank: int, size: int, *, name: str, timeout: float
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._store, self._name = store, name
+        self._copies = self._issued = 0
+        prefixed = None if store is None else PrefixStore(name, store)
+        self._transport: Transport = ShmTransport(prefixed, rank, size)
+        self._guard = Guard(self._transport, timeout)
+        self._closed = False
+        atexit.register(_close, weakref.ref(self))
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = "sum",
+        *,
+        algorithm: str = "direct",
+        async_op: bool = False,
+    ) -> Work:
+        """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place.
+
+        Any shape, the same on all ranks; float32, float64, float16, bfloat16, int8, uint8, int32,
+        int64. `avg` multiplies by 1/size and then sums, for floats only. With `async_op` it returns
+        at once, and the tensor must not be touched until the Work's `wait` has returned.
+        """
+        return self._issue("all_reduce", tensor, op, algorithm, async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp = "sum",
+        *,
+        algorithm: str = "direct",
+        async_op: bool = False,
+    ) -> Work:
+        """`output` becomes this rank's 1/size of the reduction of every rank's `input`.
+
+        input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
+        that part of `input`, no copy is made and the rest of `input` is overwritten.
+        """
+        whole = self._whole(output, input, "reduce_scatter: input", "output")
+        in_place = whole[self._part(whole)].data_ptr() == output.data_ptr()
+        whole = whole if in_place else whole.clone()
+
+        def finish() -> None:
+            if not in_place:
+                output.copy_(whole[self._part(whole)].view(output.shape))
+
+        return self._issue("reduce_scatter", whole, op, algorithm, async_op, finish)
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, *, algorithm: str = "direct", async_op: bool = False
+    ) -> Work:
+        """`output` becomes the inputs of ranks 0, 1, ... one behind the other, on every rank.
+
+        output: size x input.numel() elements. If `input` is this rank's part of it, no copy is made.
+        """
+        whole = self._whole(input, output, "all_gather: output", "input")
+        part = whole[self._part(whole)]
+        if part.data_ptr() != input.data_ptr():
+            part.copy_(input.reshape(-1))
+        return self._issue("all_gather", whole, "sum", algorithm, async_op)
+
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, algorithm: str = "direct", async_op: bool = False
+    ) -> Work:
+        """Every rank's `tensor` becomes rank `root`'s, in place."""
+        if not 0 <= root < self.size:
+            raise UsageError(f"broadcast: root is {root}; ranks are 0..{self.size - 1}")
+        return self._issue("broadcast", tensor, "sum", algorithm, async_op, root=root)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+
+    def duplicate(self) -> Communicator:
+        """Another communicator over the same ranks, whose collectives do not queue behind these.
+
+        Collective: every rank must call it.
+        """
+        self._copies += 1
+        name = f"{self._name}.{self._copies}"
+        return Communicator(self._store, self.rank, self.size, name=name, timeout=self.timeout)
+
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent to others over this communicator."""
+        return self._transport.sent_bytes()
+
+    def close(self) -> None:
+        """Stop. Ranks that still wait for this one raise PeerLost."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _issue(
+        self,
+        collective: Collective,
+        tensor: Tensor,
+        op: ReduceOp,
+        algorithm: str,
+        async_op: bool,
+        finish: Callable[[], None] = lambda: None,
+        root: int = 0,
+    ) -> Work:
+        supported(tensor.dtype)
+        if op not in (*OPS, "avg"):
+            raise UsageError(f"{collective}: no op {op!r}; there are {', '.join((*OPS, 'avg'))}")
+        if self._closed:
+            raise CommunicationError(f"{collective} on a communicator that has been closed")
+        program = _program(collective, algorithm, self.size, self.rank, root, self._transport.depth)
+        buffer, copied = _flat(tensor)
+        op_: Op = "sum" if op == "avg" else op
+        call = Call(self._issued, collective, tensor.dtype, op_, tensor.numel())
+        self._guard.check(call)
+        if op == "avg":
+            if not tensor.is_floating_point():
+                raise UsageError(f"{collective}: avg is for floats; this tensor is {tensor.dtype}")
+            buffer.mul_(1 / self.size)
+        self._issued += 1
+
+        def complete() -> None:
+            if copied:
+                tensor.copy_(buffer.view(tensor.shape))
+            finish()
+
+        ticket = self._transport.start(program, buffer, op_, call.number, call.kind)
+        work = Work(self._guard, call, ticket, complete, (buffer, program))
+        if not async_op:
+            work.wait()
+        return work
+
+    def _whole(self, part: Tensor, whole: Tensor, what: str, part_name: str) -> Tensor:
+        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:
+            raise UsageError(
+                f"{what} has {whole.numel()} elements of {whole.dtype}; it needs {self.size} "
+                f"(ranks) x {part.numel()} ({part_name}) of {part.dtype}"
+            )
+        if not whole.is_contiguous():
+            raise UsageError(f"{what} must be contiguous")
+        return whole.detach().view(-1)
+
+    def _part(self, whole: Tensor) -> slice:
+        elements = whole.numel() // self.size
+        return slice(self.rank * elements, (self.rank + 1) * elements)
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
+    """A 1-D contiguous tensor of the same elements, and whether it is a copy."""
+    data = tensor.detach()
+    if data.is_contiguous():
+        return data.view(-1), False
+    return data.contiguous().view(-1), True
+
+
+@cache
+def _program(
+    collective: Collective, algorithm: str, n: int, rank: int, root: int, depth: int
+) -> Program:
+    """Proved, projected, fused, and shown not to stall in FIFOs of `depth` slots."""
+    plan = schedule(collective, algorithm, n)
+    verify(plan, collective)
+    live = contract(collective, n, plan.chunks).after
+    if root:  # a renaming of ranks, so the proof holds for it too
+        plan = plan.embed([(r + root) % n for r in range(n)], range(plan.chunks))
+    programs = [
+        fuse(project(plan, r), [c for q, c in live if (q + root) % n == r]) for r in range(n)
+    ]
+    needed = fifo_depth(programs)
+    if needed > depth:
+        raise ScheduleError(
+            f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
+        )
+    return programs[rank]
+
+
+def _close(reference: weakref.ref[Communicator]) -> None:
+    """At exit: stop the progress thread of a communicator that is still open."""
+    if (communicator := reference()) is not None:
+        communicator.close()

@@ -1,0 +1,36 @@
+"""How the ranks find each other: torchrun's environment variables and torch's TCPStore."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from itertools import count
+
+from torch.distributed import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from ringdp.comm.communicator import Communicator
+from ringdp.errors import UsageError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_worlds = count()
+
+
+def init(*, timeout: float = 1800.0) -> Communicator:
+    """The communicator of all ranks that torchrun started, or of one rank without it.
+
+    Collective: every rank must call it, and call it equally often. `timeout` is how long a
+    collective may wait for another rank, in seconds. Raises UsageError if torchrun's variables are
+    set in part only.
+    """
+    found = [v for v in VARIABLES if v in os.environ]
+    name = f"ringdp/{next(_worlds)}"
+    if not {"RANK", "WORLD_SIZE"} & set(found):
+        return Communicator(None, 0, 1, name=name, timeout=timeout)
+    if missing := [v for v in VARIABLES if v not in found]:
+        raise UsageError(
+            f"{', '.join(found)} set, but not {', '.join(missing)}: start the ranks with torchrun, "
+            "which sets all of them"
+        )
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    return Communicator(PrefixStore("ringdp", store), rank, ranks, name=name, timeout=timeout)

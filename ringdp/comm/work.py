@@ -1,0 +1,68 @@
+"""A collective under way: wait for it, ask for it, or get the error that ended it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ringdp.comm.guard import Call, Guard
+from ringdp.errors import CommunicationError
+
+SLICE = 0.1  # seconds between looks at Ctrl-C
+
+
+class Work:
+    """Returned by every collective. `wait` is what makes the result visible to the caller."""
+
+    def __init__(
+        self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None], keep: object
+    ) -> None:
+        self._guard, self._call, self._ticket = guard, call, ticket
+        self._finish, self._keep = finish, keep
+        self._done = False
+        self._error: CommunicationError | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the result is there, at most `timeout` seconds (default: the communicator's).
+
+        Raises PeerLost, CollectiveTimeout or CollectiveMismatch, each time it is called.
+        """
+        if self._error:
+            raise self._error
+        if self._done:
+            return
+        allowed = self._guard.timeout if timeout is None else timeout
+        deadline = time.monotonic() + allowed
+        try:
+            # Python sees signals between slices only: the wait itself holds no GIL.
+            while not self._guard.transport.wait(
+                self._ticket, max(0.0, min(SLICE, deadline - time.monotonic()))
+            ):
+                self._guard.check(self._call)
+                if time.monotonic() >= deadline:
+                    self._guard.give_up(self._call, allowed)
+        except CommunicationError as e:
+            self._error = e
+            raise
+        self._complete()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        if not self._done and self._guard.transport.wait(self._ticket, 0.0):
+            self._complete()
+        return self._done or self.exception() is not None
+
+    def exception(self) -> CommunicationError | None:
+        """The error that ended it, or None."""
+        if not self._done and self._error is None:
+            try:
+                self._guard.check(self._call)
+            except CommunicationError as e:
+                if not self._guard.transport.wait(self._ticket, 0.0):
+                    self._error = e
+        return self._error
+
+    def _complete(self) -> None:
+        self._done = True
+        self._finish()
+        self._keep = None

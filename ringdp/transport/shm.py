@@ -1,0 +1,144 @@
+"""Shared memory between the ranks of one host: the transport where there is no GPU.
+
+Rank 0 makes an anonymous file (memfd), says through the store where its descriptor is, and the
+others open it by way of /proc, which lets in the same user only. It never has a name, so nothing is
+left in shared memory after any exit, kill -9 included. csrc runs the programs on a progress thread
+without the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import Store
+
+from ringdp import _core
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.schedule.program import Program
+from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, chunk_bounds
+
+SLAB_BYTES = 64 << 10  # a FIFO slot; three of them and the caller's chunk fit an L2 of 1 MiB
+FIFO_DEPTH = 4  # every fused program of ours needs 2; the rest lets ranks drift apart
+
+
+class _Address(NamedTuple):
+    """Where rank 0's segment is, as sent through the store."""
+
+    pid: int
+    fd: int
+    token: int
+
+
+class ShmTransport:
+    """One rank's end of the shared segment. See `Transport`."""
+
+    depth = FIFO_DEPTH
+
+    def __init__(self, store: Store | None, rank: int, ranks: int) -> None:
+        """Collective: returns once all `ranks` ranks have attached. `store` may be None for one."""
+        self.rank, self.ranks = rank, ranks
+        if rank == 0:
+            fd = _create(ranks)
+            address = _Address(os.getpid(), fd, secrets.randbits(63))
+        else:
+            assert store is not None
+            address = _Address(*map(int, store.get("segment").split()))
+            fd = _open(address)
+        try:
+            self._core = _core.Progress(fd, rank, ranks, FIFO_DEPTH, SLAB_BYTES, address.token)
+            if store is not None:
+                _meet(store, rank, ranks, address)
+        finally:
+            os.close(fd)
+        self._core.connect()
+
+    def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
+        if buffer.device.type != "cpu":
+            raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
+        bounds = _bounds(buffer.numel(), program.chunks)
+        ticket: int = self._core.start(
+            program.rows.ctypes.data,
+            len(program.rows),
+            bounds.ctypes.data,
+            program.chunks,
+            program.scratch,
+            buffer.data_ptr(),
+            DTYPES.index(buffer.dtype),
+            OPS.index(op),
+            number,
+            kind,
+        )
+        return ticket
+
+    def wait(self, ticket: int, timeout: float) -> bool:
+        return bool(self._core.wait(ticket, timeout))
+
+    def failure(self) -> Failure | None:
+        found = self._core.failed()
+        if found is None:
+            return None
+        kind, rank, reported, *stamps = found
+        return Failure(FailureKind(kind), rank, reported, tuple(stamps[:3]), tuple(stamps[3:]))
+
+    def fail(self, kind: FailureKind) -> None:
+        self._core.fail(kind.value, self.rank)
+
+    def position(self) -> tuple[int, int, int]:
+        number, round_, peer = self._core.position()
+        return number, round_, peer
+
+    def numbers(self) -> list[int]:
+        return [self._core.number_of(r) for r in range(self.ranks)]
+
+    def sent_bytes(self) -> int:
+        return int(self._core.sent_bytes())
+
+    def close(self) -> None:
+        self._core.close()
+
+
+def _create(ranks: int) -> int:
+    size = _core.segment_size(ranks, FIFO_DEPTH, SLAB_BYTES)
+    fd = os.memfd_create("ringdp", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)  # out of memory is an error here, not a SIGBUS later
+    except OSError as e:
+        os.close(fd)
+        raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e
+    return fd
+
+
+def _open(address: _Address) -> int:
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
+        raise CommunicationError(
+            f"cannot open rank 0's shared memory at {path} ({e.strerror}). The ranks must run on "
+            "one host, as one user, and see each other's processes."
+        ) from e
+
+
+def _meet(store: Store, rank: int, ranks: int, address: _Address) -> None:
+    if rank == 0:
+        store.set("segment", " ".join(map(str, address)))
+    store.set(f"attached/{rank}", "1")
+    try:
+        store.wait([f"attached/{r}" for r in range(ranks)])
+    except torch.distributed.DistStoreError as e:
+        missing = [r for r in range(ranks) if not store.check([f"attached/{r}"])]
+        raise CommunicationError(f"ranks {missing} did not attach to the shared memory") from e
+
+
+@lru_cache(maxsize=4096)
+def _bounds(elements: int, chunks: int) -> NDArray[np.int64]:
+    return np.array(chunk_bounds(elements, chunks), dtype=np.int64)
