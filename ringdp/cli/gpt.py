@@ -18,9 +18,9 @@ class Shape:
     """What fixes the number of parameters."""
 
     context: int
-    width: int = 160
-    heads: int = 5
-    blocks: int = 4
+    width: int = 128
+    heads: int = 4
+    blocks: int = 5
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def build(shape: Shape, seed: int) -> GPT:
     model = GPT(shape)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=0.05)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
     return model

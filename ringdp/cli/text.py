@@ -52,7 +52,10 @@ def batch(
     """The global batch of a step: `rows` windows of the text at places drawn from (seed, step)."""
     tokens = np.frombuffer(text, dtype=np.uint8)
     starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, size=rows)
-    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    rows_of_bytes: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(
+        np.int64
+    )
+    return rows_of_bytes
 
 
 def _standard_library() -> list[Path]:

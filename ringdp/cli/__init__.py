@@ -1,0 +1,1 @@
+"""The `ringdp` command."""

@@ -1,0 +1,200 @@
+"""Starts the ranks through torch's elastic launcher and ends them: all done, or all gone.
+
+    start ──► running ──► every rank returned            results, in rank order
+                 ├──────► a rank raised or died          RankError, its traceback
+                 └──────► SIGINT, SIGTERM, …             SignalError
+
+It adds to the launcher what a person at a terminal needs: events while the ranks run, the first
+failure in time order (the launcher orders by whole seconds, so a rank that merely lost its peer
+can come first), silence, and nothing left in /tmp.
+"""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, TypeVar
+
+from ringdp.errors import PeerLost, RingdpError
+
+Job = TypeVar("Job")
+Job_contra = TypeVar("Job_contra", contravariant=True)
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+Emit = Callable[[Any], None]
+
+_LAUNCHER_HANDLES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Entry(Protocol[Job_contra, Result_co]):
+    """What each rank runs: a function at the top level of a module. `emit` sends an event."""
+
+    __qualname__: str
+
+    def __call__(self, job: Job_contra, emit: Emit) -> Result_co: ...
+
+
+class RankError(RingdpError):
+    """A rank raised or died. The message is for the user, the rank's traceback first."""
+
+
+class SignalError(RingdpError):
+    """A signal asked for the end; all ranks have ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    lost_peer: bool  # a consequence of another rank's failure, not a cause
+    at: float  # s on the monotonic clock, which all processes of a machine share
+    traceback: str
+
+
+def launch(
+    entry: Entry[Job, Result], job: Job, ranks: int, on_event: Callable[[Any], None]
+) -> list[Result]:
+    """Run `entry(job, emit)` in `ranks` processes with torchrun's environment.
+
+    `on_event` is called in another thread, with rank 0's and other ranks' events as they come.
+    Returns what each rank returned. Raises RankError or SignalError once every rank has ended.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _silence_launcher()
+    pipes = [get_context("spawn").Pipe(duplex=False) for _ in range(ranks)]
+    inbox = _Inbox([reader for reader, _ in pipes], on_event)
+    with tempfile.TemporaryDirectory(prefix="ringdp-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.05,  # s
+        )
+        try:
+            with _interrupts_held():
+                start = elastic_launch(config, _rank_main)
+                results: dict[int, Result] = start(entry, job, [writer for _, writer in pipes])
+        except SignalException as interrupt:
+            raise SignalError(interrupt.sigval) from None
+        except KeyboardInterrupt:
+            raise SignalError(signal.SIGINT) from None
+        except ChildFailedError as error:
+            inbox.close([writer for _, writer in pipes])
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            if -signal.SIGINT in codes.values() and not inbox.failures:
+                raise SignalError(signal.SIGINT) from None
+            raise RankError(_explain(inbox.failures, codes)) from None
+        finally:
+            inbox.close([writer for _, writer in pipes])
+    return [results[rank] for rank in range(ranks)]
+
+
+def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection]) -> Result:
+    """Runs in each rank."""
+    # From here on an interrupt ends the rank at once, inside a C++ wait too.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    rank = int(os.environ["RANK"])
+    try:
+        return entry(job, pipes[rank].send)
+    except Exception as error:
+        lost = isinstance(error, PeerLost)
+        pipes[rank].send(_Failure(rank, lost, time.monotonic(), traceback.format_exc()))
+        # No destructors: a communicator whose peers are gone must not hold this process.
+        os._exit(1)
+
+
+def _explain(failures: Sequence[_Failure], codes: dict[int, int]) -> str:
+    """The cause first and in full, then what the other ranks said, a line each."""
+    if not failures:
+        return "\n".join(_death(rank, code) for rank, code in sorted(codes.items()))
+    first, *others = sorted(failures, key=lambda failure: (failure.lost_peer, failure.at))
+    lines = [first.traceback.rstrip(), f"ringdp: rank {first.rank} raised; every rank has ended"]
+    lines += [f"rank {one.rank}: {one.traceback.splitlines()[-1]}" for one in others]
+    return "\n".join(lines)
+
+
+def _death(rank: int, code: int) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    return f"ringdp: rank {rank} {how}; every rank has ended"
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ranks start with SIGINT blocked, so Ctrl-C during their imports prints no traceback.
+
+    They inherit the mask and unblock it in `_rank_main`. In this process the signal reaches
+    another thread (the inbox's), and Python still runs the launcher's handler in the main thread.
+    The launcher leaves its handlers behind; the former ones come back here.
+    """
+    resource_tracker.ensure_running()  # started later, it would unblock SIGINT
+    handlers = {signum: signal.getsignal(signum) for signum in _LAUNCHER_HANDLES}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _silence_launcher() -> None:
+    """Its warnings ("Closing process … via signal SIGTERM") come before our explanation."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+class _Inbox:
+    """A thread that reads the ranks' pipes. One pipe a rank and no lock, which a rank that is
+    killed could keep."""
+
+    def __init__(self, readers: list[Connection], on_event: Callable[[Any], None]) -> None:
+        self.failures: list[_Failure] = []
+        self._readers = readers
+        self._on_event = on_event
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self, writers: list[Connection]) -> None:
+        """Read what is left. With our writing ends closed and the ranks gone, pipes end."""
+        for writer in writers:
+            writer.close()
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        open_pipes = list(self._readers)
+        while open_pipes:
+            for pipe in wait(open_pipes):
+                assert isinstance(pipe, Connection)
+                try:
+                    event = pipe.recv()
+                except EOFError:
+                    open_pipes.remove(pipe)
+                    continue
+                if isinstance(event, _Failure):
+                    self.failures.append(event)
+                else:
+                    self._on_event(event)

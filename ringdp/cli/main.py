@@ -1,0 +1,108 @@
+"""The `ringdp` command: reads the command line and turns every end into an exit code.
+
+0    done, and every number is what it must be
+1    a rank failed, or a number is not what it must be
+2    bad input: one line on stderr, and nothing was started
+128+ ended by a signal, 130 for Ctrl-C
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ringdp.cli.options import Options, default_batch, parse_stages
+from ringdp.cli.train import run
+from ringdp.errors import RingdpError, UsageError
+
+# typer carries its own click since 0.20 or so, so the base class is found, not imported.
+_ClickException: type[typer.BadParameter] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def ringdp() -> None:
+    """Collectives and data-parallel training (DDP, ZeRO-1/2/3) from scratch."""
+
+
+@app.command()
+def train(
+    ranks: Annotated[int, typer.Option(help="processes that train together")] = 2,
+    stage: Annotated[str, typer.Option(help="all, or some of 0,1,2,3")] = "all",
+    steps: Annotated[int, typer.Option(help="optimizer steps of every run")] = Options.steps,
+    seed: Annotated[int, typer.Option(help="fixes the model and the batches")] = Options.seed,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="rows of a global batch, a multiple of ranks; at least 16 if not given",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(help="bytes of a row")] = Options.context,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's")] = Options.learning_rate,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="file or directory to learn; else the standard library's sources"),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="write what was measured here")] = None,
+    reference: Annotated[bool, typer.Option(help="also train in one process and compare")] = True,
+    sample: Annotated[bool, typer.Option(help="let the trained model write a line")] = True,
+) -> int:
+    """Train a byte-level GPT with every stage and compare them, with one another and with one
+    process alone: losses, bytes held, bytes sent."""
+    options = Options(
+        ranks=ranks,
+        stages=parse_stages(stage),
+        steps=steps,
+        seed=seed,
+        batch=default_batch(ranks) if batch is None else batch,
+        context=context,
+        learning_rate=learning_rate,
+        text=text,
+        json=json,
+        reference=reference,
+        sample=sample,
+    )
+    return run(options, Console(highlight=False))
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run a command; say what ended it, if anything did, and with which code to exit."""
+    try:
+        return command() or 0
+    except _ClickException as error:
+        return _refuse(error.format_message())
+    except UsageError as error:
+        return _refuse(str(error))
+    except typer.Exit as error:
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _ended_by(signal.SIGINT)
+    except RingdpError as error:
+        signum = getattr(error, "signum", None)
+        if signum is not None:
+            return _ended_by(signum)
+        print(error, file=sys.stderr)
+        return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    return exit_code(lambda: app(given, prog_name="ringdp", standalone_mode=False))
+
+
+def _refuse(message: str) -> int:
+    print("ringdp: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _ended_by(signum: int) -> int:
+    print(f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended", file=sys.stderr)
+    return 128 + signum

@@ -1,0 +1,83 @@
+"""What `ringdp train` is asked to do, checked before a rank starts.
+
+Every refusal is a UsageError of one line: the option, what was given, what is allowed.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringdp.errors import UsageError
+
+STAGES = (0, 1, 2, 3)
+MOST_RANKS = 64  # all ranks are processes of this machine
+LEAST_BATCH = 16  # the default global batch is the least multiple of the ranks from here on
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of the command. `batch` counts the rows of all ranks together."""
+
+    ranks: int = 2
+    stages: tuple[int, ...] = STAGES
+    steps: int = 150
+    seed: int = 0
+    batch: int = LEAST_BATCH
+    context: int = 64
+    learning_rate: float = 1e-3
+    text: Path | None = None
+    json: Path | None = None
+    reference: bool = True
+    sample: bool = True
+
+
+def default_batch(ranks: int) -> int:
+    return -(-LEAST_BATCH // max(ranks, 1)) * max(ranks, 1)
+
+
+def parse_stages(given: str) -> tuple[int, ...]:
+    """`all`, or stages between commas, each once and in the order given."""
+    if given.strip() == "all":
+        return STAGES
+    words = [word.strip() for word in given.split(",")]
+    if not all(word in {str(stage) for stage in STAGES} for word in words):
+        raise UsageError(f"--stage is {given!r}; allowed: all, 0, 1, 2, 3, or some as in 0,3")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def check(options: Options) -> None:
+    """Raise UsageError for the first number or path that cannot work."""
+    _between("--ranks", options.ranks, 1, MOST_RANKS)
+    _between("--steps", options.steps, 1, 1_000_000)
+    _between("--seed", options.seed, 0, 2**63 - 1)
+    _between("--batch", options.batch, 1, 65_536)
+    _between("--context", options.context, 1, 65_536)
+    if options.batch % options.ranks:
+        raise UsageError(
+            f"--batch is {options.batch}; allowed: a multiple of --ranks, which is {options.ranks}"
+        )
+    if not (math.isfinite(options.learning_rate) and 0 < options.learning_rate <= 1):
+        raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
+    if options.json is not None:
+        _check_writable(options.json)
+
+
+def _between(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
+
+
+def _check_writable(path: Path) -> None:
+    """Open it as the end of the run will, and leave nothing behind that was not there."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--json: cannot write {path}: {os.strerror(error.errno or 0)}; "
+            "allowed: a file in a directory that exists and is writable"
+        ) from None
+    if not existed:
+        path.unlink()

@@ -1,0 +1,49 @@
+"""What one rank measured in one stage, and its JSON form.
+
+Bytes are per rank. `memory` and `memory_formula` have the same keys, those of MEMORY.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MEMORY = ("parameters", "gathered_peak", "gradients", "buckets", "optimizer")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run: of one stage on one rank, or (stage None) of the single process."""
+
+    stage: int | None
+    ranks: int
+    parameters: int  # elements of the whole model
+    loss: tuple[float, ...]  # mean over the global batch, one a step
+    seconds: tuple[float, ...]  # one a step, the first included
+    tokens_per_step: int  # of the global batch
+    digest: str  # of the bits of all parameters after the last step
+    sample: bytes  # what the trained model writes
+    memory: dict[str, int]
+    memory_formula: dict[str, int]
+    sent: int  # bytes per step
+    sent_formula: int
+
+    def milliseconds(self, percentile: float) -> float:
+        return float(np.percentile(self.seconds, percentile)) * 1e3
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / (self.milliseconds(50) / 1e3)
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    return {
+        "stage": record.stage,
+        "ranks": record.ranks,
+        "parameters": record.parameters,
+        "loss": list(record.loss),
+        "step_ms": {f"p{p}": round(record.milliseconds(p), 3) for p in (20, 50, 80)},
+        "tokens_per_s": round(record.tokens_per_second, 1),
+        "memory": {**record.memory, "formula": record.memory_formula},
+        "traffic": {"sent_bytes_per_step": record.sent, "formula": record.sent_formula},
+    }

@@ -1,0 +1,150 @@
+"""The runs that `ringdp train` compares: one process alone, and every rank through the stages."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+import ringdp
+from ringdp.cli import gpt, text
+from ringdp.cli.options import Options
+from ringdp.cli.record import Record
+from ringdp.cli.training import Progress, Step, parameter_digest, train
+
+REPORT_EVERY = 0.2  # s
+PROMPT = b"\ndef "
+SAMPLE_BYTES = 120
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is given. The text is not in it: each rank reads it itself, which starts
+    all of them at once, where megabytes through a pipe would start one after another."""
+
+    options: Options
+    text_digest: str
+
+
+def text_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) -> Record:
+    """The reference: the same model and batches in this process, as many threads as ranks."""
+    torch.set_num_threads(min(options.ranks, torch.get_num_threads()))
+    model = gpt.build(gpt.Shape(options.context), options.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    steps = train(model, optimizer, data, options, rows=slice(None), mean=lambda loss: loss)
+    done = list(_reporting(steps, "single", options, emit, dict))
+    return Record(
+        stage=None,
+        ranks=1,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        loss=tuple(step.loss for step in done),
+        seconds=tuple(step.seconds for step in done),
+        tokens_per_step=options.batch * options.context,
+        digest=parameter_digest(model),
+        sample=_sample(model, options),
+        memory={},
+        memory_formula={},
+        sent=0,
+        sent_formula=0,
+    )
+
+
+def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
+    """What each rank runs, on one thread: all stages, one after another."""
+    torch.set_num_threads(1)
+    comm = ringdp.init()
+    data = text.load(job.options.text, job.options.context + 1).data
+    if text_digest(data) != job.text_digest:
+        raise ringdp.RingdpError("the text changed while the ranks were starting; run again")
+    records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
+    comm.close()
+    return records
+
+
+def _run_stage(
+    stage: int,
+    options: Options,
+    data: bytes,
+    comm: ringdp.Communicator,
+    emit: Callable[[Progress], None],
+) -> Record:
+    model = gpt.build(gpt.Shape(options.context), options.seed)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+
+    def mean(loss: torch.Tensor) -> torch.Tensor:
+        comm.all_reduce(loss, op="avg")
+        return loss
+
+    share = options.batch // comm.size
+    rows = slice(comm.rank * share, (comm.rank + 1) * share)
+    steps = train(model, optimizer, data, options, rows=rows, mean=mean)
+    report = emit if comm.rank == 0 else _silent
+    done, sent = [], [engine.sent_bytes()]
+    for step in _reporting(
+        steps, f"stage {stage}", options, report, lambda: engine.memory(optimizer)
+    ):
+        done.append(step)
+        sent.append(engine.sent_bytes())
+    memory = engine.memory(optimizer)
+    with engine.full_parameters():
+        digest = parameter_digest(model)
+        sample = _sample(model, options)
+    record = Record(
+        stage=stage,
+        ranks=comm.size,
+        parameters=parameters,
+        loss=tuple(step.loss for step in done),
+        seconds=tuple(step.seconds for step in done),
+        tokens_per_step=options.batch * options.context,
+        digest=digest,
+        sample=sample,
+        memory=memory,
+        memory_formula=engine.memory_formula(),
+        sent=_per_step(sent, engine.traffic_formula()),
+        sent_formula=engine.traffic_formula(),
+    )
+    engine.close()
+    return record
+
+
+def _per_step(sent: list[int], formula: int) -> int:
+    """Bytes sent in a step, from the totals before and after each: of all steps, the one that is
+    furthest from the formula, so that no other hides it."""
+    deltas = [after - before for before, after in pairwise(sent)]
+    return max(deltas, key=lambda delta: abs(delta - formula))
+
+
+def _reporting(
+    steps: Iterator[Step],
+    run: str,
+    options: Options,
+    emit: Callable[[Progress], None],
+    memory: Callable[[], dict[str, int]],
+) -> Iterator[Step]:
+    """Pass steps on, and emit progress after the first, the last, and every REPORT_EVERY."""
+    spent, due = 0.0, 0.0
+    for step in steps:
+        spent += step.seconds
+        if time.monotonic() >= due or step.number + 1 == options.steps:
+            due = time.monotonic() + REPORT_EVERY
+            speed = options.batch * options.context * (step.number + 1) / spent
+            emit(Progress(run, step.number + 1, options.steps, step.loss, speed, memory()))
+        yield step
+
+
+def _sample(model: gpt.GPT, options: Options) -> bytes:
+    if not options.sample:
+        return b""
+    return gpt.write(model, options.context, PROMPT, SAMPLE_BYTES, options.seed)
+
+
+def _silent(_: Progress) -> None:
+    """Rank 0 speaks for all."""

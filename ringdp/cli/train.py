@@ -1,0 +1,43 @@
+"""`ringdp train`: run the single process and the stages, compare them, and say what was found."""
+
+import json
+
+from rich.console import Console
+
+from ringdp.cli import text
+from ringdp.cli.launch import Entry, launch
+from ringdp.cli.live import Display
+from ringdp.cli.options import Options, check
+from ringdp.cli.record import Record, to_json
+from ringdp.cli.report import show
+from ringdp.cli.runs import Job, run_single, run_stages, text_digest
+from ringdp.cli.verdict import complaints
+
+
+def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] = run_stages) -> int:
+    """The exit code: 0 where everything holds, 1 where a number is not what it must be.
+
+    `entry` is what each rank runs. Raises UsageError before anything has started, RankError and
+    SignalError after everything has ended.
+    """
+    check(options)
+    learned = text.load(options.text, options.context + 1)
+    console.print(
+        f"Learning {len(learned.data):,} bytes of {learned.source} ({learned.files} files): "
+        f"{options.steps} steps of {options.batch} rows × {options.context} bytes",
+        highlight=False,
+        soft_wrap=True,
+    )
+    with Display(console) as display:
+        reference = None
+        if options.reference:
+            reference = run_single(options, learned.data, display.update)
+        job = Job(options, text_digest(learned.data))
+        ranks = launch(entry, job, options.ranks, display.update)
+    problems = complaints(ranks, reference)
+    show(console, ranks[0], reference, problems)
+    if options.json is not None:
+        objects = [to_json(run) for run in ranks[0]]
+        whole = objects[0] if len(objects) == 1 else objects
+        options.json.write_text(json.dumps(whole, indent=2) + "\n")
+    return 1 if problems else 0

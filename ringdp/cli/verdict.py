@@ -1,0 +1,80 @@
+"""What must hold of a run: formulas equal measurements, stages equal one another bit for bit, and
+the single process is within a bound derived from float32.
+
+Note [the bound on the loss]
+    A sum of k float32 terms, in any order, has a relative error of at most γ_k ≈ k·2^-24
+    (Higham 2002, section 4.2). The ranks and the single process add the same terms in other
+    orders. The longest sum of a step runs over the tokens of the global batch, k = batch · context:
+    in the loss, and in the gradient of every weight. To first order a step therefore moves the
+    loss by at most γ_k of its size, once by its own sum and once more for each update before it:
+
+        |Δloss_t| ≤ (t + 1) · γ_k · loss_0        t = 0, 1, …
+
+    It leaves out the shorter sums (matrix products over the width, at most 4·width terms), and
+    that training may amplify a difference: it is first-order, not a worst case.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ringdp.cli.record import MEMORY, Record
+
+UNIT_ROUNDOFF = 2.0**-24  # float32, to nearest
+
+
+def loss_bound(step: int, tokens: int, first_loss: float) -> float:
+    """See Note [the bound on the loss]."""
+    return (step + 1) * tokens * UNIT_ROUNDOFF * first_loss
+
+
+def differences(run: Record, reference: Record) -> list[float]:
+    """|Δloss| of every step."""
+    return [abs(a - b) for a, b in zip(run.loss, reference.loss, strict=True)]
+
+
+def equal_bits(runs: Sequence[Record]) -> bool:
+    """Whether all losses, and all parameters after the last step, have the same bits."""
+    return all(a.loss == b.loss and a.digest == b.digest for a, b in pairwise(runs))
+
+
+def complaints(ranks: Sequence[Sequence[Record]], reference: Record | None) -> list[str]:
+    """One line for everything that does not hold. `ranks[r]` are rank r's runs, one a stage."""
+    found = [line for rank, runs in enumerate(ranks) for run in runs for line in _bytes(rank, run)]
+    if not all(math.isfinite(loss) for run in ranks[0] for loss in run.loss):
+        found.append("a loss is not finite: training diverged")
+    if not all(equal_bits(same_stage) for same_stage in zip(*ranks, strict=True)):
+        found.append("the ranks of a stage differ from one another in a loss or a parameter")
+    found += [line for a, b in pairwise(ranks[0]) for line in _stages(a, b)]
+    if reference is not None:
+        found += [line for run in ranks[0] for line in _against(run, reference)]
+    return found
+
+
+def _bytes(rank: int, run: Record) -> list[str]:
+    pairs = [(f"{key} bytes", run.memory[key], run.memory_formula[key]) for key in MEMORY]
+    pairs.append(("bytes sent per step", run.sent, run.sent_formula))
+    return [
+        f"stage {run.stage}, rank {rank}: {what} measured {measured:,}, formula {formula:,}"
+        for what, measured, formula in pairs
+        if measured != formula
+    ]
+
+
+def _stages(a: Record, b: Record) -> list[str]:
+    if equal_bits((a, b)):
+        return []
+    steps = [step for step, (x, y) in enumerate(zip(a.loss, b.loss, strict=True)) if x != y]
+    where = f"the loss, first at step {steps[0]}" if steps else "a parameter after the last step"
+    return [f"stages {a.stage} and {b.stage} differ in {where}"]
+
+
+def _against(run: Record, reference: Record) -> list[str]:
+    for step, difference in enumerate(differences(run, reference)):
+        bound = loss_bound(step, run.tokens_per_step, reference.loss[0])
+        if not difference <= bound:  # a NaN is no pass
+            return [
+                f"stage {run.stage}: |Δloss| from the single process is {difference:.2e} at "
+                f"step {step}, above the float32 bound {bound:.2e}"
+            ]
+    return []
