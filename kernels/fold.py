@@ -3,8 +3,8 @@
     out[e] = round(((wide(parts[0, e]) + wide(parts[1, e])) + wide(parts[2, e])) + ...)
 
 wide is float32, or float64 where either side is; the sum is rounded to out's dtype once, to nearest
-even. Integers are summed modulo 2^bits in their own dtype. The order is the same for every element, so the bits depend on
-nothing but the parts. It starts from part 0 and not from zero, which keeps a sum of −0.0.
+even. Integers are summed modulo 2^bits in their own dtype. The order is the same for every element,
+so the bits depend on nothing but the parts. It starts from part 0, not from zero, which keeps −0.0.
 Must move n·elems·(bytes of parts) + elems·(bytes of out). Reference: `fold_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case

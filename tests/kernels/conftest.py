@@ -1,0 +1,39 @@
+"""The kernels in Triton's interpreter, rounding as the hardware does, for one test at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ringdp.kernels.adamw import adamw_kernel
+from ringdp.kernels.flatten import flatten_kernel
+from ringdp.kernels.fold import fold_kernel
+
+# Triton's name of a dtype: torch's
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Replaces the interpreter's: it truncates float32 to bfloat16 and mishandles subnormals."""
+    bits = torch.from_numpy(data.copy().reshape(-1).view(f"int{source.primitive_bitwidth}"))
+    width = target.primitive_bitwidth
+    rounded = bits.view(DTYPES[str(source)]).to(DTYPES[str(target)])
+    return (
+        rounded.view(getattr(torch, f"int{width}")).numpy().view(f"uint{width}").reshape(data.shape)
+    )
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`*_triton` launchers take CPU tensors here; no environment variable is set, nothing leaks."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    for kernel in (adamw_kernel, flatten_kernel, fold_kernel):
+        assert kernel.function is not None  # the first use puts `tl` where the kernel finds it
+        monkeypatch.setitem(vars(kernel), "function", interpreter.InterpretedFunction(kernel.fn))

@@ -1,0 +1,183 @@
+"""adamw: against float64 and torch, the kernel bit for bit, and the same bits in every shard."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from ringdp.kernels import adamw
+from ringdp.kernels.adamw import CACHED, Factors, adamw_torch, adamw_triton
+
+U = torch.finfo(torch.float32).eps / 2
+FACTORS = Factors(0.99999, 0.1, 0.999, 0.001, -1e-3 / 0.271, math.sqrt(0.003), 1e-8)
+
+
+class State(NamedTuple):
+    param: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def copy(self) -> State:
+        return State(*(x.clone() for x in self))
+
+    def part(self, first: int, last: int) -> State:
+        return State(*(x[first:last] for x in self))
+
+
+def random_state(elems: int, seed: int = 5) -> State:
+    g = torch.Generator().manual_seed(seed)
+
+    def some() -> torch.Tensor:
+        return torch.randn(elems, generator=g) * torch.exp2(
+            torch.randint(-12, 4, (elems,), generator=g)
+        )
+
+    return State(some(), some(), some(), some().square())
+
+
+def step(s: State, t: int = 3) -> None:
+    adamw(*s, step=t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+
+def same_bits(a: State, b: State) -> bool:
+    return all(
+        torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True)
+    )
+
+
+def gamma(k: int) -> float:
+    """k roundings, Higham 2002 §3.1: |relative error| <= ku/(1 − ku)."""
+    return k * U / (1 - k * U)
+
+
+@pytest.mark.parametrize("t", [1, 3, 1000])
+def test_reference_against_float64(t: int) -> None:
+    got = random_state(10007)
+    p, g, m, v = (x.double() for x in got)
+    step(got, t)
+    m1 = m + (1 - 0.9) * (g - m)
+    v1 = 0.999 * v + (1 - 0.999) * g * g
+    denominator = (v1 / (1 - 0.999**t)).sqrt() + 1e-8
+    size = 1e-3 / (1 - 0.9**t)
+    want = (1 - 1e-3 * 0.01) * p - size * m1 / denominator
+    # Roundings on each path, the float32 rounding of a factor counted as one.
+    m_bound = gamma(4) * ((1 - 0.9) * (g - m)).abs() + gamma(1) * m.abs()
+    v_bound = gamma(4) * v1  # only non-negative terms: relative
+    # Of the update: v1 4 (√ halves them: 2), √ 1, correction 2, ε 2, its own factor, · and / 3.
+    update = size * m1.abs() / denominator
+    p_bound = (
+        gamma(3) * p.abs() + gamma(11) * update + size * m_bound / denominator * (1 + gamma(11))
+    )
+    assert ((got.exp_avg.double() - m1).abs() <= m_bound).all()
+    assert ((got.exp_avg_sq.double() - v1).abs() <= v_bound).all()
+    assert ((got.param.double() - want).abs() <= p_bound).all()
+
+
+def test_follows_torch() -> None:
+    """20 steps of one problem; both err by at most 4 roundings of p and 12 of the update a step."""
+    got = random_state(1000)
+    got.exp_avg.zero_()
+    got.exp_avg_sq.zero_()
+    theirs = got.param.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.01)
+    for t in range(1, 21):
+        got.grad.copy_(torch.cos(torch.arange(1000.0) * t) + 0.1)
+        theirs.grad = got.grad.clone()
+        optimizer.step()
+        step(got, t)
+    # The updates sum to at most 20 · lr · (1 − β1)/√(1 − β2) (Kingma & Ba 2015, §2.1).
+    travelled = 20 * 1e-3 * 0.1 / math.sqrt(0.001)
+    bound = 2 * (20 * gamma(4) * (got.param.abs() + travelled) + gamma(20 * 12) * travelled)
+    assert ((got.param - theirs.detach()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("elems", [1, 15, 16, 17, 1024, 2500])
+def test_kernel_equals_reference(interpreted: None, elems: int) -> None:
+    got = random_state(elems)
+    want = got.copy()
+    adamw_torch(*want, FACTORS)
+    adamw_triton(*got, FACTORS)
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_the_place(threads: int) -> None:
+    """The elements of a whole buffer, of random slices of it, and one by one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        elems = 2 * CACHED * threads + 777
+        start = random_state(elems)
+        whole = start.copy()
+        step(whole)
+        for seed in range(3):
+            g = torch.Generator().manual_seed(seed)
+            cuts = torch.randint(1, elems, (60,), generator=g).tolist()
+            near = torch.randint(1, 200, (60,), generator=g).tolist()  # slices shorter than SIMD
+            cuts = sorted({0, elems, *cuts, *near})
+            pieces = start.copy()
+            for first, last in pairwise(cuts):
+                step(pieces.part(first, last))
+            assert same_bits(pieces, whole)
+        ones = start.copy()
+        for i in range(100):
+            step(ones.part(i, i + 1))
+        assert same_bits(ones.part(0, 100), whole.part(0, 100))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_operation_is_correctly_rounded() -> None:
+    """The reference's bits are those of IEEE float32: recomputed in float64, rounded each time."""
+    got = random_state(5000)
+    k = [float(torch.tensor(f)) for f in FACTORS]
+    decay, fresh1, beta2, fresh2, size, correction, eps = k
+
+    def r(x: torch.Tensor) -> torch.Tensor:
+        return x.float().double()  # exact for + − · / √: 53 >= 2 · 24 + 2 (Figueroa 1995)
+
+    p, g, m, v = (x.double() for x in got)
+    m = r(m + r(r(g - m) * fresh1))
+    v = r(r(v * beta2) + r(r(g * fresh2) * g))
+    p = r(r(p * decay) + r(r(m * size) / r(r(r(v.sqrt()) / correction) + eps)))
+    adamw_torch(*got, FACTORS)
+    assert same_bits(got, State(p.float(), got.grad, m.float(), v.float()))
+
+
+def test_no_elements() -> None:
+    step(random_state(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grad": torch.zeros(3)}, "grad is"),
+        ({"exp_avg": torch.zeros(4, device="meta")}, "exp_avg is"),
+        ({"grad": torch.zeros(4).double()}, "float64"),
+        ({"grad": torch.zeros(8)[::2]}, "strides"),
+    ],
+)
+def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step(random_state(4)._replace(**change))
+
+
+def test_refuses_a_step_before_the_first() -> None:
+    with pytest.raises(ValueError, match="counts from 1"):
+        step(random_state(4), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("elems", [1, 16, 17, 1024, 2500, 1 << 20])
+def test_gpu_equals_cpu(elems: int) -> None:
+    want = random_state(elems)
+    got = State(*(x.cuda() for x in want))
+    for t in (1, 2, 3):
+        step(want, t)
+        step(got, t)
+    assert same_bits(State(*(x.cpu() for x in got)), want)

@@ -1,0 +1,155 @@
+"""flatten: against float64, the kernel against the reference bit for bit, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ringdp.kernels import flatten
+from ringdp.kernels.flatten import Span, chunk_table, flatten_torch, flatten_triton
+from ringdp.kernels.precision import FLOATS, HALF, wide_dtype
+
+PAIRS = [(a, b) for a in FLOATS for b in FLOATS if not (a == torch.float64 and b in HALF)]
+SCALES = [1.0, -0.375, float(torch.tensor(0.1))]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor], list[int], int]:
+    """Shapes that meet every path: a full chunk, a tail, odd alignment, strides, empty, 0-d."""
+    g = torch.Generator().manual_seed(7)
+
+    def some(*shape: int) -> torch.Tensor:
+        spread = torch.exp2(torch.randint(-30, 30, shape, generator=g, dtype=torch.float64))
+        return (torch.randn(shape, generator=g, dtype=torch.float64) * spread).to(dtype).to(device)
+
+    tensors = [
+        some(4096 + 16),  # aligned: a full chunk and a tail
+        some(4097)[1:],  # its address is not a multiple of 16 bytes
+        some(7, 13).t(),
+        some(0),
+        some(1).squeeze(0),
+        some(64, 128)[::2, ::2],
+        some(3, 1500),
+    ]
+    offsets, end = [], 16
+    for i, x in enumerate(tensors):
+        offsets.append(end)
+        end += x.numel() + (i % 3)  # gaps of 0, 1 and 2 elements
+    order = [3, 0, 6, 2, 1, 5, 4]  # the bucket's order is not the list's
+    return [tensors[i] for i in order], [offsets[i] for i in order], end + 5000
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_reference_against_float64(source: torch.dtype, target: torch.dtype, scale: float) -> None:
+    tensors, offsets, elems = inputs(source)
+    out = torch.full((elems,), torch.nan, dtype=target)
+    flatten(tensors, out, scale=scale, offsets=offsets)
+    want = torch.zeros(elems, dtype=torch.float64)
+    for x, o in zip(tensors, offsets, strict=True):
+        want[o : o + x.numel()] = x.double().flatten() * scale
+    # One rounding of the scale, one of the product, one to the target: (1 + u)(1 + u)(1 + v) − 1,
+    # or half the least subnormal of the target where that is more.
+    wide = torch.finfo(wide_dtype(source, target))
+    narrow = torch.finfo(target)
+    relative = (1 + wide.eps / 2) ** 2 * (1 + narrow.eps / 2) - 1
+    bound = relative * want.abs() + narrow.smallest_normal * narrow.eps
+    overflows = want.abs() * (1 + relative) > narrow.max
+    assert ((out.double() - want).abs() <= bound)[~overflows].all()
+    assert (out[overflows].isinf() | (out[overflows].abs() == narrow.max)).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # to fp16, meant to
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_kernel_equals_reference(
+    interpreted: None, source: torch.dtype, target: torch.dtype, scale: float
+) -> None:
+    tensors, offsets, elems = inputs(source)
+    got, want = (torch.full((elems,), torch.nan, dtype=target) for _ in range(2))
+    flatten_torch(tensors, want, scale, offsets)
+    flatten_triton(tensors, got, scale, offsets)
+    assert same_bits(got, want)
+
+
+def test_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
+    tensors = [torch.randn(5), torch.randn(7).bfloat16(), torch.randn(3, 3).half()]
+    got, want = torch.full((30,), torch.nan), torch.full((30,), torch.nan)
+    flatten_torch(tensors, want, 0.5, [0, 6, 20])
+    flatten_triton(tensors, got, 0.5, [0, 6, 20])
+    assert same_bits(got, want)
+    assert want.isfinite().all()
+    for run in (flatten_torch, flatten_triton):
+        empty = torch.full((5000,), torch.nan)
+        run([], empty, 1.0, [])
+        assert not empty.any()
+
+
+def test_chunk_table() -> None:
+    rows = chunk_table((Span(1 << 40, 3, 8200), Span(0, 8203, 4097), Span(64, 0, 1)), 2, False)
+    base = 1 << 40
+    assert rows.tolist() == [
+        [base, 3, 4096],
+        [base + 8192, 4099, 4096],
+        [base + 16384, 8195, 8],
+        [0, 8203, 4096],
+        [0, 12299, 1],
+        [64, 0, 1],
+    ]
+
+
+def test_parameters_that_require_grad() -> None:
+    out = torch.empty(4)
+    flatten([torch.ones(4, requires_grad=True)], out, scale=2.0, offsets=[0])
+    assert out.tolist() == [2.0] * 4
+
+
+def test_in_place_when_a_tensor_is_its_own_slice() -> None:
+    out = torch.arange(8.0)
+    flatten([out[2:6]], out, scale=2.0, offsets=[2])
+    assert out.tolist() == [0, 0, 4, 6, 8, 10, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "out", "scale", "offsets", "message"),
+    [
+        ([torch.ones(4)], torch.empty(2, 4), 1.0, [0], "1-D and contiguous"),
+        ([torch.ones(4)], torch.empty(8)[::2], 1.0, [0], "1-D and contiguous"),
+        ([torch.ones(4)], torch.empty(8), 1.0, [0, 4], "as many offsets"),
+        ([torch.ones(4)], torch.empty(8), 1.0, [5], "does not fit"),
+        ([torch.ones(4)], torch.empty(8), 1.0, [-1], "does not fit"),
+        ([torch.ones(4), torch.ones(2)], torch.empty(8), 1.0, [2, 1], "tensor 1.*overlaps"),
+        ([torch.ones(4)], torch.empty(8), float("nan"), [0], "finite"),
+        ([torch.ones(4)], torch.empty(8), 1e39, [0], "finite"),
+        ([torch.ones(4).int()], torch.empty(8), 1.0, [0], "not supported"),
+        ([torch.ones(4)], torch.empty(8).int(), 1.0, [0], "not supported"),
+        ([torch.ones(4).double()], torch.empty(8).half(), 1.0, [0], "round twice"),
+        ([torch.ones(4, device="meta")], torch.empty(8), 1.0, [0], "meta"),
+    ],
+)
+def test_refuses(
+    tensors: list[torch.Tensor],
+    out: torch.Tensor,
+    scale: float,
+    offsets: list[int],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        flatten(tensors, out, scale=scale, offsets=offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scale", [1.0, -0.375, 0.1])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, scale: float) -> None:
+    tensors, offsets, elems = inputs(source)
+    want = torch.full((elems,), torch.nan, dtype=target)
+    flatten(tensors, want, scale=scale, offsets=offsets)
+    tensors, offsets, elems = inputs(source, "cuda")
+    got = torch.full((elems,), torch.nan, dtype=target, device="cuda")
+    for _ in range(2):  # the second time from the cached chunk table
+        flatten(tensors, got, scale=scale, offsets=offsets)
+        assert same_bits(got.cpu(), want)

@@ -1,0 +1,149 @@
+"""fold: against float64, the kernel against the reference bit for bit, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from ringdp.kernels import fold
+from ringdp.kernels.fold import CACHED, INTEGERS, SIGNED, fold_torch, fold_triton
+from ringdp.kernels.precision import FLOATS, HALF, wide_dtype
+
+PAIRS = [(a, b) for a in FLOATS for b in FLOATS if not (a == torch.float64 and b in HALF)]
+LENGTHS = [1, 15, 16, 17, 1024, 2500]
+
+
+def random_parts(n: int, elems: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    if dtype in FLOATS:
+        spread = torch.exp2(torch.randint(-12, 6, (n, elems), generator=g, dtype=torch.float64))
+        return (torch.randn(n, elems, generator=g, dtype=torch.float64) * spread).to(dtype)
+    raw = torch.randint(0, 256, (n, elems * dtype.itemsize), generator=g, dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_reference_against_float64(source: torch.dtype, target: torch.dtype, n: int) -> None:
+    parts = random_parts(n, 1000, source)
+    out = torch.full((1000,), torch.nan, dtype=target)
+    fold(parts, out)
+    sums = [math.fsum(column) for column in parts.double().t().tolist()]  # exact, rounded once
+    want = torch.tensor(sums, dtype=torch.float64)
+    wide, narrow = torch.finfo(wide_dtype(source, target)), torch.finfo(target)
+    # Higham 2002, §4.2: recursive summation errs by at most γ(n−1)·Σ|x|, γ(k) = ku/(1 − ku).
+    k = (n - 1) * wide.eps / 2
+    error = k / (1 - k) * parts.double().abs().sum(0)
+    # The last rounding: half an ulp of the target, or half its least subnormal. `want` itself is
+    # half an ulp of float64 off.
+    last = (narrow.eps + torch.finfo(torch.float64).eps) / 2
+    bound = error + (want.abs() + error) * last + narrow.smallest_normal * narrow.eps
+    assert ((out.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *SIGNED])
+def test_integers_are_exact(dtype: torch.dtype) -> None:
+    parts = random_parts(5, 100, dtype)
+    out = torch.empty(100, dtype=dtype)
+    fold(parts, out)
+    low, bits = torch.iinfo(dtype).min, torch.iinfo(dtype).bits
+    sums = [sum(column) for column in zip(*parts.tolist(), strict=True)]
+    assert out.tolist() == [(total - low) % 2**bits + low for total in sums]
+
+
+@pytest.mark.parametrize("elems", LENGTHS)
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_kernel_equals_reference(
+    interpreted: None, source: torch.dtype, target: torch.dtype, n: int, elems: int
+) -> None:
+    parts = random_parts(n, elems, source)
+    got, want = torch.empty(elems, dtype=target), torch.empty(elems, dtype=target)
+    wide = wide_dtype(source, target)
+    fold_torch(parts, want, wide)
+    fold_triton(parts, got, wide)
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_kernel_equals_reference_on_integers(interpreted: None, dtype: torch.dtype) -> None:
+    parts = random_parts(5, 1040, dtype)
+    got, want = torch.empty(1040, dtype=dtype), torch.empty(1040, dtype=dtype)
+    fold_torch(parts, want, dtype)
+    fold_triton(parts, got, dtype)
+    assert same_bits(got, want)
+
+
+def test_bits_do_not_depend_on_the_place() -> None:
+    elems = CACHED * torch.get_num_threads() + 1000  # more than one call's worth
+    parts = random_parts(4, elems, torch.float32)
+    whole = torch.empty(elems)
+    fold(parts, whole)
+    g = torch.Generator().manual_seed(0)
+    cuts = sorted({0, elems, *torch.randint(1, elems, (40,), generator=g).tolist()})
+    for first, last in pairwise(cuts):
+        out = torch.empty(last - first)
+        fold(parts[:, first:last], out)  # rows lie apart
+        assert same_bits(out, whole[first:last])
+
+
+def test_order_is_by_rank() -> None:
+    big = float(2**24)
+    out = torch.empty(1)
+    fold(torch.tensor([[1.0], [big], [-big]]), out)
+    assert out.item() == 0.0
+    fold(torch.tensor([[big], [-big], [1.0]]), out)
+    assert out.item() == 1.0
+
+
+def test_keeps_minus_zero_and_takes_no_elements() -> None:
+    out = torch.empty(1)
+    fold(torch.full((3, 1), -0.0), out)
+    assert torch.signbit(out).all()
+    fold(torch.empty(3, 0), torch.empty(0))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_out_may_be_a_row(row: int) -> None:
+    parts = random_parts(3, 100, torch.float32)
+    want = torch.empty(100)
+    fold(parts, want)
+    fold(parts, parts[row])
+    assert same_bits(parts[row], want)
+
+
+@pytest.mark.parametrize(
+    ("parts", "out", "message"),
+    [
+        (torch.empty(0, 4), torch.empty(4), "n > 0"),
+        (torch.empty(4), torch.empty(4), "must be"),
+        (torch.empty(2, 4), torch.empty(3), "must be"),
+        (torch.empty(4, 2).t(), torch.empty(4), "contiguous"),
+        (torch.empty(2, 4), torch.empty(8)[::2], "contiguous"),
+        (torch.empty(2, 4), torch.empty(4).int(), "not supported"),
+        (torch.empty(2, 4).bool(), torch.empty(4).bool(), "not supported"),
+        (torch.empty(2, 4).double(), torch.empty(4).half(), "round twice"),
+        (torch.empty(2, 4, device="meta"), torch.empty(4), "meta"),
+    ],
+)
+def test_refuses(parts: torch.Tensor, out: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fold(parts, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
+@pytest.mark.parametrize(("source", "target"), [*PAIRS, *((d, d) for d in (*INTEGERS, *SIGNED))])
+def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) -> None:
+    parts, want = random_parts(8, elems, source), torch.empty(elems, dtype=target)
+    fold(parts, want)
+    got = torch.empty(elems, dtype=target, device="cuda")
+    fold(parts.cuda(), got)
+    assert same_bits(got.cpu(), want)

@@ -1,0 +1,51 @@
+"""Triton stays out until it is needed, and its interpreter stays in the test that asked for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from ringdp.kernels.adamw import adamw_kernel
+
+USE = """
+import sys, torch
+from ringdp.kernels import adamw, flatten, fold
+x = [torch.ones(40) for _ in range(4)]
+out = torch.empty(64)
+flatten(x[:1], out, scale=0.5, offsets=[3])
+fold(torch.ones(2, 40), x[0])
+adamw(*x, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+assert "triton" not in sys.modules
+"""
+INTERPRET = """
+import torch
+from ringdp.kernels.flatten import flatten_kernel, flatten_triton
+out = torch.empty(10)
+flatten_triton([torch.ones(8)], out, 0.5, [1])
+assert out.tolist() == [0] + [0.5] * 8 + [0], out
+assert type(flatten_kernel.function).__name__ == "InterpretedFunction"
+"""
+
+
+def python(code: str, **env: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_cpu_path_imports_no_triton() -> None:
+    python(USE)
+
+
+def test_interpreter_is_chosen_at_the_first_use() -> None:
+    pytest.importorskip("triton")
+    python(INTERPRET, TRITON_INTERPRET="1")
+
+
+def test_interpreted_ends_with_its_test(interpreted: None, request: pytest.FixtureRequest) -> None:
+    assert type(adamw_kernel.function).__name__ == "InterpretedFunction"
+    request.getfixturevalue("monkeypatch").undo()
+    assert type(adamw_kernel.function).__name__ == "JITFunction"

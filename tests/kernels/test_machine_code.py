@@ -1,0 +1,148 @@
+"""What the compiler makes of the kernels for sm_80, sm_90 and sm_100, without a GPU.
+
+Every access of a full block is 16 bytes wide, nothing spills to local memory, and nothing is fused,
+flushed or approximated that the references round.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ringdp.kernels.adamw import BLOCK as ADAMW_BLOCK
+from ringdp.kernels.adamw import Factors, adamw_kernel
+from ringdp.kernels.flatten import BLOCK as FLATTEN_BLOCK
+from ringdp.kernels.flatten import flatten_kernel
+from ringdp.kernels.fold import BLOCK as FOLD_BLOCK
+from ringdp.kernels.fold import fold_kernel
+from ringdp.kernels.jit import jit, triton_dtype
+from ringdp.kernels.precision import wide_dtype
+
+triton = pytest.importorskip("triton")
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ARCHES = [80, 90, 100]
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}  # Triton's names in a signature
+
+
+class Code(NamedTuple):
+    ptx: str
+    accesses: Counter[str]  # SASS loads and stores: LDG.E.128, STG.E, LDL, ...
+
+
+def compiled(
+    kernel: jit,
+    arch: int,
+    tmp_path: Path,
+    arguments: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
+    odd: tuple[str, ...] = (),
+) -> Code:
+    """As for a launch on padded flat buffers: all but floats and `odd` are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(arguments.items())
+        if not kind.startswith("fp") and name not in odd
+    }
+    source = ASTSource(kernel.function, signature, constants, aligned)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(result.asm["cubin"])
+    sass = subprocess.run(
+        [TOOLS / "nvdisasm", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    accesses = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL)\b[.\w]*", sass))
+    assert accesses, "nvdisasm shows no access to memory at all"
+    return Code(result.asm["ptx"], accesses)
+
+
+def width(code: Code, kind: str) -> set[int]:
+    """The widths in bits of the loads (LDG) or stores (STG) in the code."""
+    names = [name for name in code.accesses if name.startswith(kind)]
+    return {int(m[1]) if (m := re.search(r"\.[US]?(8|16|64|128)\b", n)) else 32 for n in names}
+
+
+def count_128(code: Code, kind: str) -> int:
+    return sum(n for name, n in code.accesses.items() if name.startswith(kind) and ".128" in name)
+
+
+def spills(code: Code) -> bool:
+    return any(name.startswith(("LDL", "STL")) for name in code.accesses)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+def test_fold(
+    source: torch.dtype, target: torch.dtype, ranks: int, arch: int, tmp_path: Path
+) -> None:
+    arguments = {
+        "parts": f"*{SHORT[source]}",
+        "out": f"*{SHORT[target]}",
+        "elems": "i32",
+        "stride": "i32",
+    }
+    wide = triton_dtype(wide_dtype(source, target))
+    constants = {"RANKS": ranks, "WIDE": wide, "BLOCK": FOLD_BLOCK}
+    code = compiled(fold_kernel, arch, tmp_path, arguments, constants, 4)
+    assert width(code, "LDG") == {128}
+    assert width(code, "STG") == {128}
+    assert not spills(code)
+    assert ".ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_adamw(arch: int, tmp_path: Path) -> None:
+    pointers = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), "*fp32")
+    arguments = pointers | {"elems": "i32"} | dict.fromkeys(Factors._fields, "fp32")
+    code = compiled(adamw_kernel, arch, tmp_path, arguments, {"BLOCK": ADAMW_BLOCK}, 4)
+    assert width(code, "LDG") == {128}
+    assert width(code, "STG") == {128}
+    assert not spills(code)
+    assert "fma." not in code.ptx
+    assert ".ftz" not in code.ptx
+    assert set(re.findall(r"(?:div|sqrt|rcp|rsqrt)\.\S+", code.ptx)) == {
+        "div.rn.f32",
+        "sqrt.rn.f32",
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16), (F64, F64)],
+)
+def test_flatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
+    arguments = {"chunks": "*i64", "out": f"*{SHORT[target]}", "scale": "fp64"}
+    constants = {
+        "SOURCE": triton_dtype(source),
+        "WIDE": triton_dtype(wide_dtype(source, target)),
+        "BLOCK": FLATTEN_BLOCK,
+    }
+    code = compiled(flatten_kernel, arch, tmp_path, arguments, constants, 8)
+    # The full chunk, in 256 threads of 16-byte accesses; the rest are tails and padding.
+    per_thread = FLATTEN_BLOCK // 256
+    assert count_128(code, "LDG") == per_thread * source.itemsize // 16
+    assert count_128(code, "STG") == per_thread * target.itemsize // 16
+    assert not spills(code)
+    assert ".ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_an_odd_length_would_lose_wide_accesses(arch: int, tmp_path: Path) -> None:
+    """See Note [16-byte accesses]: why launchers cut one in two. The check can fail."""
+    arguments = {"parts": "*fp32", "out": "*fp32", "elems": "i32", "stride": "i32"}
+    constants = {"RANKS": 2, "WIDE": triton_dtype(F32), "BLOCK": FOLD_BLOCK}
+    code = compiled(fold_kernel, arch, tmp_path, arguments, constants, 4, odd=("elems",))
+    assert width(code, "LDG") == {32}
