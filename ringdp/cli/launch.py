@@ -162,9 +162,8 @@ def _interrupts_held() -> Iterator[None]:
 def _silence_launcher() -> None:
     """Its warnings ("Closing process … via signal SIGTERM") come before our explanation."""
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
+        if name.startswith(("torch.distributed", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 
 class _Inbox:

@@ -8,18 +8,24 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ringdp.cli.record import MEMORY, Record
 from ringdp.cli.verdict import differences, equal_bits, loss_bound
 
-ROOM_FOR_BOTH = 28  # characters of a column that holds "123,456,789 = 123,456,789"
-LABEL = 24  # characters of the first column
+MOST_WIDTH = 10_000  # characters: no terminal is wider
 
 
-def final_table(runs: Sequence[Record], reference: Record | None, width: int) -> Table:
-    beside = width >= LABEL + ROOM_FOR_BOTH * len(runs)
+def final_table(runs: Sequence[Record], reference: Record | None, console: Console) -> Table:
+    """The wide form where it fits, else the narrow one."""
+    wide = _table(runs, reference, beside=True)
+    needs = Measurement.get(console, console.options.update(width=MOST_WIDTH), wide).maximum
+    return wide if needs <= console.width else _table(runs, reference, beside=False)
+
+
+def _table(runs: Sequence[Record], reference: Record | None, *, beside: bool) -> Table:
     table = Table(
         title=_title(runs[0]),
         title_justify="left",
@@ -56,14 +62,15 @@ def equality_line(runs: Sequence[Record]) -> str | None:
 
 
 def sample_line(sample: bytes) -> str:
-    """On one line: a non-printable byte as in a Python bytes literal, quotes as they are."""
-    return "".join(chr(c) if 32 <= c < 127 else repr(bytes([c]))[2:-1] for c in sample)
+    """On one line: other bytes than printable ASCII, and backslashes, as in a bytes literal."""
+    plain = set(range(32, 127)) - {ord("\\")}
+    return "".join(chr(c) if c in plain else repr(bytes([c]))[2:-1] for c in sample)
 
 
 def show(
     console: Console, runs: Sequence[Record], reference: Record | None, problems: Sequence[str]
 ) -> None:
-    console.print(final_table(runs, reference, console.width))
+    console.print(final_table(runs, reference, console))
     line = equality_line(runs)
     if line is not None:
         console.print(Text(line, style="green" if equal_bits(runs) else "bold red"))

@@ -1,0 +1,62 @@
+"""`ringdp train` with ranks that misbehave: `python misbehaving.py ENTRY`, run as a process."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from ringdp.cli.main import exit_code
+from ringdp.cli.options import Options
+from ringdp.cli.record import Record
+from ringdp.cli.runs import Job
+from ringdp.cli.train import run
+from ringdp.cli.training import Progress
+from ringdp.errors import PeerLost
+
+Emit = Callable[[Progress], None]
+
+
+def _running(emit: Emit) -> int:
+    emit(Progress(f"pid {os.getpid()}", 1, 1, 0.0, 0.0, {}))
+    return int(os.environ["RANK"])
+
+
+def raises(job: Job, emit: Emit) -> list[Record]:
+    if _running(emit) == 1:
+        time.sleep(0.3)
+        raise ValueError("the cause, on rank 1")
+    time.sleep(600)
+    return []
+
+
+def raises_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
+    """Rank 0 dies of rank 1's failure, and the launcher sees rank 0 first."""
+    if _running(emit) == 1:
+        time.sleep(0.5)
+        raise ValueError("the cause, on rank 1")
+    time.sleep(0.5)
+    raise PeerLost("rank 1 has died")
+
+
+def killed(job: Job, emit: Emit) -> list[Record]:
+    if _running(emit) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+    return []
+
+
+def sleeps(job: Job, emit: Emit) -> list[Record]:
+    _running(emit)
+    time.sleep(600)
+    return []
+
+
+if __name__ == "__main__":
+    import misbehaving  # by this name, which the ranks can import too
+
+    entry = getattr(misbehaving, sys.argv[1])
+    options = Options(steps=1, reference=False)
+    sys.exit(exit_code(lambda: run(options, Console(), entry=entry)))

@@ -1,0 +1,76 @@
+"""Bad input: one line on stderr that says what was wrong and what is allowed, exit code 2."""
+
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.main import main
+
+REFUSED = {
+    "ranks 0": (["--ranks", "0"], "--ranks is 0; allowed: a whole number from 1 to 64"),
+    "ranks negative": (["--ranks", "-3"], "--ranks is -3; allowed"),
+    "ranks many": (["--ranks", "65"], "--ranks is 65; allowed"),
+    "ranks a word": (["--ranks", "two"], "--ranks"),
+    "stage 4": (["--stage", "4"], "--stage is '4'; allowed: all, 0, 1, 2, 3"),
+    "stage a word": (["--stage", "0,zero"], "--stage is '0,zero'; allowed"),
+    "stage empty": (["--stage", ""], "--stage is ''; allowed"),
+    "steps 0": (["--steps", "0"], "--steps is 0; allowed"),
+    "seed negative": (["--seed", "-1"], "--seed is -1; allowed"),
+    "batch": (["--ranks", "2", "--batch", "3"], "--batch is 3; allowed: a multiple of --ranks"),
+    "context 0": (["--context", "0"], "--context is 0; allowed"),
+    "rate": (["--learning-rate", "nan"], "--learning-rate is nan; allowed"),
+    "missing text": (["--text", "/nowhere/at all"], "cannot read /nowhere/at all: No such file"),
+    "text a device": (["--text", "/dev/null"], "cannot read /dev/null: it is neither"),
+    "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
+    "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
+    "unknown option": (["--rank", "2"], "--rank"),
+    "missing value": (["--ranks"], "--ranks"),
+    "extra argument": (["now"], "now"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_one_line_and_exit_code_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_too_short_text_says_how_much_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(b"x" * 64)
+    assert main(["train", "--text", str(short), "--context", "64"]) == 2
+    assert "holds 64 bytes of text; allowed" in capsys.readouterr().err
+    assert main(["train", "--text", str(tmp_path), "--context", "64"]) == 2
+    assert "at least 65 bytes" in capsys.readouterr().err
+
+
+def test_checking_the_json_path_leaves_no_file(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["train", "--json", str(out), "--text", "/nowhere"]) == 2
+    assert not out.exists()
+
+
+def test_an_existing_json_file_survives_a_refused_run(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("before")
+    assert main(["train", "--json", str(out), "--text", "/nowhere"]) == 2
+    assert out.read_text() == "before"
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in ("--ranks", "--stage", "--steps", "--seed", "--batch", "--context", "--json"):
+        assert option in shown

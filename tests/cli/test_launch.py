@@ -1,0 +1,101 @@
+"""Ranks that fail, die or are interrupted: what is said, with which code, how soon, and that no
+process stays behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+SCRIPT = Path(__file__).with_name("misbehaving.py")
+
+
+def start(entry: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), entry],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def await_ranks(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of both ranks, once they run."""
+    assert process.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, f"ended before its ranks ran: {process.communicate()[1]}"
+        pids += [int(found) for found in re.findall(r"pid (\d+)", line)]
+    return pids
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs. A zombie does not: where process 1 reaps nothing, orphans stay zombies."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def group_of(leader: int) -> list[int]:
+    """Living processes of the leader's group: ranks, and the helpers of multiprocessing."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and alive(int(entry.name)):
+            try:
+                if os.getpgid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def assert_gone(process: subprocess.Popen[str], pids: list[int]) -> None:
+    assert not [pid for pid in pids if alive(pid)]
+    deadline = time.monotonic() + 2
+    while group_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert group_of(process.pid) == []
+
+
+@pytest.mark.parametrize("entry", ["raises", "raises_then_peer_lost"])
+def test_the_cause_comes_first_and_all_ranks_end(entry: str) -> None:
+    process = start(entry)
+    pids = await_ranks(process)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 1
+    assert stderr.startswith("Traceback (most recent call last):")
+    assert stderr.index("ValueError: the cause, on rank 1") < stderr.index("rank 1 raised")
+    assert "elastic" not in stderr
+    assert_gone(process, pids)
+
+
+def test_a_killed_rank_is_named() -> None:
+    process = start("killed")
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert stderr == "ringdp: rank 1 was killed by SIGKILL; every rank has ended\n"
+    assert_gone(process, [])
+
+
+@pytest.mark.parametrize("to_group", [True, False], ids=["group", "parent"])
+def test_an_interrupt_ends_every_rank(to_group: bool) -> None:
+    process = start("sleeps")
+    pids = await_ranks(process)
+    began = time.monotonic()
+    (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130
+    assert stderr == "ringdp: ended by SIGINT; every rank has ended\n"
+    assert_gone(process, pids)

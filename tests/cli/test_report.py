@@ -1,0 +1,100 @@
+"""The last table at two widths, the JSON, and the live table: whole numbers, nothing cut off."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from rows import MEMORY, REFERENCE, STAGE_0, STAGES
+
+from ringdp.cli.live import Display, plain_line
+from ringdp.cli.record import Record, to_json
+from ringdp.cli.report import sample_line, show
+from ringdp.cli.training import Progress
+
+
+def shown(
+    width: int, runs: list[Record], reference: Record | None, problems: list[str]
+) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show(console, runs, reference, problems)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_fits_and_cuts_nothing_off(width: int) -> None:
+    lines = shown(width, STAGES, REFERENCE, [])
+    assert all(len(line) <= width for line in lines)
+    assert "…" not in "\n".join(lines)
+
+
+def test_at_80_columns_the_formula_stands_below() -> None:
+    lines = shown(80, STAGES, REFERENCE, [])
+    [at] = [i for i, line in enumerate(lines) if line.startswith(" buckets")]
+    assert lines[at].split() == ["buckets"] + ["104,857,600"] * 4
+    assert lines[at + 1].split() == ["formula"] + ["=", "104,857,600"] * 4
+
+
+def test_at_140_columns_the_formula_stands_beside() -> None:
+    [line] = [x for x in shown(140, STAGES, REFERENCE, []) if x.startswith(" buckets")]
+    assert line.split("formula")[1].split() == ["104,857,600", "=", "104,857,600"] * 4
+
+
+def test_every_quantity_has_a_row() -> None:
+    text = "\n".join(shown(80, STAGES, REFERENCE, []))
+    for label in ("final loss", "largest |Δloss|", "float32 bound", "step ms", "gathered peak"):
+        assert label in text
+    assert "1.00e-06" in text
+    assert "Stages 0, 1, 2, 3 are equal bit for bit" in text
+    assert r"It writes: def f():\n\treturn '\xff'" in text
+
+
+def test_a_difference_is_loud() -> None:
+    wrong = replace(STAGE_0, stage=3, sent=7, loss=(5.5, 4.0, 2.4))
+    text = "\n".join(shown(80, [STAGE_0, wrong], None, ["it is 7"]))
+    assert "≠ 12,390,912" in text
+    assert "NOT equal bit for bit" in text
+    assert "WRONG: it is 7" in text
+    assert "equal their formulas" not in text
+
+
+def test_sample_line_is_one_printable_line() -> None:
+    assert sample_line(b"a\\\n\r\t\x00\x7f\xe9'\"") == "a\\\\\\n\\r\\t\\x00\\x7f\\xe9'\""
+
+
+def test_json_has_the_documented_keys() -> None:
+    found = to_json(STAGE_0)
+    assert found == {
+        "stage": 0,
+        "ranks": 2,
+        "parameters": 1_032_576,
+        "loss": [5.5, 4.0, 2.5],
+        "step_ms": {"p20": 100.0, "p50": 100.0, "p80": 160.0},
+        "tokens_per_s": 10240.0,
+        "memory": {**MEMORY, "formula": MEMORY},
+        "traffic": {"sent_bytes_per_step": 12_390_912, "formula": 12_390_912},
+    }
+
+
+def test_live_table_fits_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    display = Display(console)
+    display.update(Progress("single", 150, 150, 2.5, 123_456.0, {}))
+    display.update(Progress("stage 3", 77, 150, 2.5, 123_456.0, MEMORY))
+    console.print(display.table())
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert any("stage 3" in line and "100.00" in line for line in lines)
+
+
+def test_plain_lines_are_few() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with Display(console) as display:
+        for step in range(1, 101):
+            display.update(Progress("stage 0", step, 100, 3.0, 1000.0, MEMORY))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 2  # the first and the last
+    assert lines[1] == plain_line(Progress("stage 0", 100, 100, 3.0, 1000.0, MEMORY))

@@ -1,0 +1,48 @@
+"""Each thing that must hold has a run that breaks it, and a line that names it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from rows import MEMORY, REFERENCE, STAGE_0, STAGES
+
+from ringdp.cli.record import Record
+from ringdp.cli.verdict import complaints, loss_bound
+
+STAGE_3 = STAGES[3]
+BROKEN = {
+    "memory": (replace(STAGE_3, memory={**MEMORY, "gradients": 1}), "gradients bytes measured 1"),
+    "traffic": (replace(STAGE_3, sent=7), "bytes sent per step measured 7, formula 12,390,912"),
+    "last bit": (
+        replace(STAGE_3, loss=(5.5, math.nextafter(4.0, 5), 2.5)),
+        "stages 0 and 3 differ in the loss, first at step 1",
+    ),
+    "parameter": (replace(STAGE_3, digest="e"), "differ in a parameter after the last step"),
+    "far": (replace(STAGE_3, loss=(5.5, 4.1, 2.5)), "above the float32 bound"),
+    "nan": (replace(STAGE_3, loss=(5.5, math.nan, 2.5)), "a loss is not finite"),
+}
+
+
+def test_nothing_to_complain_of() -> None:
+    assert complaints([STAGES, STAGES], REFERENCE) == []
+
+
+@pytest.mark.parametrize(("broken", "says"), BROKEN.values(), ids=BROKEN.keys())
+def test_what_does_not_hold_is_named(broken: Record, says: str) -> None:
+    runs = [STAGE_0, broken]
+    assert any(says in line for line in complaints([runs, runs], REFERENCE))
+
+
+def test_every_rank_is_held_to_its_formula() -> None:
+    lines = complaints([[STAGE_3], [replace(STAGE_3, sent=7)]], None)
+    assert lines == ["stage 3, rank 1: bytes sent per step measured 7, formula 12,390,912"]
+
+
+def test_ranks_that_differ_are_named() -> None:
+    [line] = complaints([[STAGE_3], [replace(STAGE_3, digest="e")]], None)
+    assert "ranks of a stage differ" in line
+
+
+def test_the_bound_grows_with_the_steps_and_the_tokens() -> None:
+    assert loss_bound(0, 1024, 5.5) == 1024 * 2.0**-24 * 5.5
+    assert loss_bound(9, 2048, 5.5) == 20 * loss_bound(0, 1024, 5.5)
