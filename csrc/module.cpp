@@ -8,6 +8,7 @@ namespace nb = nanobind;
 using namespace ringdp;
 
 NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // an exit with an error keeps frames, and so transports, alive
   m.def("segment_size", &Segment::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of a shared segment.");
 

@@ -10,16 +10,20 @@ from ringdp.errors import (
     ScheduleError,
     UsageError,
 )
+from ringdp.parallel import DistributedDataParallel, Engine, shard
 
 __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "CommunicationError",
     "Communicator",
+    "DistributedDataParallel",
+    "Engine",
     "PeerLost",
     "RingdpError",
     "ScheduleError",
     "UsageError",
     "Work",
     "init",
+    "shard",
 ]

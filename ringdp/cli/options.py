@@ -21,7 +21,7 @@ class Options:
 
     ranks: int = 2
     stages: tuple[int, ...] = STAGES
-    steps: int = 150
+    steps: int = 120
     seed: int = 0
     batch: int = LEAST_BATCH
     context: int = 64

@@ -70,6 +70,7 @@ def sample_line(sample: bytes) -> str:
 def show(
     console: Console, runs: Sequence[Record], reference: Record | None, problems: Sequence[str]
 ) -> None:
+    console.print()
     console.print(final_table(runs, reference, console))
     line = equality_line(runs)
     if line is not None:

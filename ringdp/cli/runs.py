@@ -15,7 +15,7 @@ from ringdp.cli.record import Record
 from ringdp.cli.training import Progress, Step, parameter_digest, train
 
 REPORT_EVERY = 0.2  # s
-PROMPT = b"\ndef "
+PROMPT = b"def "
 SAMPLE_BYTES = 120
 
 
@@ -89,11 +89,11 @@ def _run_stage(
     report = emit if comm.rank == 0 else _silent
     done, sent = [], [engine.sent_bytes()]
     for step in _reporting(
-        steps, f"stage {stage}", options, report, lambda: engine.memory(optimizer)
+        steps, f"stage {stage}", options, report, lambda: engine.memory(optimizer)._asdict()
     ):
         done.append(step)
         sent.append(engine.sent_bytes())
-    memory = engine.memory(optimizer)
+    memory = engine.memory(optimizer)._asdict()
     with engine.full_parameters():
         digest = parameter_digest(model)
         sample = _sample(model, options)
@@ -107,7 +107,7 @@ def _run_stage(
         digest=digest,
         sample=sample,
         memory=memory,
-        memory_formula=engine.memory_formula(),
+        memory_formula=engine.memory_formula()._asdict(),
         sent=_per_step(sent, engine.traffic_formula()),
         sent_formula=engine.traffic_formula(),
     )

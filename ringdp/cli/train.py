@@ -1,6 +1,8 @@
 """`ringdp train`: run the single process and the stages, compare them, and say what was found."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -12,6 +14,7 @@ from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
 from ringdp.cli.runs import Job, run_single, run_stages, text_digest
 from ringdp.cli.verdict import complaints
+from ringdp.errors import RingdpError
 
 
 def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] = run_stages) -> int:
@@ -37,7 +40,15 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     problems = complaints(ranks, reference)
     show(console, ranks[0], reference, problems)
     if options.json is not None:
-        objects = [to_json(run) for run in ranks[0]]
-        whole = objects[0] if len(objects) == 1 else objects
-        options.json.write_text(json.dumps(whole, indent=2) + "\n")
+        _write_json(options.json, ranks[0])
     return 1 if problems else 0
+
+
+def _write_json(path: Path, runs: Sequence[Record]) -> None:
+    """An object for one stage, a list for several."""
+    objects = [to_json(run) for run in runs]
+    whole = objects[0] if len(objects) == 1 else objects
+    try:
+        path.write_text(json.dumps(whole, indent=2) + "\n")
+    except OSError as error:  # it was writable before training
+        raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None

@@ -61,14 +61,16 @@ class Communicator:
         *,
         algorithm: str = "direct",
         async_op: bool = False,
+        tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place.
 
         Any shape, the same on all ranks; float32, float64, float16, bfloat16, int8, uint8, int32,
         int64. `avg` multiplies by 1/size and then sums, for floats only. With `async_op` it returns
-        at once, and the tensor must not be touched until the Work's `wait` has returned.
+        at once, and the tensor must not be touched until the Work's `wait` has returned. `tag`, as
+        for every collective, says what is moved: ranks whose tags differ raise CollectiveMismatch.
         """
-        return self._issue("all_reduce", tensor, op, algorithm, async_op)
+        return self._issue("all_reduce", tensor, op, algorithm, async_op, tag)
 
     def reduce_scatter(
         self,
@@ -78,6 +80,7 @@ class Communicator:
         *,
         algorithm: str = "direct",
         async_op: bool = False,
+        tag: int = 0,
     ) -> Work:
         """`output` becomes this rank's 1/size of the reduction of every rank's `input`.
 
@@ -92,10 +95,10 @@ class Communicator:
             if not in_place:
                 output.copy_(whole[self._part(whole)].view(output.shape))
 
-        return self._issue("reduce_scatter", whole, op, algorithm, async_op, finish)
+        return self._issue("reduce_scatter", whole, op, algorithm, async_op, tag, finish)
 
     def all_gather(
-        self, output: Tensor, input: Tensor, *, algorithm: str = "direct", async_op: bool = False
+        self, output: Tensor, input: Tensor, *, algorithm: str = "direct", async_op: bool = False, tag: int = 0
     ) -> Work:
         """`output` becomes the inputs of ranks 0, 1, ... one behind the other, on every rank.
 
@@ -105,15 +108,15 @@ class Communicator:
         part = whole[self._part(whole)]
         if part.data_ptr() != input.data_ptr():
             part.copy_(input.reshape(-1))
-        return self._issue("all_gather", whole, "sum", algorithm, async_op)
+        return self._issue("all_gather", whole, "sum", algorithm, async_op, tag)
 
     def broadcast(
-        self, tensor: Tensor, root: int = 0, *, algorithm: str = "direct", async_op: bool = False
+        self, tensor: Tensor, root: int = 0, *, algorithm: str = "direct", async_op: bool = False, tag: int = 0
     ) -> Work:
         """Every rank's `tensor` becomes rank `root`'s, in place."""
         if not 0 <= root < self.size:
             raise UsageError(f"broadcast: root is {root}; ranks are 0..{self.size - 1}")
-        return self._issue("broadcast", tensor, "sum", algorithm, async_op, root=root)
+        return self._issue("broadcast", tensor, "sum", algorithm, async_op, tag, root=root)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -151,6 +154,7 @@ class Communicator:
         op: ReduceOp,
         algorithm: str,
         async_op: bool,
+        tag: int,
         finish: Callable[[], None] = lambda: None,
         root: int = 0,
     ) -> Work:
@@ -162,7 +166,7 @@ class Communicator:
         program = _program(collective, algorithm, self.size, self.rank, root, self._transport.depth)
         buffer, copied = _flat(tensor)
         op_: Op = "sum" if op == "avg" else op
-        call = Call(self._issued, collective, tensor.dtype, op_, tensor.numel())
+        call = Call(self._issued, collective, tensor.dtype, op_, tensor.numel(), tag)
         self._guard.check(call)
         if op == "avg":
             if not tensor.is_floating_point():

@@ -31,21 +31,23 @@ class Call(NamedTuple):
     dtype: dtype
     op: Op
     elements: int
+    tag: int
 
     @property
     def kind(self) -> int:
         codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), OPS.index(self.op)
-        return codes[0] << 16 | codes[1] << 8 | codes[2]
+        return self.tag << 24 | codes[0] << 16 | codes[1] << 8 | codes[2]
 
     def __str__(self) -> str:
         return f"{describe((self.number, self.kind, 0))} of {self.elements} elements"
 
 
 def describe(stamp: Stamp) -> str:
-    """`all_reduce #12 (float32, sum)`."""
+    """`all_reduce #12 (float32, sum, tag 0)`."""
     number, kind, _ = stamp
-    collective, dtype_, op = COLLECTIVES[kind >> 16], DTYPES[kind >> 8 & 0xFF], OPS[kind & 0xFF]
-    return f"{collective} #{number} ({str(dtype_).removeprefix('torch.')}, {op})"
+    tag, collective = kind >> 24, COLLECTIVES[kind >> 16 & 0xFF]
+    dtype_, op = DTYPES[kind >> 8 & 0xFF], OPS[kind & 0xFF]
+    return f"{collective} #{number} ({str(dtype_).removeprefix('torch.')}, {op}, tag {tag})"
 
 
 class Guard:

@@ -14,6 +14,7 @@ from ringdp.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _worlds = count()
+_world: Communicator | None = None
 
 
 def init(*, timeout: float = 1800.0) -> Communicator:
@@ -23,6 +24,19 @@ def init(*, timeout: float = 1800.0) -> Communicator:
     collective may wait for another rank, in seconds. Raises UsageError if torchrun's variables are
     set in part only.
     """
+    global _world
+    _world = _connect(timeout)
+    return _world
+
+
+def world() -> Communicator:
+    """The communicator that `init` made last. Raises UsageError if there is none."""
+    if _world is None:
+        raise UsageError("no communicator: call ringdp.init() first, or pass comm=")
+    return _world
+
+
+def _connect(timeout: float) -> Communicator:
     found = [v for v in VARIABLES if v in os.environ]
     name = f"ringdp/{next(_worlds)}"
     if not {"RANK", "WORLD_SIZE"} & set(found):

@@ -1,0 +1,342 @@
+"""WHEN collectives happen in training: one engine for DDP and ZeRO-1, 2, 3.
+
+It hangs on the model's hooks:
+
+    before a unit's forward    gather it (and start the gathers of the next ones), wait
+    after its forward          stage 3: free it, but for the root
+    before its backward        gather it again where it was freed
+    when its gradients exist   flatten, scale by 1/n, start the reduction, free it
+    at the end of backward     wait for the reductions; p.grad is ready for the optimizer
+
+The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
+their own, so that neither waits for the other. Nothing here looks at the stage's number: what
+differs between stages is data (`stages.STAGES`).
+
+A parameter that got no gradient in a backward counts as zero there. Every forward whose output
+needs a gradient must be followed by its backward before the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from ringdp.comm import Communicator, world
+from ringdp.comm.work import Work
+from ringdp.errors import UsageError
+from ringdp.kernels import flatten
+from ringdp.parallel import memory
+from ringdp.parallel.layout import layout
+from ringdp.parallel.memory import Ledger, Memory
+from ringdp.parallel.prefetch import ahead, forecast, position_of
+from ringdp.parallel.stages import Keep, stage_of
+from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.units import UnitRule, find_units, like
+
+
+class _Reduction(NamedTuple):
+    unit: FlatUnit
+    bucket: Tensor
+    work: Work
+    accumulate: bool
+
+
+class Engine:
+    """Keeps one model's parameters and gradients as its stage says. Made by `shard`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: int,
+        unit: UnitRule | None,
+        comm: Communicator,
+        prefetch_bytes: int | None,
+    ) -> None:
+        self.stage, self.model, self.comm = stage_of(stage), model, comm
+        found = find_units(model, unit)
+        self.plan = layout(
+            [(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found], comm.size
+        )
+        self.ledger, empty = Ledger(), like(model)
+        self._gathers, self._reductions = comm.duplicate(), comm.duplicate()
+        self.units = [
+            FlatUnit(i, plan, [p for _, p in f.parameters], self.stage, comm, self.ledger, empty)
+            for i, (plan, f) in enumerate(zip(self.plan, found, strict=True))
+        ]
+        for buffer in model.buffers():
+            comm.broadcast(buffer)
+        self.ledger.peak = self.ledger.now.copy()
+        self.itemsize = empty.element_size()
+        frees = self.stage.parameters is Keep.SHARD
+        self._sizes = [u.bytes if frees else 0 for u in self.units]
+        self.prefetch_bytes = max(self._sizes[1:], default=0)
+        if prefetch_bytes is not None:
+            self.prefetch_bytes = prefetch_bytes
+
+        self._order, self._seen = forecast(len(self.units)), list[int]()
+        self._position: int | None = -1
+        self._in_use: list[int] = []  # units whose forward or backward runs, innermost last
+        self._ahead: set[int] = set()  # gathered before their use
+        self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes
+        self._accumulate: dict[int, bool] = {}
+        self._pending: list[_Reduction] = []
+        self._reduced: set[int] = set()
+        self._handles: list[Any] = []
+        for index, f in enumerate(found):
+            self._hook(index, f.module)
+
+    # ---- forward
+
+    def _hook(self, index: int, module: nn.Module) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(lambda *_: self._before_forward(index), prepend=True),
+            module.register_forward_hook(lambda _m, _i, out: self._after_forward(index, out)),
+        ]
+        for p in self.units[index].parameters:
+            if p.requires_grad:
+                self._handles.append(
+                    p.register_post_accumulate_grad_hook(lambda _p: self._gradient_made(index))
+                )
+
+    def _before_forward(self, index: int) -> None:
+        if index == 0 and not self._awaiting:  # a new iteration
+            self._in_use.clear()
+            self._seen.clear()
+            self._position = -1
+        self._use(index)
+
+    def _after_forward(self, index: int, output: Any) -> None:
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        self._done_with(index, free=index != 0 and not self._awaiting)
+        for t in tensors:
+            t.register_hook(lambda _g: self._before_backward(index))
+        if index == 0 and not tensors:
+            self._rest(learn=False)
+
+    # ---- gathering
+
+    def _use(self, index: int) -> None:
+        unit = self.units[index]
+        if self._position is not None:
+            self._position = position_of(index, self._order, self._position)
+        self._seen.append(index)
+        self._in_use.append(index)
+        if unit.state is State.SHARDED:
+            unit.gather(self._gathers)
+        self._ahead.discard(index)
+        self._prefetch()
+        if unit.state is State.GATHERING:
+            unit.unshard()
+
+    def _done_with(self, index: int, *, free: bool) -> None:
+        if index in self._in_use:
+            self._in_use.remove(index)
+        unit = self.units[index]
+        if free and unit.freed and unit.state is State.UNSHARDED:
+            unit.reshard()
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        if self._position is None:
+            return
+        for index in ahead(
+            self._order,
+            self._position,
+            in_use=self._in_use[-1] if self._in_use else None,
+            sharded=[i for i, u in enumerate(self.units) if u.state is State.SHARDED],
+            in_flight=sum(self._sizes[i] for i in self._ahead),
+            sizes=self._sizes,
+            limit=self.prefetch_bytes,
+        ):
+            self.units[index].gather(self._gathers)
+            self._ahead.add(index)
+
+    # ---- backward
+
+    def _before_backward(self, index: int) -> None:
+        if index in self._awaiting:
+            return
+        if not self._awaiting:
+            Variable._execution_engine.queue_callback(self._after_backward)
+        unit = self.units[index]
+        trainable = [p for p in unit.parameters if p.requires_grad]
+        self._awaiting[index] = len(trainable)
+        self._use(index)
+        self._accumulate[index] = any(p.grad is not None for p in trainable)
+        for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
+            if self._accumulate[index] and p.grad is None:
+                kept.zero_()
+            p.grad = None
+
+    def _gradient_made(self, index: int) -> None:
+        if index not in self._awaiting:
+            raise UsageError(
+                f"a parameter of unit {self.plan[index].name!r} got a gradient, but none of the "
+                "unit's outputs did: the engine could not prepare its backward. Return the tensors "
+                "that the loss is made of from the unit's forward."
+            )
+        self._awaiting[index] -= 1
+        if self._awaiting[index] == 0 and index != 0:
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        unit, accumulate = self.units[index], self._accumulate[index]
+        while self._pending and self.stage.gradients is Keep.SHARD:
+            self._finish(self._pending.pop(0))  # one bucket at a time
+        in_place = self.stage.gradients is Keep.FULL and not accumulate
+        bucket = unit.gradient
+        if not in_place:
+            bucket = self.ledger.empty("buckets", unit.plan.padded, unit.gradient)
+        made = [
+            (p.grad, e.offset)
+            for p, e in zip(unit.parameters, unit.plan.entries, strict=True)
+            if p.grad is not None
+        ]
+        flatten([g for g, _ in made], bucket, scale=1 / self.comm.size, offsets=[o for _, o in made])
+        for p in unit.parameters:
+            p.grad = None
+        if self.stage.reduction == "all_reduce":
+            work = self._reductions.all_reduce(bucket, async_op=True, tag=index)
+        else:
+            own = bucket[unit.part]
+            work = self._reductions.reduce_scatter(own, bucket, async_op=True, tag=index)
+        self._pending.append(_Reduction(unit, bucket, work, accumulate))
+        self._reduced.add(index)
+        frozen = not all(p.requires_grad for p in unit.parameters)
+        # Autograd may still need frozen weights once all gradients of the unit exist.
+        self._done_with(index, free=not frozen)
+
+    def _finish(self, reduction: _Reduction) -> None:
+        unit, bucket, work, accumulate = reduction
+        work.wait()
+        if bucket is unit.gradient:
+            return
+        result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.part]
+        if accumulate:
+            unit.own_gradient.add_(result)
+        else:
+            unit.own_gradient.copy_(result)
+        self.ledger.give("buckets", unit.bytes)
+
+    def _after_backward(self) -> None:
+        # Units that got some gradients or none: last unit first, the root at the end, on every rank.
+        for index in reversed(range(len(self.units))):
+            if index not in self._reduced:
+                self._before_backward(index)
+                self._reduce(index)
+        while self._pending:
+            self._finish(self._pending.pop(0))
+        self._awaiting.clear()
+        self._reduced.clear()
+        self._rest(learn=True)
+        for unit in self.units:
+            for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
+                if p.requires_grad and gradient.numel():
+                    p.grad = gradient
+
+    def _rest(self, *, learn: bool) -> None:
+        """Between iterations: every unit sharded, nothing in flight."""
+        if self.stage.optimizer is Keep.SHARD:
+            self._reshard_all()
+        if learn:
+            self._order = tuple(self._seen)
+        self._in_use.clear()
+        self._ahead.clear()
+
+    def _reshard_all(self) -> None:
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.unshard()
+            if unit.state is State.UNSHARDED:
+                unit.reshard()
+
+    # ---- for the user
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Within it every parameter has its shape and all values, on every rank. Collective.
+
+        For reading, as in evaluation or saving: what is written to them is lost.
+        """
+        for unit in self.units:
+            if unit.state is State.SHARDED:
+                unit.gather(self._gathers)
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.unshard()
+        try:
+            yield
+        finally:
+            self._rest(learn=False)
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Bytes on this rank as counted so far; peaks are over the whole run."""
+        now, peak = self.ledger.now, self.ledger.peak
+        return Memory(
+            parameters=now["parameters"],
+            gathered_peak=peak["gathered"],
+            gradients=now["gradients"],
+            buckets=peak["buckets"],
+            optimizer=memory.state_bytes(optimizer),
+        )
+
+    def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
+        """What `memory` must say. The defaults are Adam's in float32; see `memory.formula`."""
+        return memory.formula(
+            self.plan,
+            self.stage,
+            self.comm.rank,
+            itemsize=self.itemsize,
+            limit=self.prefetch_bytes,
+            per_element=per_element,
+            per_parameter=per_parameter,
+        )
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent for gathers and reductions so far."""
+        return self._gathers.sent_bytes() + self._reductions.sent_bytes()
+
+    def traffic_formula(self) -> int:
+        """Bytes that this rank sends in a step: one forward and one backward."""
+        return memory.traffic(self.plan, self.stage, itemsize=self.itemsize)
+
+    def close(self) -> None:
+        """Take the hooks off and stop the engine's communicators. The parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._gathers.close()
+        self._reductions.close()
+
+
+def shard(
+    model: nn.Module,
+    *,
+    stage: int,
+    unit: UnitRule | None = None,
+    comm: Communicator | None = None,
+    prefetch_bytes: int | None = None,
+) -> Engine:
+    """Train `model` over the ranks of `comm`, in place. Collective.
+
+    stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
+    reduced together (see `find_units`). comm: by default the one that `ringdp.init` made last.
+    prefetch_bytes: what stage 3 may gather ahead of its use; by default one unit, the largest.
+
+    Parameters and buffers take rank 0's values. From stage 1 on a parameter is, between steps, the
+    flat part of it that this rank owns, possibly empty: make the optimizer after this call, with
+    any element-wise optimizer on `model.parameters()`. After `loss.backward()` the gradients are
+    averaged over the ranks.
+    """
+    if getattr(model, "_ringdp_sharded", False):
+        raise UsageError("this model is sharded already; shard() takes a model once")
+    if prefetch_bytes is not None and prefetch_bytes < 0:
+        raise UsageError(f"prefetch_bytes is {prefetch_bytes}; it must be at least 0")
+    engine = Engine(model, stage, unit, comm or world(), prefetch_bytes)
+    model._ringdp_sharded = True  # type: ignore[assignment]
+    return engine

@@ -1,0 +1,68 @@
+"""Where every parameter lies: parameters -> units -> one flat buffer each -> shards.
+
+A unit's parameters lie one behind the other in its flat buffer, which is padded to a multiple of
+n * ALIGNMENT elements. Rank r's shard is the r-th of n equal parts, so gathering needs no copies:
+a parameter is a view of the gathered buffer, and a rank's part of it is a view of the shard.
+Pure: elements and names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALIGNMENT = 16  # elements: a shard of 4-byte elements starts on a cache line
+
+
+class Entry(NamedTuple):
+    """One parameter: its `elements` start at `offset` of the unit's flat buffer."""
+
+    name: str
+    offset: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters gathered and freed together. `padded` elements, a multiple of n."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    ranks: int
+    padded: int
+
+    @property
+    def shard(self) -> int:
+        """Elements of one rank's shard, padding included."""
+        return self.padded // self.ranks
+
+    @property
+    def elements(self) -> int:
+        """Elements without the padding."""
+        return sum(e.elements for e in self.entries)
+
+    def local(self, entry: Entry, rank: int) -> tuple[int, int]:
+        """The (begin, end) in `rank`'s shard of its part of `entry`, empty if it has none."""
+        first = rank * self.shard
+        begin = min(max(entry.offset - first, 0), self.shard)
+        end = min(max(entry.offset + entry.elements - first, 0), self.shard)
+        return begin, end
+
+    def owned(self, rank: int) -> list[int]:
+        """Elements of each parameter that has any in `rank`'s shard."""
+        parts = [self.local(e, rank) for e in self.entries]
+        return [end - begin for begin, end in parts if end > begin]
+
+
+def layout(units: Iterable[tuple[str, Sequence[tuple[str, int]]]], ranks: int) -> tuple[Unit, ...]:
+    """Units from (unit name, [(parameter name, elements), ...])."""
+    out = []
+    for name, parameters in units:
+        entries, offset = [], 0
+        for parameter, elements in parameters:
+            entries.append(Entry(parameter, offset, elements))
+            offset += elements
+        quantum = ranks * ALIGNMENT
+        out.append(Unit(name, tuple(entries), ranks, -(-offset // quantum) * quantum))
+    return tuple(out)

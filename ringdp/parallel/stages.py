@@ -1,0 +1,55 @@
+"""DDP and ZeRO-1, 2, 3 as rows of one table: what a rank keeps whole, and what it moves for that.
+
+    stage  parameters  gradients  optimizer   gathers   after a unit's backward
+      0    full        full       full        0         all_reduce
+      1    full        full       shard       1         reduce_scatter
+      2    full        shard      shard       1         reduce_scatter
+      3    shard       shard      shard       2         reduce_scatter
+
+`gathers` are all_gathers per unit and step: before the next forward (stages 1, 2), or before each
+unit's forward and again before its backward (stage 3). Rajbhandari et al. 2020 (ZeRO).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from ringdp.errors import UsageError
+from ringdp.schedule import Collective
+
+
+class Keep(Enum):
+    """What one rank holds of a flat buffer: all of it, or 1/n."""
+
+    FULL = "full"
+    SHARD = "shard"
+
+
+class Stage(NamedTuple):
+    number: int
+    parameters: Keep
+    gradients: Keep
+    optimizer: Keep
+    gathers: int
+
+    @property
+    def reduction(self) -> Collective:
+        """An optimizer that steps everything needs every gradient; else its own shard's."""
+        return "all_reduce" if self.optimizer is Keep.FULL else "reduce_scatter"
+
+
+STAGES = (
+    Stage(0, Keep.FULL, Keep.FULL, Keep.FULL, 0),
+    Stage(1, Keep.FULL, Keep.FULL, Keep.SHARD, 1),
+    Stage(2, Keep.FULL, Keep.SHARD, Keep.SHARD, 1),
+    Stage(3, Keep.SHARD, Keep.SHARD, Keep.SHARD, 2),
+)
+
+
+def stage_of(number: int) -> Stage:
+    """The row of that number. Raises UsageError for any but 0..3."""
+    for stage in STAGES:
+        if stage.number == number:
+            return stage
+    raise UsageError(f"stage is {number!r}; it must be 0 (DDP), 1, 2 or 3 (ZeRO)")
