@@ -98,7 +98,13 @@ class Communicator:
         return self._issue("reduce_scatter", whole, op, algorithm, async_op, tag, finish)
 
     def all_gather(
-        self, output: Tensor, input: Tensor, *, algorithm: str = "direct", async_op: bool = False, tag: int = 0
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        algorithm: str = "direct",
+        async_op: bool = False,
+        tag: int = 0,
     ) -> Work:
         """`output` becomes the inputs of ranks 0, 1, ... one behind the other, on every rank.
 
@@ -111,7 +117,13 @@ class Communicator:
         return self._issue("all_gather", whole, "sum", algorithm, async_op, tag)
 
     def broadcast(
-        self, tensor: Tensor, root: int = 0, *, algorithm: str = "direct", async_op: bool = False, tag: int = 0
+        self,
+        tensor: Tensor,
+        root: int = 0,
+        *,
+        algorithm: str = "direct",
+        async_op: bool = False,
+        tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes rank `root`'s, in place."""
         if not 0 <= root < self.size:

@@ -198,7 +198,9 @@ class Engine:
             for p, e in zip(unit.parameters, unit.plan.entries, strict=True)
             if p.grad is not None
         ]
-        flatten([g for g, _ in made], bucket, scale=1 / self.comm.size, offsets=[o for _, o in made])
+        flatten(
+            [g for g, _ in made], bucket, scale=1 / self.comm.size, offsets=[o for _, o in made]
+        )
         for p in unit.parameters:
             p.grad = None
         if self.stage.reduction == "all_reduce":
@@ -262,8 +264,10 @@ class Engine:
     def full_parameters(self) -> Iterator[None]:
         """Within it every parameter has its shape and all values, on every rank. Collective.
 
-        For reading, as in evaluation or saving: what is written to them is lost.
+        For reading, as in evaluation or saving: what is written to them is lost. `memory` leaves
+        out what it gathers.
         """
+        peak = self.ledger.peak["gathered"]
         for unit in self.units:
             if unit.state is State.SHARDED:
                 unit.gather(self._gathers)
@@ -274,6 +278,7 @@ class Engine:
             yield
         finally:
             self._rest(learn=False)
+            self.ledger.peak["gathered"] = peak
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
         """Bytes on this rank as counted so far; peaks are over the whole run."""

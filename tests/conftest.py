@@ -1,0 +1,38 @@
+"""Fixtures that all rooms share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """ranks(n): a living pool of n rank processes, see tests/ranks.py."""
+    pools: dict[int, Pool] = {}
+
+    def pool(size: int) -> Pool:
+        if size not in pools or not pools[size].alive:
+            pools[size] = Pool(size)
+        return pools[size]
+
+    yield pool
+    for p in pools.values():
+        p.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[..., Pool]]:
+    """fresh_ranks(n, timeout=...): a pool for one test, which may ruin it."""
+    pools: list[Pool] = []
+
+    def pool(size: int, timeout: float = 30.0) -> Pool:
+        pools.append(Pool(size, timeout))
+        return pools[-1]
+
+    yield pool
+    for p in pools:
+        p.close()

@@ -1,0 +1,270 @@
+"""The engine's contracts: the same bits in every stage, bytes equal to their formulas, and the
+gradients of one process within a bound."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator
+from ringdp.parallel.unit import State
+
+pytestmark = pytest.mark.process
+
+WIDTH, BATCH, STEPS = 37, 12, 4  # an odd width: no parameter fits its shard
+
+
+class Net(nn.Module):
+    """Blocks in a list, a tied weight, a parameter outside all units, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(3)
+        )
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.embed + self.shift
+        for block in self.blocks:
+            x = x + block(x)
+        return x @ self.embed.t()
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    gradients: list[list[Tensor]]  # [step][parameter], full
+    parameters: list[Tensor]
+    memory: Any
+    formula: Any
+    sent: list[int]  # bytes, one a step
+    traffic: int
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def model(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def gathered(comm: Communicator, engine: ringdp.Engine) -> list[Tensor]:
+    """Every parameter's full gradient, put together from the ranks' parts."""
+    out = []
+    for unit in engine.units:
+        full = torch.zeros_like(unit.gradient if unit.stage.number < 2 else unit.full)
+        if unit.stage.number == 0:
+            full.copy_(unit.gradient)
+        else:
+            full = torch.empty(unit.plan.padded)
+            comm.all_gather(full, unit.own_gradient.clone())
+        for e, view in zip(unit.plan.entries, unit.views, strict=True):
+            out.append(full[e.offset : e.offset + e.elements].view(view.shape).clone())
+    return out
+
+
+def train(comm: Communicator, stage: int, optimizer: str = "AdamW", **options: Any) -> Run:
+    net = model(seed=comm.rank)  # rank 0's values must win
+    engine = ringdp.shard(net, stage=stage, comm=comm, **options)
+    try:
+        opt = getattr(torch.optim, optimizer)(net.parameters(), lr=0.01)
+        losses, gradients, sent = [], [], []
+        rows = BATCH // comm.size
+        for step in range(STEPS):
+            before = engine.sent_bytes()
+            opt.zero_grad()
+            loss = net(batch(step)[comm.rank * rows :][:rows]).square().mean()
+            loss.backward()
+            gradients.append(gathered(comm, engine))
+            opt.step()
+            losses.append(loss.item())
+            sent.append(engine.sent_bytes() - before)
+        memory = engine.memory(opt)
+        formula = engine.memory_formula(
+            **({} if optimizer == "AdamW" else {"per_element": 0, "per_parameter": 0})
+        )
+        with engine.full_parameters():
+            parameters = [p.detach().clone() for p in net.parameters()]
+        return Run(losses, gradients, parameters, memory, formula, sent, engine.traffic_formula())
+    finally:
+        engine.close()
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_stages_agree_bit_for_bit(ranks, n, optimizer):
+    runs = {stage: ranks(n)(train, stage, optimizer) for stage in range(4)}
+    for stage, run in runs.items():
+        for rank in range(n):
+            assert run[rank].losses == runs[0][rank].losses, f"stage {stage}, rank {rank}"
+            assert equal(run[rank].parameters, runs[0][0].parameters)
+            for step in range(STEPS):
+                assert equal(run[rank].gradients[step], runs[0][0].gradients[step])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_equal_their_formulas(ranks, n, stage):
+    for run in ranks(n)(train, stage):
+        assert run.memory == run.formula
+        assert run.sent == [run.traffic] * STEPS
+
+
+@pytest.mark.parametrize("limit", [0, 6000, 1 << 20])
+def test_prefetch_keeps_its_bound_and_changes_no_bit(ranks, limit):
+    plain = ranks(2)(train, 3)
+    bounded = ranks(2)(train_bounded, 3, limit)
+    for a, b in zip(plain, bounded, strict=True):
+        assert a.losses == b.losses
+        assert b.memory == b.formula
+        assert b.sent == a.sent
+
+
+def train_bounded(comm: Communicator, stage: int, limit: int) -> Run:
+    return train(comm, stage, prefetch_bytes=limit)
+
+
+def single_process() -> list[list[Tensor]]:
+    """Gradients of the first step, in float64."""
+    net = model(0).double()
+    net(batch(0).double()).square().mean().backward()
+    return [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_gradients_are_those_of_one_process(ranks, n):
+    """Against float64. A gradient entry is a sum over BATCH rows of products; each of the chain's
+    L layers adds relative errors of at most gamma_k, k = WIDTH + BATCH terms, of the sum of
+    absolute values, which the largest entry times k bounds."""
+    reference = single_process()
+    found = ranks(n)(train, 3, "SGD")[0].gradients[0]
+    terms, layers = WIDTH + BATCH, 2 * (3 * 3 + 2)
+    for mine, exact in zip(found, reference, strict=True):
+        bound = layers * terms * 2.0**-24 * exact.abs().max()
+        assert (mine.double() - exact).abs().max() <= bound
+
+
+def accumulate(comm: Communicator, stage: int) -> list[Tensor]:
+    net = model()
+    engine = ringdp.shard(net, stage=stage, comm=comm)
+    try:
+        for step in range(3):
+            net(batch(step + comm.rank)).square().mean().backward()
+        return gathered(comm, engine)
+    finally:
+        engine.close()
+
+
+def test_gradients_accumulate_the_same_in_all_stages(ranks):
+    runs = [ranks(2)(accumulate, stage)[0] for stage in range(4)]
+    assert all(equal(runs[0], run) for run in runs)
+    once = model()
+    total = sum(once(batch(s + r)).square().mean() / 2 for s in range(3) for r in range(2))
+    total.backward()
+    for mine, exact in zip(runs[0], once.parameters(), strict=True):
+        torch.testing.assert_close(mine, exact.grad, rtol=1e-4, atol=1e-4)
+
+
+def stays_correct(comm: Communicator, stage: int) -> None:
+    """zero_grad in its three places, evaluation between steps, and a changing order of use."""
+    net = model()
+    engine = ringdp.shard(net, stage=stage, comm=comm)
+    twin = model()
+    try:
+        ours = torch.optim.SGD(net.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for step in range(6):
+            if step % 3 == 0:
+                ours.zero_grad()
+            if step == 4:  # another order of use
+                net.blocks = nn.ModuleList(list(net.blocks)[::-1])
+                twin.blocks = nn.ModuleList(list(twin.blocks)[::-1])
+            loss = net(batch(step)).square().mean()
+            if step % 3 == 1:
+                ours.zero_grad()
+            if step % 3 == 2:
+                ours.zero_grad(set_to_none=False)
+            loss.backward()
+            with torch.no_grad():
+                assert torch.isfinite(net(batch(99))).all()
+            ours.step()
+            theirs.zero_grad()
+            twin(batch(step)).square().mean().backward()
+            theirs.step()
+        with engine.full_parameters(), torch.no_grad():
+            # every rank saw the same batch, so the average is each one's own gradient
+            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ordinary_loops_work(ranks, stage):
+    ranks(2)(stays_correct, stage)
+
+
+def frees(comm: Communicator) -> list[int]:
+    """Live bytes of each unit's full storage at rest, while block 1 runs, and at rest again."""
+    net = model()
+    engine = ringdp.shard(net, stage=3, comm=comm)
+    seen: list[list[int]] = []
+
+    def look(*_: object) -> None:
+        seen.append([u.full.untyped_storage().nbytes() for u in engine.units])
+
+    try:
+        look()
+        net.blocks[1][1].register_forward_hook(look)
+        net(batch(0)).square().mean().backward()
+        look()
+        assert all(u.state is State.SHARDED for u in engine.units)
+        rest, inside, again = seen
+        return [sum(rest), inside[0], inside[1], inside[2], sum(again)]
+    finally:
+        engine.close()
+
+
+def test_stage_3_frees_what_it_gathered(ranks):
+    for rest, root, block0, block1, again in ranks(2)(frees):
+        assert rest == again == 0
+        assert root > 0
+        assert block0 == 0, "the block before is freed"
+        assert block1 > 0
+
+
+def refusals(comm: Communicator) -> list[str]:
+    said = []
+    attempts: list[Any] = [
+        lambda: ringdp.shard(model(), stage=4, comm=comm),
+        lambda: ringdp.shard(nn.Linear(2, 2).requires_grad_(False), stage=1, comm=comm),
+        lambda: ringdp.shard(model(), stage=1, unit=nn.Conv2d, comm=comm),
+        lambda: ringdp.shard(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), stage=1, comm=comm
+        ),
+        lambda: ringdp.shard(model(), stage=3, prefetch_bytes=-1, comm=comm),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ringdp.UsageError) as error:
+            attempt()
+        said.append(str(error.value))
+    return said
+
+
+def test_bad_arguments_say_what_is_allowed(ranks):
+    for said in ranks(1)(refusals):
+        for text, word in zip(
+            said, ("0 (DDP)", "trainable", "Linear", "float64", "at least 0"), strict=True
+        ):
+            assert word in text

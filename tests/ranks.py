@@ -1,0 +1,122 @@
+"""Rank processes that live for the whole test session: starting one costs seconds.
+
+    ranks(4)(function, *arguments) -> [result of rank 0, ...]
+
+runs `function(comm, *arguments)` on every rank, where `function` is a module-level function of a
+test file. An exception on any rank is raised in the test, the first one to occur first; the pool is
+then thrown away, since its communicator is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+import ringdp
+
+TIMEOUT = 60.0  # seconds for one call; only a hang reaches it
+
+
+class RankError(AssertionError):
+    """What a rank raised, with its traceback as text; `error` is its type's name."""
+
+    def __init__(self, rank: int, error: str, text: str) -> None:
+        super().__init__(f"rank {rank} raised {error}:\n{text}")
+        self.rank, self.error, self.text = rank, error, text
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, str, str]]:
+        return RankError, (self.rank, self.error, self.text)
+
+
+class Pool:
+    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+        self.size, self.timeout = size, timeout
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(there, rank, size, self.store.port, timeout), daemon=True
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        outcomes = self.outcomes(function, *arguments)
+        failed = [o for o in outcomes if isinstance(o, RankError)]
+        if failed:
+            self.close()
+            raise failed[0]
+        return outcomes
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Per rank: a result, a RankError, or None for a rank that died. Errors in order of time."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__qualname__, arguments))
+        results: dict[int, Any] = {}
+        order: list[int] = []
+        deadline = time.monotonic() + self.timeout
+        while len(results) < self.size:
+            ready = wait(
+                [p for r, p in enumerate(self.pipes) if r not in results],
+                max(0.0, deadline - time.monotonic()),
+            )
+            if not ready:
+                self.close()
+                missing = [r for r in range(self.size) if r not in results]
+                raise TimeoutError(f"ranks {missing} did not answer in {self.timeout} s")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                order.append(rank)
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    results[rank] = None
+        if any(isinstance(r, RankError) for r in results.values()):
+            return [results[r] for r in order]
+        return [results[r] for r in range(self.size)]
+
+    @property
+    def alive(self) -> bool:
+        return all(p.is_alive() for p in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the pool holds the store
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    comm = ringdp.init(timeout=timeout)
+    while True:
+        try:
+            module, name, arguments = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            pipe.send(function(comm, *arguments))
+        except Exception as e:
+            pipe.send(RankError(rank, type(e).__name__, traceback.format_exc()))
