@@ -1,9 +1,9 @@
 """The exception tree: every error that ringdp raises on purpose.
 
     RingdpError
-    ├── UsageError            a bad argument: says what was given and what is allowed (also ValueError)
-    ├── ScheduleError         a schedule that breaks a rule: names round, transfer, rank and chunk
-    └── CommunicationError    a collective that could not finish
+    ├── UsageError              a bad argument: what was given, what is allowed (also ValueError)
+    ├── ScheduleError           a schedule breaks a rule: names round, transfer, rank and chunk
+    └── CommunicationError      a collective could not finish
         ├── PeerLost            a rank that it waited for has died
         ├── CollectiveTimeout   a rank that it waited for is late
         └── CollectiveMismatch  two ranks issued different collectives

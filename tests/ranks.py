@@ -62,7 +62,7 @@ class Pool:
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Per rank: a result, a RankError, or None for a rank that died. Errors in order of time."""
+        """Per rank: a result, a RankError, or None if it died. With errors, in order of time."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, arguments))
         results: dict[int, Any] = {}

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ringdp.comm.guard import Call, Guard, supported
 from ringdp.comm.work import Work
@@ -108,7 +108,7 @@ class Communicator:
     ) -> Work:
         """`output` becomes the inputs of ranks 0, 1, ... one behind the other, on every rank.
 
-        output: size x input.numel() elements. If `input` is this rank's part of it, no copy is made.
+        output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
         whole = self._whole(input, output, "all_gather: output", "input")
         part = whole[self._part(whole)]

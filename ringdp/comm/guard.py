@@ -76,7 +76,8 @@ class Guard:
             case FailureKind.STOPPED:
                 return CommunicationError(f"{here}, but its communicator was closed")
             case FailureKind.MISMATCH if not failure.reported:
-                text = f"{who} is in {_sized(failure.found)}, this rank expects {_sized(failure.expected)}"
+                found, expected = _sized(failure.found), _sized(failure.expected)
+                text = f"{who} is in {found}, this rank expects {expected}"
             case FailureKind.LOST if not failure.reported:
                 text = f"{who} has ended"
             case _:

@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from itertools import count
 
-from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ringdp.comm.communicator import Communicator

@@ -101,7 +101,9 @@ class Engine:
         for p in self.units[index].parameters:
             if p.requires_grad:
                 self._handles.append(
-                    p.register_post_accumulate_grad_hook(lambda _p: self._gradient_made(index))
+                    p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda _p: self._gradient_made(index)
+                    )
                 )
 
     def _before_forward(self, index: int) -> None:
@@ -115,7 +117,9 @@ class Engine:
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         self._done_with(index, free=index != 0 and not self._awaiting)
         for t in tensors:
-            t.register_hook(lambda _g: self._before_backward(index))
+            t.register_hook(  # type: ignore[no-untyped-call]
+                lambda _g: self._before_backward(index)
+            )
         if index == 0 and not tensors:
             self._rest(learn=False)
 
@@ -227,7 +231,7 @@ class Engine:
         self.ledger.give("buckets", unit.bytes)
 
     def _after_backward(self) -> None:
-        # Units that got some gradients or none: last unit first, the root at the end, on every rank.
+        # Units that got some gradients or none, in one order on every rank: the root is last.
         for index in reversed(range(len(self.units))):
             if index not in self._reduced:
                 self._before_backward(index)
@@ -312,7 +316,7 @@ class Engine:
         return memory.traffic(self.plan, self.stage, itemsize=self.itemsize)
 
     def close(self) -> None:
-        """Take the hooks off and stop the engine's communicators. The parameters stay as they are."""
+        """Take off the hooks and stop the engine's communicators; the parameters stay."""
         for handle in self._handles:
             handle.remove()
         self._gathers.close()

@@ -19,7 +19,7 @@ def forecast(units: int) -> Order:
 
 
 def position_of(unit: int, order: Order, after: int) -> int | None:
-    """Where in `order` this use is, looking on from position `after`; None if it was not foreseen."""
+    """Where in `order` this use is, looking on from `after`; None if it was not foreseen."""
     return next((i for i in range(after + 1, len(order)) if order[i] == unit), None)
 
 

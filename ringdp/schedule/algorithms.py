@@ -16,7 +16,7 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
 
 def ring_reduce_scatter(n: int) -> Schedule:
-    """Chunk c starts at rank c + 1, goes round the ring and gathers every rank's part on its way to c.
+    """Chunk c starts at rank c + 1 and gathers every rank's part on its way round the ring to c.
 
     n - 1 rounds, (n-1)/n S sent (Patarasuk & Yuan 2009). The fold starts at another rank for each
     chunk, so its rounding depends on where the chunk boundaries lie.

@@ -48,11 +48,11 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """NCCL's name: recv, send, recv_reduce_copy_send, ... (`copy` and `reduce` are local)."""
-        parts = ("recv",) if self.recv_peer != NONE else ()
-        parts += ("reduce",) if self.flags & REDUCE else ()
+        parts = ["recv"] if self.recv_peer != NONE else []
+        parts += ["reduce"] if self.flags & REDUCE else []
         if self.flags & STORE and (self.send_peer != NONE or self.flags & REDUCE or not parts):
-            parts += ("copy",)
-        parts += ("send",) if self.send_peer != NONE else ()
+            parts += ["copy"]
+        parts += ["send"] if self.send_peer != NONE else []
         return "_".join(parts)
 
 
@@ -131,9 +131,8 @@ def _join_recv_send(rows: list[Row]) -> list[Row]:
     for row in rows:
         if row.recv_peer == NONE and row.send_peer != NONE:
             at = _last(out, sends_to=row.send_peer, writes=row.src_chunk)
-            prior = out[at] if at is not None else row
-            if prior.recv_peer != NONE == prior.send_peer:  # it receives what `row` sends
-                out[at] = prior._replace(send_peer=row.send_peer)
+            if at is not None and out[at].recv_peer != NONE == out[at].send_peer:
+                out[at] = out[at]._replace(send_peer=row.send_peer)  # it receives what `row` sends
                 continue
         out.append(row)
     return out
@@ -146,8 +145,8 @@ def _join_recv_reduce(rows: list[Row], chunks: int) -> list[Row]:
         part = row.src_chunk
         if row.recv_peer == NONE and row.flags & REDUCE and part >= chunks and users[part] == 2:
             at = _last(out, writes=part)
-            peer = out[at].recv_peer if at is not None else NONE
-            if peer != NONE and _last(out, receives_from=peer) == at:
+            peer = NONE if at is None else out[at].recv_peer
+            if at is not None and peer != NONE and _last(out, receives_from=peer) == at:
                 del out[at]
                 row = row._replace(recv_peer=peer, src_chunk=NONE)
         out.append(row)

@@ -19,7 +19,7 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 
 def verify(schedule: Schedule, promise: Contract | Collective) -> None:
-    """Raise ScheduleError, with the guilty transfer and the grid, unless `schedule` keeps `promise`."""
+    """Raise ScheduleError, with the guilty transfer, unless `schedule` keeps `promise`."""
     if isinstance(promise, str):
         promise = contract(promise, schedule.ranks, schedule.chunks)
     state = dict(promise.before)

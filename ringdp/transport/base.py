@@ -104,7 +104,7 @@ class Transport(Protocol):
 def chunk_bounds(elements: int, chunks: int) -> list[int]:
     """Chunk c of a buffer is [bounds[c], bounds[c+1]): the first ones get the larger share.
 
-    Chunks differ by at most one element; where `elements` is a multiple of `chunks`, they are equal.
+    Chunks differ by at most one element; equal where `chunks` divides `elements`.
     """
     small, larger = divmod(elements, chunks)
     return [c * small + min(c, larger) for c in range(chunks + 1)]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
@@ -84,8 +84,8 @@ class ShmTransport:
         found = self._core.failed()
         if found is None:
             return None
-        kind, rank, reported, *stamps = found
-        return Failure(FailureKind(kind), rank, reported, tuple(stamps[:3]), tuple(stamps[3:]))
+        kind, rank, reported, *_ = found
+        return Failure(FailureKind(kind), rank, reported, found[3:6], found[6:9])
 
     def fail(self, kind: FailureKind) -> None:
         self._core.fail(kind.value, self.rank)

@@ -38,7 +38,8 @@ def simulate(
         _Rank(p, buffer, channels, op, depth) for p, buffer in zip(programs, buffers, strict=True)
     ]
     while not all(r.done for r in ranks):
-        if not any([r.advance() for r in ranks]):
+        moved = [r.advance() for r in ranks]
+        if not any(moved):
             at = "\n".join(f"rank {r.program.rank}: {r.row}" for r in ranks if not r.done)
             raise ScheduleError(f"the programs stall with FIFO depth {depth}:\n{at}")
 

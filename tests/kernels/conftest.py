@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ringdp.kernels.adamw import adamw_kernel
 from ringdp.kernels.flatten import flatten_kernel
 from ringdp.kernels.fold import fold_kernel

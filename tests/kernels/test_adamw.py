@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
 from ringdp.kernels import adamw
 from ringdp.kernels.adamw import CACHED, Factors, adamw_torch, adamw_triton
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from ringdp.kernels import flatten
 from ringdp.kernels.flatten import Span, chunk_table, flatten_torch, flatten_triton
 from ringdp.kernels.precision import FLOATS, HALF, wide_dtype

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+
 from ringdp.kernels import fold
 from ringdp.kernels.fold import CACHED, INTEGERS, SIGNED, fold_torch, fold_triton
 from ringdp.kernels.precision import FLOATS, HALF, wide_dtype

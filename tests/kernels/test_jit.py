@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from ringdp.kernels.adamw import adamw_kernel
 
 USE = """

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
 from ringdp.kernels.adamw import BLOCK as ADAMW_BLOCK
 from ringdp.kernels.adamw import Factors, adamw_kernel
 from ringdp.kernels.flatten import BLOCK as FLATTEN_BLOCK
