@@ -13,10 +13,9 @@ unit's forward and again before its backward (stage 3). Rajbhandari et al. 2020 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ringdp.errors import UsageError
-from ringdp.schedule import Collective
 
 
 class Keep(Enum):
@@ -34,7 +33,7 @@ class Stage(NamedTuple):
     gathers: int
 
     @property
-    def reduction(self) -> Collective:
+    def reduction(self) -> Literal["all_reduce", "reduce_scatter"]:
         """An optimizer that steps everything needs every gradient; else its own shard's."""
         return "all_reduce" if self.optimizer is Keep.FULL else "reduce_scatter"
 

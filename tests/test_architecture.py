@@ -1,0 +1,157 @@
+"""Who may import whom (read from the sources), no cycles, and the public names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringdp
+import ringdp.kernels
+import ringdp.schedule
+
+ROOT = Path(__file__).parent.parent
+MODULES = {
+    "ringdp." + ".".join(p.relative_to(ROOT / "ringdp").with_suffix("").parts): p
+    for p in (ROOT / "ringdp").rglob("*.py")
+} | {
+    "ringdp.kernels." + p.stem: p for p in (ROOT / "kernels").glob("*.py")
+}  # fmt: skip
+
+# Room -> the rooms that it may import, beside itself. `_core` is csrc.
+MAY = {
+    "errors": set(),
+    "kernels": set(),
+    "schedule": {"errors"},
+    "transport": {"schedule", "kernels", "errors", "_core"},
+    "comm": {"schedule", "transport", "errors"},
+    "parallel": {"comm", "kernels", "errors"},
+    "cli": {"schedule", "transport", "comm", "parallel", "kernels", "errors", ""},
+    "": {"comm", "parallel", "errors"},
+}
+# Packages from outside that a room may import, beside the standard library.
+OUTSIDE = {
+    "errors": set(),
+    "kernels": {"torch", "triton"},
+    "schedule": {"numpy"},
+    "transport": {"numpy", "torch"},
+    "comm": {"torch"},
+    "parallel": {"torch"},
+    "cli": {"torch", "numpy", "typer", "rich", "click"},
+    "": set(),
+}
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    name = parts[1] if len(parts) > 1 else ""
+    return "" if name == "__init__" else name
+
+
+def imports(module: str) -> set[str]:
+    """Absolute names of what a module imports, whether at its top or inside a function."""
+    package = module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{source}.{a.name}" if source == "ringdp" else source for a in node.names}
+            found |= {f"{source}.{a.name}" for a in node.names if f"{source}.{a.name}" in MODULES}
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_room_imports_only_what_it_may(module):
+    here = room(module)
+    for name in imports(module):
+        if name.split(".")[0] == "ringdp":
+            there = room(name) if room(name) in MAY or room(name) == "_core" else ""
+            assert there == here or there in MAY[here], f"{module} imports {name}"
+        elif name.split(".")[0] not in sys.stdlib_module_names:
+            assert name.split(".")[0] in OUTSIDE[here], f"{module} imports {name}"
+
+
+def test_transports_know_programs_not_schedules():
+    used = {i for m in MODULES if room(m) == "transport" for i in imports(m)}
+    assert {i for i in used if room(i) == "schedule" and i in MODULES} == {
+        "ringdp.schedule.program"
+    }
+
+
+def test_schedules_need_numpy_in_one_file_only():
+    users = [m for m in MODULES if room(m) == "schedule" and "numpy" in imports(m)]
+    assert users == ["ringdp.schedule.program"]
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graph = {m: {i for i in imports(m) if i in MODULES} for m in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for after in graph[module]:
+                visit(after, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_import_stays_light():
+    code = (
+        "import sys, ringdp, ringdp.kernels\n"
+        "print([m for m in ('cupy', 'triton', 'matplotlib', 'typer', 'rich') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_public_names():
+    assert sorted(ringdp.__all__) == [
+        "CollectiveMismatch",
+        "CollectiveTimeout",
+        "CommunicationError",
+        "Communicator",
+        "DistributedDataParallel",
+        "Engine",
+        "PeerLost",
+        "RingdpError",
+        "ScheduleError",
+        "UsageError",
+        "Work",
+        "init",
+        "shard",
+    ]
+    assert sorted(ringdp.schedule.__all__) == [
+        "ALGORITHMS",
+        "Collective",
+        "Contract",
+        "Program",
+        "Row",
+        "Schedule",
+        "Transfer",
+        "contract",
+        "fifo_depth",
+        "fuse",
+        "grid",
+        "project",
+        "schedule",
+        "svg",
+        "verify",
+    ]
+    assert sorted(ringdp.kernels.__all__) == ["adamw", "flatten", "fold"]
+
+
+@pytest.mark.parametrize("package", [ringdp, ringdp.schedule, ringdp.kernels])
+def test_public_names_exist_and_say_what_they_do(package):
+    for name in package.__all__:
+        value = getattr(package, name)
+        if isinstance(value, type) or hasattr(value, "__code__"):
+            assert value.__doc__, name
