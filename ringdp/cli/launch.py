@@ -126,13 +126,18 @@ def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection])
 
 
 def _explain(failures: Sequence[_Failure], codes: dict[int, int]) -> str:
-    """The cause first and in full, then what the other ranks said, a line each."""
+    """The cause first and in full, then what the other ranks said, a line each.
+
+    A rank that was killed could not speak; it is the cause where all that spoke had lost a peer.
+    """
+    spoke = {failure.rank for failure in failures}
+    killed = [_death(rank, code) for rank, code in sorted(codes.items()) if rank not in spoke]
     if not failures:
-        return "\n".join(_death(rank, code) for rank, code in sorted(codes.items()))
+        return "\n".join(killed)
     first, *others = sorted(failures, key=lambda failure: (failure.lost_peer, failure.at))
     lines = [first.traceback.rstrip(), f"ringdp: rank {first.rank} raised; every rank has ended"]
     lines += [f"rank {one.rank}: {one.traceback.splitlines()[-1]}" for one in others]
-    return "\n".join(lines)
+    return "\n".join(killed + lines if first.lost_peer else lines)
 
 
 def _death(rank: int, code: int) -> str:

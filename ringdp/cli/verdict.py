@@ -12,6 +12,11 @@ Note [the bound on the loss]
 
     It leaves out the shorter sums (matrix products over the width, at most 4·width terms), and
     that training may amplify a difference: it is first-order, not a worst case.
+
+    What it cannot see: AdamW divides a gradient by its own size, so gradients that are all twice
+    too large move the loss by 2.6e-6 in 40 steps of the default run, 700 times below the bound;
+    gradients rounded to bf16, or one element lost, stay as far below. A rank whose rows are left
+    out is 40 times above it. Gradients themselves are for the engine's tests to compare.
 """
 
 import math

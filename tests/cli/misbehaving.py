@@ -48,6 +48,13 @@ def killed(job: Job, emit: Emit) -> list[Record]:
     return []
 
 
+def killed_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
+    """Rank 0 notices rank 1's death before the launcher ends it."""
+    if _running(emit) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise PeerLost("rank 1 has died")
+
+
 def sleeps(job: Job, emit: Emit) -> list[Record]:
     _running(emit)
     time.sleep(600)

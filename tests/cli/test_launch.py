@@ -88,6 +88,15 @@ def test_a_killed_rank_is_named() -> None:
     assert_gone(process, [])
 
 
+def test_a_lost_peer_is_explained() -> None:
+    process = start("killed_then_peer_lost")
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "PeerLost: rank 1 has died" in stderr
+    assert "elastic" not in stderr
+    assert_gone(process, [])
+
+
 @pytest.mark.parametrize("to_group", [True, False], ids=["group", "parent"])
 def test_an_interrupt_ends_every_rank(to_group: bool) -> None:
     process = start("sleeps")
