@@ -87,6 +87,7 @@ class Engine:
         self._accumulate: dict[int, bool] = {}
         self._pending: list[_Reduction] = []
         self._reduced: set[int] = set()
+        self._held = False  # by full_parameters
         self._handles: list[Any] = []
         for index, f in enumerate(found):
             self._hook(index, f.module)
@@ -115,12 +116,12 @@ class Engine:
 
     def _after_forward(self, index: int, output: Any) -> None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        self._done_with(index, free=index != 0 and not self._awaiting)
+        self._done_with(index, free=index != 0 and not self._awaiting and not self._held)
         for t in tensors:
             t.register_hook(  # type: ignore[no-untyped-call]
                 lambda _g: self._before_backward(index)
             )
-        if index == 0 and not tensors:
+        if index == 0 and not tensors and not self._held:
             self._rest(learn=False)
 
     # ---- gathering
@@ -268,7 +269,7 @@ class Engine:
     def full_parameters(self) -> Iterator[None]:
         """Within it every parameter has its shape and all values, on every rank. Collective.
 
-        For reading, as in evaluation or saving: what is written to them is lost. `memory` leaves
+        For reading, as in evaluation (without gradients) or saving: what is written is lost. `memory` leaves
         out what it gathers.
         """
         peak = self.ledger.peak["gathered"]
@@ -278,9 +279,11 @@ class Engine:
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.unshard()
+        self._held = True
         try:
             yield
         finally:
+            self._held = False
             self._rest(learn=False)
             self.ledger.peak["gathered"] = peak
 

@@ -202,7 +202,12 @@ def stays_correct(comm: Communicator, stage: int) -> None:
             theirs.zero_grad()
             twin(batch(step)).square().mean().backward()
             theirs.step()
+        before = engine.sent_bytes()
         with engine.full_parameters(), torch.no_grad():
+            gathered_once = engine.sent_bytes()
+            net(batch(7))
+            net(batch(8))
+            assert engine.sent_bytes() == gathered_once >= before
             # every rank saw the same batch, so the average is each one's own gradient
             for p, q in zip(net.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,51 @@
+"""README's code runs, and what it shows of results is generated from them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import readme
+
+TEXT = (readme.ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_figure_and_tables_are_current():
+    assert readme.FIGURE.read_text() == readme.figure()
+    assert readme.render(TEXT) == TEXT, "run: python -m bench.readme"
+
+
+def test_the_commands_it_names_exist():
+    makefile = (readme.ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?m)(?:^|`)make (\w+)", TEXT):
+        assert f"\n{target}:" in makefile
+
+
+def test_the_files_it_names_exist():
+    for path in re.findall(r"`((?:ringdp|csrc|kernels|bench)/[\w/.]*)`", TEXT):
+        assert (readme.ROOT / path).exists(), path
+
+
+def test_a_schedule_is_drawn_and_projected():
+    (block,) = [b for b in BLOCKS if "ringdp.schedule" in b]
+    run = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, check=True
+    ).stdout
+    assert "round 5:" in run
+    assert "recv_reduce_copy_send" in run
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "stage=3"])
+def test_five_lines_run_under_torchrun(tmp_path: Path, name: str):
+    (block,) = [b for b in BLOCKS if name in b]
+    script = tmp_path / "your_script.py"
+    script.write_text(block)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(script)], check=True, timeout=60)
+    subprocess.run([sys.executable, str(script)], check=True, timeout=60)  # one process alone
