@@ -269,8 +269,8 @@ class Engine:
     def full_parameters(self) -> Iterator[None]:
         """Within it every parameter has its shape and all values, on every rank. Collective.
 
-        For reading, as in evaluation (without gradients) or saving: what is written is lost. `memory` leaves
-        out what it gathers.
+        For reading, as in evaluation (without gradients) or saving: what is written is lost.
+        `memory` leaves out what it gathers.
         """
         peak = self.ledger.peak["gathered"]
         for unit in self.units:
