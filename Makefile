@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(BIN)/python -m pip --disable-pip-version-check -q
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+# The editable install maps modules to files, so a file that moves or goes needs a new one.
+MODULES := $(VENV)/.modules
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test check format clean FORCE
 
 setup: $(READY)
 
@@ -20,6 +22,10 @@ $(READY): $(BUILD_INPUTS)
 	$(RUNS) install -c constraints.txt scikit-build-core nanobind cmake ninja ruff mypy
 	$(RUNS) install -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
+
+$(MODULES): FORCE
+	@mkdir -p $(VENV)
+	@find ringdp kernels -name '*.py' | sort | cmp -s - $@ || find ringdp kernels -name '*.py' | sort >$@
 
 demo: setup
 	$(BIN)/ringdp train

@@ -23,21 +23,30 @@ class Contract(NamedTuple):
 
 
 def contract(collective: Collective, n: int, chunks: int) -> Contract:
-    """The contract of `collective` over n ranks (broadcast: from rank 0)."""
-    if chunks % n:
-        raise ScheduleError(f"{collective} over {n} ranks needs a multiple of {n} chunks: {chunks}")
-    owner = [c // (chunks // n) for c in range(chunks)]
+    """The contract of `collective` over n ranks (one to all, all to one: rank 0)."""
     slots = [(r, c) for r in range(n) for c in range(chunks)]
     own = {(r, c): frozenset({(r, c)}) for r, c in slots}
     total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
-    match collective:
+    root = {(0, c): own[0, c] for c in range(chunks)}
+    match collective:  # those that need no owner of a chunk
         case "all_reduce":
             return Contract(own, {(r, c): total[c] for r, c in slots})
-        case "reduce_scatter":
-            return Contract(own, {(owner[c], c): total[c] for c in range(chunks)})
-        case "all_gather":
-            shards = {(owner[c], c): own[owner[c], c] for c in range(chunks)}
-            return Contract(shards, {(r, c): own[owner[c], c] for r, c in slots})
         case "broadcast":
-            root = {(0, c): own[0, c] for c in range(chunks)}
             return Contract(root, {(r, c): own[0, c] for r, c in slots})
+        case "reduce":
+            return Contract(own, {(0, c): total[c] for c in range(chunks)})
+    if chunks % n:
+        raise ScheduleError(f"{collective} over {n} ranks needs a multiple of {n} chunks: {chunks}")
+    each = chunks // n
+    shards = {(c // each, c): own[c // each, c] for c in range(chunks)}
+    match collective:
+        case "reduce_scatter":
+            return Contract(own, {slot: total[slot[1]] for slot in shards})
+        case "all_gather":
+            return Contract(shards, {(r, c): own[c // each, c] for r, c in slots})
+        case "scatter":
+            return Contract(root, {(r, c): own[0, c] for r, c in shards})
+        case "gather":
+            return Contract(shards, {(0, c): own[c // each, c] for c in range(chunks)})
+        case "all_to_all":
+            return Contract(own, {(r, c): own[c // each, r * each + c % each] for r, c in slots})

@@ -76,39 +76,62 @@ class Schedule:
             c + self.chunks if c < other.chunks else c + self.chunks + self.scratch
             for c in range(other._slots)
         ]
-        return Schedule(
-            self.ranks,
-            chunks,
-            tuple(
-                _rename(a, range(self.ranks), mine) + _rename(b, range(self.ranks), theirs)
-                for a, b in zip_longest(self.rounds, other.rounds, fillvalue=())
-            ),
+        ranks = range(self.ranks)
+        return Schedule.together(
+            [
+                Schedule(self.ranks, chunks, tuple(_rename(r, ranks, mine) for r in self.rounds)),
+                Schedule(
+                    self.ranks, chunks, tuple(_rename(r, ranks, theirs) for r in other.rounds)
+                ),
+            ]
         )
 
+    @staticmethod
+    def together(parts: Sequence[Schedule]) -> Schedule:
+        """All at once on the same ranks and chunks: round r is every part's round r.
+
+        For parts that touch different slots, as the rings inside different nodes do.
+        """
+        shapes = {(p.ranks, p.chunks) for p in parts}
+        if len(shapes) != 1:
+            raise ScheduleError(f"together() needs one shape of (ranks, chunks), got {shapes}")
+        (ranks, chunks) = shapes.pop()
+        rounds = zip_longest(*(p.rounds for p in parts), fillvalue=())
+        return Schedule(ranks, chunks, tuple(tuple(t for r in rs for t in r) for rs in rounds))
+
     def embed(
-        self, ranks: Sequence[int], chunks: Sequence[int], *, into: tuple[int, int] | None = None
+        self,
+        ranks: Sequence[int],
+        chunks: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        into: tuple[int, int] | None = None,
     ) -> Schedule:
         """The same algorithm under other names: rank r becomes `ranks[r]`, chunk c `chunks[c]`.
 
         `into` is the (ranks, chunks) of the schedule that holds it, by default this schedule's
         own: a reversed ring is `ring.embed(range(n)[::-1], range(n)[::-1])`, a ring inside one
         node of eight is `ring.embed([4, 5, 6, 7], range(4), into=(8, 4))`. Scratch stays scratch.
+        Where `chunks[c]` is a sequence, chunk c is cut into those, and each transfer with it.
         """
         n, c = into or (self.ranks, self.chunks)
-        for what, names, count, bound in (
-            ("ranks", ranks, self.ranks, n),
-            ("chunks", chunks, self.chunks, c),
-        ):
-            if (
-                len(names) != count
-                or len(set(names)) != count
-                or not all(0 <= x < bound for x in names)
-            ):
-                raise ScheduleError(
-                    f"embed() needs {count} distinct {what} in 0..{bound - 1}, got {list(names)}"
-                )
-        renamed = [*chunks, *range(c, c + self.scratch)]
-        return Schedule(n, c, tuple(_rename(r, ranks, renamed) for r in self.rounds))
+        pieces = [[x] if isinstance(x, int) else list(x) for x in chunks]
+        _check_names("ranks", ranks, self.ranks, n)
+        _check_names("chunks", [x for piece in pieces for x in piece], None, c)
+        if len(pieces) != self.chunks or len({len(piece) for piece in pieces}) > 1:
+            raise ScheduleError(
+                f"embed() needs {self.chunks} chunks, cut into equally many: {list(chunks)}"
+            )
+        cuts = len(pieces[0])
+        scratch = range(c, c + self.scratch * cuts)
+        pieces += [list(scratch[s * cuts : (s + 1) * cuts]) for s in range(self.scratch)]
+        return Schedule(
+            n,
+            c,
+            tuple(
+                tuple(t for cut in range(cuts) for t in _rename(r, ranks, [p[cut] for p in pieces]))
+                for r in self.rounds
+            ),
+        )
 
     def transpose(self) -> Schedule:
         """Reverse time, swap source and destination, swap reduce and copy.
@@ -136,3 +159,11 @@ def _rename(transfers: Round, ranks: Sequence[int], chunks: Sequence[int]) -> Ro
         Transfer(ranks[t.src], ranks[t.dst], chunks[t.read], chunks[t.write], t.reduce)
         for t in transfers
     )
+
+
+def _check_names(what: str, names: Sequence[int], count: int | None, bound: int) -> None:
+    wanted = len(names) if count is None else count
+    if not (len(names) == len(set(names)) == wanted and all(0 <= x < bound for x in names)):
+        raise ScheduleError(
+            f"embed() needs {wanted} distinct {what} in 0..{bound - 1}, got {list(names)}"
+        )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringdp.schedule.ir import Schedule
+from ringdp.schedule.ir import Schedule, Transfer
 
 NONE = -1
 REDUCE, STORE = 1, 2
@@ -93,20 +93,35 @@ def _table(rows: Iterable[Row]) -> NDArray[np.int32]:
 
 
 def project(schedule: Schedule, rank: int) -> Program:
-    """The rows of `rank`. In a round sends go first; receives and local rows keep their order."""
+    """The rows of `rank`.
+
+    Within a round the k-th message of every channel has turn k; in a turn sends go before receives.
+    All ranks then agree on an order in which each send finds the slot of the one before it free, so
+    FIFOs of one slot suffice. Only reduces into one slot, which keep the order in which they are
+    listed, can put off a receive to a later turn than its send's.
+    """
     rows: list[Row] = []
     for r, transfers in enumerate(schedule.rounds):
-        arriving: list[Row] = []
+        timed: list[tuple[int, bool, Row]] = []
+        turns: Counter[tuple[str, int]] = Counter()  # the next turn of a channel, of a slot
+
+        def turn(transfer: Transfer, turns: Counter[tuple[str, int]] = turns) -> int:
+            channel, slot = ("from", transfer.src), ("slot", transfer.write)
+            at = max(turns[slot], turns[channel] if transfer.src != rank else 0)
+            turns[slot], turns[channel] = at, at + 1
+            return at
+
         for t in transfers:
             flags = STORE | (REDUCE if t.reduce else 0)
-            if t.src == t.dst == rank:
-                arriving.append(Row(r, NONE, NONE, t.read, t.write, flags))
-            elif t.dst == rank:
-                arriving.append(Row(r, t.src, NONE, NONE, t.write, flags))
+            if t.dst == rank:
+                source = (NONE, t.read) if t.src == rank else (t.src, NONE)
+                row = Row(r, source[0], NONE, source[1], t.write, flags)
+                timed.append((turn(t), True, row))
             elif t.src == rank:
-                rows.append(Row(r, NONE, t.dst, t.read, NONE, 0))
-        rows += arriving
-    return Program(rank, schedule.ranks, schedule.chunks, _table([])).with_rows(rows)
+                timed.append((turns["to", t.dst], False, Row(r, NONE, t.dst, t.read, NONE, 0)))
+                turns["to", t.dst] += 1
+        rows += [row for _, _, row in sorted(timed, key=lambda item: item[:2])]
+    return Program(rank, schedule.ranks, schedule.chunks, _table(rows))
 
 
 def fuse(program: Program, live: Iterable[int] | None = None) -> Program:
