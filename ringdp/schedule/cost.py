@@ -1,0 +1,262 @@
+"""What a schedule costs: α per message, β per byte moved, γ per byte reduced, and a shared bus.
+
+    time = α · messages + S · (β · moved + γ · reduced + bus · crossing)
+
+for a buffer of S bytes. The four counts are exact fractions, summed over rounds; a round is as slow
+as its slowest rank, which sends and receives at once (Hockney 1994; Chan et al. 2007). `bus` is the
+time in which a byte crosses what all ranks share: the memory of one host, zero where links are
+separate. All chunks cross in one message between two ranks and in one round.
+
+Leaves out: local copies, caches, the overlap of rounds that streaming brings, contention of links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from ringdp.errors import UsageError
+from ringdp.schedule.algorithms import ALGORITHMS, Collective
+from ringdp.schedule.ir import Round, Schedule
+
+
+class Price(NamedTuple):
+    """Counts to be weighed: messages, and shares of the buffer."""
+
+    messages: int
+    moved: Fraction
+    reduced: Fraction
+    crossing: Fraction  # by all ranks together
+
+    def __add__(self, other: Price) -> Price:  # type: ignore[override]
+        return Price(
+            self.messages + other.messages,
+            self.moved + other.moved,
+            self.reduced + other.reduced,
+            self.crossing + other.crossing,
+        )
+
+    def times(self, share: Fraction | int) -> Price:
+        """The same algorithm on `share` of the buffer."""
+        return Price(self.messages, *(share * x for x in self[1:]))
+
+
+class Machine(NamedTuple):
+    """Seconds per message, per byte moved, per byte reduced, per byte on the shared bus."""
+
+    alpha: float
+    beta: float
+    gamma: float
+    bus: float = 0.0
+
+
+FREE = Price(0, Fraction(0), Fraction(0), Fraction(0))
+
+
+def seconds(price: Price, machine: Machine, size: int) -> float:
+    """The time for a buffer of `size` bytes."""
+    per_byte = sum(float(n) * m for n, m in zip(price[1:], machine[1:], strict=True))
+    return price.messages * machine.alpha + size * per_byte
+
+
+def price(schedule: Schedule) -> Price:
+    """Counted transfer by transfer."""
+    return sum((_round(r, schedule.chunks) for r in schedule.rounds), FREE)
+
+
+def _round(transfers: Round, chunks: int) -> Price:
+    sent, received, reduced = Counter[int](), Counter[int](), Counter[int]()
+    to, out_of = Counter[int](), Counter[int]()
+    for t in transfers:
+        if t.src != t.dst:
+            sent[t.src] += 1
+            received[t.dst] += 1
+        if t.reduce:
+            reduced[t.dst] += 1
+    for src, dst in {(t.src, t.dst) for t in transfers if t.src != t.dst}:
+        to[src] += 1
+        out_of[dst] += 1
+    return Price(
+        max([*to.values(), *out_of.values()], default=0),
+        Fraction(max([*sent.values(), *received.values()], default=0), chunks),
+        Fraction(max(reduced.values(), default=0), chunks),
+        Fraction(sum(sent.values()), chunks),
+    )
+
+
+# ---- the same in closed form, for any n
+
+
+def closed(collective: Collective, algorithm: str, n: int) -> Price:
+    """What `price` counts, from a formula: fast for n up to 65536 and beyond.
+
+    Raises UsageError if there is no such algorithm.
+    """
+    form = CLOSED.get((collective, algorithm))
+    if form is None:
+        names = ", ".join(a for c, a in CLOSED if c == collective)
+        raise UsageError(f"no price for {collective} {algorithm!r}; there are {names}")
+    return form(n)
+
+
+def choose(collective: Collective, n: int, size: int, machine: Machine) -> str:
+    """The algorithm with the least predicted time for a buffer of `size` bytes on n ranks."""
+    names = [a.name for a in ALGORITHMS if a.collective == collective]
+    return min(names, key=lambda name: seconds(closed(collective, name, n), machine, size))
+
+
+def fit(measured: Iterable[tuple[Price, int, float]]) -> Machine:
+    """α, β, γ and the bus from (price, bytes, seconds) of benchmark rows.
+
+    Least squares of the relative error, none negative: a term that would come out below zero is
+    left out and the others are fitted again. Terms that the rows cannot tell apart (for two ranks
+    moved, reduced and crossing are in one proportion) share what they explain.
+    """
+    rows = list(measured)
+    if not rows:
+        raise UsageError("fit() needs at least one measured row")
+    counts = [[p.messages, *(float(x) * size for x in p[1:])] for p, size, _ in rows]
+    relative = np.array(counts) / np.array([[t] for _, _, t in rows])
+    scale = np.abs(relative).max(axis=0)
+    scale[scale == 0] = 1.0
+    terms = list(range(len(Machine._fields)))
+    while True:
+        found, *_ = np.linalg.lstsq(relative[:, terms] / scale[terms], np.ones(len(rows)))
+        if not (found < 0).any():
+            break
+        terms.pop(int(found.argmin()))
+    values = np.zeros(len(Machine._fields))
+    values[terms] = found / scale[terms]
+    return Machine(*values.tolist())
+
+
+def _share(n: int) -> Fraction:
+    return Fraction(n - 1, n)
+
+
+def _levels(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _scattered(n: int, *, reduced: bool, messages: int) -> Price:
+    """Each rank sends and receives n - 1 chunks of n."""
+    return Price(messages, _share(n), _share(n) if reduced else Fraction(0), Fraction(n - 1))
+
+
+def _ring(n: int, *, reduced: bool) -> Price:
+    return _scattered(n, reduced=reduced, messages=n - 1)
+
+
+def _two_way(n: int, *, reduced: bool) -> Price:
+    return _scattered(n, reduced=reduced, messages=(n - 1) * (1 if n == 2 else 2))
+
+
+def _halving(n: int, *, reduced: bool) -> Price:
+    """By levels: groups fall in two; see `algorithms.halving` for who sends what."""
+    total, groups = FREE, Counter({n: 1})
+    while any(size > 1 for size in groups):
+        worst, crossing, next_groups = (0, 0), 0, Counter[int]()
+        for size, count in groups.items():
+            a, b = -(-size // 2), size // 2
+            next_groups[a] += count
+            if b:
+                next_groups[b] += count
+                crossing += 2 * a * b * count
+                givers = 1 if a == b else 2  # to the last rank of the smaller half
+                worst = (max(worst[0], givers), max(worst[1], a, b * givers))
+        moved = Fraction(worst[1], n)
+        zero = Fraction(0)
+        total += Price(worst[0], moved, moved if reduced else zero, Fraction(crossing, n))
+        groups = next_groups
+    return total
+
+
+def _doubling(n: int) -> Price:
+    rounds, extra = n.bit_length() - 1, n - (1 << (n.bit_length() - 1))
+    ends = 1 if extra else 0
+    sent = rounds + 2 * ends
+    return Price(
+        sent, Fraction(sent), Fraction(rounds + ends), Fraction((n - extra) * rounds + 2 * extra)
+    )
+
+
+def _tree(n: int) -> Price:
+    """A parent hears from two children at each level; from one at the top, and at the level below
+    it where its second child would be past the last rank."""
+    if n == 1:
+        return FREE
+    height = _levels(n)
+    up = 1 if height == 1 else 2 * height - 2 + (3 << (height - 2) < n)
+    return Price(2 * up, Fraction(up), Fraction(up, 2), Fraction(2 * (n - 1)))
+
+
+def _hierarchical(n: int) -> Price:
+    local = next(d for d in range(1, n + 1) if n % d == 0 and d * d >= n)
+    nodes = n // local
+    between = _ring(nodes, reduced=True) + _ring(nodes, reduced=False)
+    within = _ring(local, reduced=True) + _ring(local, reduced=False)
+    between = between.times(Fraction(1, local))
+    return within._replace(crossing=within.crossing * nodes) + between._replace(
+        crossing=between.crossing * local
+    )
+
+
+def _binomial(n: int, *, reduced: bool) -> Price:
+    levels = Fraction(_levels(n))
+    return Price(_levels(n), levels, levels if reduced else Fraction(0), Fraction(n - 1))
+
+
+def _binomial_shards(n: int) -> Price:
+    crossing, groups = 0, Counter({n: 1})
+    while groups:
+        halves = Counter[int]()
+        for size, count in groups.items():
+            if size > 1:
+                crossing += size // 2 * count
+                halves[size - size // 2] += count
+                halves[size // 2] += count
+        groups = halves
+    return Price(_levels(n), _share(n), Fraction(0), Fraction(crossing, n))
+
+
+def _chain(n: int) -> Price:
+    return Price(2 * n - 2, 2 * _share(n), Fraction(0), Fraction(n - 1))
+
+
+Form = Callable[..., Price]
+
+
+def _both(form: Form) -> Callable[[int], Price]:
+    return lambda n: form(n, reduced=True) + form(n, reduced=False)
+
+
+def _half(form: Form, *, reduced: bool) -> Callable[[int], Price]:
+    return lambda n: form(n, reduced=reduced)
+
+
+_FAMILIES: Sequence[tuple[str, Form]] = (
+    ("ring", _ring),
+    ("two_way_ring", _two_way),
+    ("direct", _ring),
+    ("halving", _halving),
+)
+
+CLOSED: dict[tuple[str, str], Callable[[int], Price]] = {
+    **{("all_reduce", name): _both(form) for name, form in _FAMILIES},
+    **{("reduce_scatter", name): _half(form, reduced=True) for name, form in _FAMILIES},
+    **{("all_gather", name): _half(form, reduced=False) for name, form in _FAMILIES},
+    ("all_reduce", "doubling"): _doubling,
+    ("all_reduce", "tree"): _tree,
+    ("all_reduce", "hierarchical"): _hierarchical,
+    ("broadcast", "ring"): _chain,
+    ("broadcast", "direct"): _chain,
+    ("broadcast", "binomial"): _half(_binomial, reduced=False),
+    ("reduce", "binomial"): _half(_binomial, reduced=True),
+    ("scatter", "binomial"): _binomial_shards,
+    ("gather", "binomial"): _binomial_shards,
+    ("all_to_all", "pairwise"): _half(_ring, reduced=False),
+}

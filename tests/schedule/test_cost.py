@@ -1,0 +1,70 @@
+"""Closed forms equal the exact count; what is chosen and fitted makes sense."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from ringdp.errors import UsageError
+from ringdp.schedule import ALGORITHMS, schedule
+from ringdp.schedule.cost import CLOSED, Machine, Price, choose, closed, fit, price, seconds
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+def test_closed_form_equals_the_count(algorithm):
+    for n in [*range(1, 33), 48, 64]:
+        counted = price(schedule(algorithm.collective, algorithm.name, n))
+        assert closed(algorithm.collective, algorithm.name, n) == counted, n
+
+
+def test_every_algorithm_has_a_price():
+    assert set(CLOSED) == {(a.collective, a.name) for a in ALGORITHMS}
+
+
+def test_the_ring_costs_what_the_paper_says():
+    """Patarasuk & Yuan 2009: 2(n-1)α + 2(n-1)/n Sβ + (n-1)/n Sγ."""
+    for n in (2, 7, 65536):
+        assert closed("all_reduce", "ring", n) == Price(
+            2 * (n - 1), Fraction(2 * (n - 1), n), Fraction(n - 1, n), Fraction(2 * (n - 1))
+        )
+
+
+def test_small_messages_want_few_and_large_ones_few_bytes():
+    machine = Machine(alpha=1e-5, beta=1e-9, gamma=1e-10)
+    assert choose("all_reduce", 64, 8, machine) == "doubling"
+    assert choose("all_reduce", 64, 1 << 30, machine) in ("halving", "direct", "ring")
+    for n in (2, 3, 64, 1000, 65536):
+        for size in (0, 1 << 10, 1 << 30):
+            best = choose("all_reduce", n, size, machine)
+            least = min(
+                seconds(closed("all_reduce", a.name, n), machine, size)
+                for a in ALGORITHMS
+                if a.collective == "all_reduce"
+            )
+            assert seconds(closed("all_reduce", best, n), machine, size) == least
+
+
+def test_fit_finds_the_machine_that_made_the_times():
+    machine = Machine(alpha=3e-6, beta=2e-10, gamma=5e-11, bus=4e-11)
+    rows = [
+        (p := closed("all_reduce", name, n), size, seconds(p, machine, size))
+        for name in ("ring", "doubling", "tree", "halving")
+        for n in (2, 3, 5, 8)
+        for size in (1 << 8, 1 << 14, 1 << 20, 1 << 24)
+    ]
+    for found, exact in zip(fit(rows), machine, strict=True):
+        assert found == pytest.approx(exact, rel=1e-6)
+
+
+def test_fit_keeps_every_term_at_zero_or_above():
+    rows = [(closed("all_reduce", "ring", 2), size, 1e-5 + size * 1e-10) for size in (1, 1 << 20)]
+    rows.append((closed("all_reduce", "ring", 4), 1 << 20, 2e-5))
+    assert all(term >= 0 for term in fit(rows))
+    with pytest.raises(UsageError, match="at least one"):
+        fit([])
+
+
+def test_an_unknown_price_says_what_there_is():
+    with pytest.raises(UsageError, match="ring, two_way_ring"):
+        closed("all_reduce", "magic", 4)
