@@ -5,15 +5,22 @@ It hangs on the model's hooks:
     before a unit's forward    gather it (and start the gathers of the next ones), wait
     after its forward          stage 3: free it, but for the root
     before its backward        gather it again where it was freed
-    when its gradients exist   flatten, scale by 1/n, start the reduction, free it
+    when its gradients exist   flatten, scale by 1/n, start the reduction
+    before another's backward  stage 3: free it, unless the other lies inside it
     at the end of backward     wait for the reductions; p.grad is ready for the optimizer
 
 The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
 their own, so that neither waits for the other. Nothing here looks at the stage's number: what
 differs between stages is data (`stages.STAGES`).
 
-A parameter that got no gradient in a backward counts as zero there. Every forward whose output
-needs a gradient must be followed by its backward before the next one.
+A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
+the gradients accumulated so far; the next forward starts afresh. Stage 3 refuses `create_graph`.
+
+Note [nodes run in reverse]
+    Autograd runs the nodes that are ready in the reverse order of their making. So once the
+    backward of one unit starts, the last call of any unit after it is through, whether or not it
+    had gradients to make, and its weights (frozen ones too) may go. Only a unit around it still has
+    nodes to run, and one called before as well is gathered again by that call's hook.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ringdp.comm import Communicator, world
@@ -70,7 +78,7 @@ class Engine:
             for i, (plan, f) in enumerate(zip(self.plan, found, strict=True))
         ]
         for buffer in model.buffers():
-            comm.broadcast(buffer)
+            _broadcast(comm, buffer)
         self.ledger.peak = self.ledger.now.copy()
         self.itemsize = empty.element_size()
         frees = self.stage.parameters is Keep.SHARD
@@ -82,13 +90,17 @@ class Engine:
         self._order, self._seen = forecast(len(self.units)), list[int]()
         self._position: int | None = -1
         self._in_use: list[int] = []  # units whose forward or backward runs, innermost last
+        self._around: list[set[int]] = [set() for _ in self.units]  # units whose forward calls it
         self._ahead: set[int] = set()  # gathered before their use
         self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes
         self._accumulate: dict[int, bool] = {}
         self._pending: list[_Reduction] = []
         self._reduced: set[int] = set()
-        self._held = False  # by full_parameters
-        self._handles: list[Any] = []
+        self._held = self._closed = False  # held by full_parameters
+        # An optimizer may step with a forward left open: by an exception, or without its backward.
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(lambda *_: self._rest(learn=False))
+        ]
         for index, f in enumerate(found):
             self._hook(index, f.module)
 
@@ -108,10 +120,14 @@ class Engine:
                 )
 
     def _before_forward(self, index: int) -> None:
-        if index == 0 and not self._awaiting:  # a new iteration
-            self._in_use.clear()
-            self._seen.clear()
-            self._position = -1
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation within backward
+            if self._awaiting:
+                self._abandon_backward()
+            if index == 0:  # a new iteration
+                self._in_use.clear()
+                self._seen.clear()
+                self._position = -1
+            self._around[index].update(self._in_use)
         self._use(index)
 
     def _after_forward(self, index: int, output: Any) -> None:
@@ -128,6 +144,10 @@ class Engine:
 
     def _use(self, index: int) -> None:
         unit = self.units[index]
+        if self._awaiting:  # See Note [nodes run in reverse]
+            inside = {0, index} | self._around[index]
+            for other in [i for i in self._in_use if i not in inside]:
+                self._done_with(other, free=True)
         if self._position is not None:
             self._position = position_of(index, self._order, self._position)
         self._seen.append(index)
@@ -166,17 +186,29 @@ class Engine:
 
     def _before_backward(self, index: int) -> None:
         if index in self._awaiting:
+            if self.units[index].state is not State.UNSHARDED:
+                self._use(index)
             return
+        if self.stage.parameters is Keep.SHARD and torch.is_grad_enabled():
+            raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
+        if self._held:
+            raise UsageError("backward within full_parameters(), which is for reading only")
         if not self._awaiting:
             Variable._execution_engine.queue_callback(self._after_backward)
+        self._await_gradients(index)
+        self._use(index)
+
+    def _await_gradients(self, index: int) -> None:
         unit = self.units[index]
         trainable = [p for p in unit.parameters if p.requires_grad]
         self._awaiting[index] = len(trainable)
-        self._use(index)
         self._accumulate[index] = any(p.grad is not None for p in trainable)
         for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
-            if self._accumulate[index] and p.grad is None:
-                kept.zero_()
+            if self._accumulate[index]:
+                if p.grad is None:
+                    kept.zero_()
+                elif p.grad.data_ptr() != kept.data_ptr():  # the user has put another one there
+                    kept.copy_(p.grad)
             p.grad = None
 
     def _gradient_made(self, index: int) -> None:
@@ -186,17 +218,23 @@ class Engine:
                 "unit's outputs did: the engine could not prepare its backward. Return the tensors "
                 "that the loss is made of from the unit's forward."
             )
+        if index in self._reduced:
+            raise UsageError(
+                f"a parameter of unit {self.plan[index].name!r} got a second gradient in one "
+                "backward, as a module does that is used twice under reentrant checkpointing. "
+                "Pass use_reentrant=False to torch.utils.checkpoint."
+            )
         self._awaiting[index] -= 1
         if self._awaiting[index] == 0 and index != 0:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
         unit, accumulate = self.units[index], self._accumulate[index]
-        while self._pending and self.stage.gradients is Keep.SHARD:
-            self._finish(self._pending.pop(0))  # one bucket at a time
         in_place = self.stage.gradients is Keep.FULL and not accumulate
         bucket = unit.gradient
         if not in_place:
+            while self._pending:
+                self._finish(self._pending.pop(0))  # one bucket at a time
             bucket = self.ledger.empty("buckets", unit.plan.padded, unit.gradient)
         made = [
             (p.grad, e.offset)
@@ -215,9 +253,6 @@ class Engine:
             work = self._reductions.reduce_scatter(own, bucket, async_op=True, tag=index)
         self._pending.append(_Reduction(unit, bucket, work, accumulate))
         self._reduced.add(index)
-        frozen = not all(p.requires_grad for p in unit.parameters)
-        # Autograd may still need frozen weights once all gradients of the unit exist.
-        self._done_with(index, free=not frozen)
 
     def _finish(self, reduction: _Reduction) -> None:
         unit, bucket, work, accumulate = reduction
@@ -234,22 +269,32 @@ class Engine:
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
         for index in reversed(range(len(self.units))):
+            if index not in self._awaiting:
+                self._await_gradients(index)
             if index not in self._reduced:
-                self._before_backward(index)
                 self._reduce(index)
-        while self._pending:
-            self._finish(self._pending.pop(0))
-        self._awaiting.clear()
-        self._reduced.clear()
-        self._rest(learn=True)
+        self._end_backward(learn=True)
         for unit in self.units:
             for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
                 if p.requires_grad and gradient.numel():
                     p.grad = gradient
 
+    def _abandon_backward(self) -> None:
+        """Clear what a backward that raised has left."""
+        self._end_backward(learn=False)
+        for p in self.model.parameters():
+            p.grad = None
+
+    def _end_backward(self, *, learn: bool) -> None:
+        while self._pending:
+            self._finish(self._pending.pop(0))
+        self._awaiting.clear()
+        self._reduced.clear()
+        self._rest(learn=learn)
+
     def _rest(self, *, learn: bool) -> None:
         """Between iterations: every unit sharded, nothing in flight."""
-        if self.stage.optimizer is Keep.SHARD:
+        if self.stage.optimizer is Keep.SHARD and not self._held:
             self._reshard_all()
         if learn:
             self._order = tuple(self._seen)
@@ -270,8 +315,11 @@ class Engine:
         """Within it every parameter has its shape and all values, on every rank. Collective.
 
         For reading, as in evaluation (without gradients) or saving: what is written is lost.
-        `memory` leaves out what it gathers.
+        `memory` leaves out what it gathers. To keep the model whole, `close` within it.
         """
+        if self._held:
+            yield
+            return
         peak = self.ledger.peak["gathered"]
         for unit in self.units:
             if unit.state is State.SHARDED:
@@ -284,7 +332,8 @@ class Engine:
             yield
         finally:
             self._held = False
-            self._rest(learn=False)
+            if not self._closed:
+                self._rest(learn=False)
             self.ledger.peak["gathered"] = peak
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
@@ -319,11 +368,25 @@ class Engine:
         return memory.traffic(self.plan, self.stage, itemsize=self.itemsize)
 
     def close(self) -> None:
-        """Take off the hooks and stop the engine's communicators; the parameters stay."""
+        """Take off the hooks and stop the engine's communicators. Not collective.
+
+        The parameters stay as they are: slices from stage 1 on, with which the model cannot run;
+        within `full_parameters`, or in stage 0, whole, so that the model is an ordinary one again.
+        """
+        if self._held or self.stage.optimizer is Keep.FULL:
+            del self.model._ringdp_sharded
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._gathers.close()
         self._reductions.close()
+
+
+def _broadcast(comm: Communicator, tensor: Tensor) -> None:
+    """As bytes: a buffer may have a dtype, such as bool, that no collective reduces."""
+    flat = tensor.detach().contiguous().view(-1)
+    comm.broadcast(flat.view(torch.uint8))
+    tensor.copy_(flat.view(tensor.shape))
 
 
 def shard(

@@ -16,7 +16,8 @@ from ringdp.errors import UsageError
 
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called, so their hooks never run
+# Never called, so their hooks never run.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Found(NamedTuple):
@@ -36,14 +37,13 @@ def find_units(model: nn.Module, rule: UnitRule | None) -> list[Found]:
     """
     _check(model)
     chosen = _listed(model) if rule is None else _matching(model, rule)
-    owner: dict[nn.Module, nn.Module] = {}
+    unit_at: dict[str, nn.Module] = {}
     owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():  # parents come before their children
-        unit = module if module in chosen or module is model else owner[module]
-        for child in module.children():
-            owner.setdefault(child, unit)
+    for name, module in model.named_modules(remove_duplicate=False):  # parents come first
+        own = module in chosen or module is model
+        unit_at[name] = module if own else unit_at[name.rpartition(".")[0]]
         for p in module.parameters(recurse=False):
-            owners.setdefault(p, set()).add(unit)
+            owners.setdefault(p, set()).add(unit_at[name])
     found = {m: Found(name, m, []) for name, m in model.named_modules() if m in chosen}
     found = {model: Found("", model, [])} | found
     for name, p in model.named_parameters():
