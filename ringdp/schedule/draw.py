@@ -2,88 +2,170 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable
 from math import cos, pi, sin
 
 from ringdp.schedule.ir import Schedule, Transfer
 
+WIDTH = 80  # columns of text
+MOST_A_ROUND = 16  # transfers that the grid shows
+AROUND = 3  # rounds that the grid shows on either side of the marked one
+
 
 def grid(schedule: Schedule, *, here: tuple[int, Transfer] | None = None) -> str:
-    """One line a round: `src.chunk +> dst.chunk` for a reduce, `->` for a copy.
+    """A round a line: `src.chunk +> dst.chunk` for a reduce, `->` for a copy; at most 80 columns.
 
-    `here` marks one (round, transfer) with `<-- here`. More than 16 transfers a round are cut.
+    `here` marks one (round, transfer) with `<-- here`, and leaves out the rounds far from it. More
+    than 16 transfers a round are cut.
     """
-    lines = []
-    for r, transfers in enumerate(schedule.rounds):
-        shown = [str(t) for t in transfers[:16]]
-        if len(transfers) > len(shown):
-            shown.append(f"... {len(transfers) - len(shown)} more")
-        lines.append(f"round {r}: " + "  ".join(shown))
+    first = max(0, here[0] - AROUND) if here else 0
+    last = here[0] + AROUND + 1 if here else len(schedule.rounds)
+    lines = [f"... {first} rounds before"] if first else []
+    for r, transfers in list(enumerate(schedule.rounds))[first:last]:
+        lines += _line(r, transfers)
         if here and here[0] == r:
-            lines.append(f"         {here[1]}  <-- here")
+            lines.append(f"{'':9}{here[1]}  <-- here")
+    if last < len(schedule.rounds):
+        lines.append(f"... {len(schedule.rounds) - last} rounds after")
     return "\n".join(lines)
 
 
-def svg(schedule: Schedule, *, columns: int = 3, size: int = 190) -> str:
-    """One panel a round, ranks on a circle; an arrow carries the chunk that moves.
+def _line(r: int, transfers: tuple[Transfer, ...]) -> list[str]:
+    # A transfer is one word to the wrapping: its spaces come back afterwards.
+    words = [str(t).replace(" ", "\0") for t in transfers[:MOST_A_ROUND]]
+    if len(transfers) > len(words):
+        words.append(f"...\0{len(transfers) - len(words)}\0more")
+    head = f"round {r}: "
+    wrapped = textwrap.wrap(
+        "  ".join(words),
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in wrapped] or [head.rstrip()]
 
-    Reduces are solid, copies dashed; the colour is the chunk's. Local transfers are not drawn.
+
+def svg(schedule: Schedule, *, columns: int = 3) -> str:
+    """One panel a round, ranks on a circle; an arrow carries the chunks that move.
+
+    Reduces are solid, copies dashed; the colour is the first chunk's. Local transfers are a loop at
+    their rank. A panel with more than three arrows a rank has no labels: it would be all labels.
     """
-    rows = -(-len(schedule.rounds) // columns)
-    body = [
-        f'<g transform="translate({size * (r % columns)},{(size + 20) * (r // columns)})">'
-        + _panel(schedule, r, size)
-        + "</g>"
-        for r in range(len(schedule.rounds))
-    ]
+    radius = max(62.0, 32 / sin(pi / max(2, schedule.ranks)))
+    loops = any(t.src == t.dst for transfers in schedule.rounds for t in transfers)
+    size = round(2 * radius) + (90 if loops else 66)
+    panels = [_panel(r, schedule, radius, size) for r in range(len(schedule.rounds))]
+    columns = max(1, min(columns, len(panels)))
+    width, height = size * columns, (size + 20) * max(1, -(-len(panels) // columns))
+    body = "\n".join(
+        f'<g transform="translate({size * (r % columns)},{(size + 20) * (r // columns)})">{p}</g>'
+        for r, p in enumerate(panels)
+    )
     heads = "".join(
         f'<marker id="a{c}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
-        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{_colour(schedule, c)}"/></marker>'
+        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{colour(c, schedule.chunks)}"/></marker>'
         for c in range(schedule.chunks)
     )
-    width, height = size * min(columns, len(schedule.rounds)), (size + 20) * rows
+    nothing = f'<text x="{width / 2:.0f}" y="{height / 2:.0f}" fill="#555">nothing moves</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="13" text-anchor="middle">'
         f'<rect width="{width}" height="{height}" fill="#fff"/><defs>{heads}</defs>'
-        + "\n".join(body)
-        + "</svg>\n"
+        f"{body or nothing}</svg>\n"
     )
 
 
-def _panel(schedule: Schedule, r: int, size: int) -> str:
-    centre, radius, dot = size / 2, size * 0.33, 15
+def colour(chunk: int, chunks: int) -> str:
+    """Evenly spread hues, one a chunk."""
+    return f"hsl({360 * chunk // chunks},70%,38%)"
 
-    def place(rank: int, reach: float = radius) -> tuple[float, float]:
-        angle = 2 * pi * rank / schedule.ranks - pi / 2
-        return centre + reach * cos(angle), centre + 14 + reach * sin(angle)
 
-    out = [f'<text x="{centre}" y="18" fill="#555">round {r}</text>']
+def _panel(r: int, schedule: Schedule, radius: float, size: int) -> str:
+    arrows: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
     for t in schedule.rounds[r]:
-        if t.src == t.dst:
-            continue
-        (x0, y0), (x1, y1) = place(t.src), place(t.dst)
-        length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-        ux, uy = (x1 - x0) / length * (dot + 2), (y1 - y0) / length * (dot + 2)
-        # An arrow bends to its left, so that the two directions between a pair stay apart.
-        bend = 0.16
-        mx, my = (x0 + x1) / 2 + (y1 - y0) * bend, (y0 + y1) / 2 - (x1 - x0) * bend
-        colour = _colour(schedule, t.write)
-        dash = "" if t.reduce else ' stroke-dasharray="5 3"'
-        out.append(
-            f'<path d="M{x0 + ux:.1f} {y0 + uy:.1f}Q{mx:.1f} {my:.1f} {x1 - ux:.1f} {y1 - uy:.1f}" '
-            f'fill="none" stroke="{colour}" stroke-width="2"{dash} marker-end="url(#a{t.write})"/>'
-            f'<text x="{mx:.1f}" y="{my + 4:.1f}" fill="{colour}" stroke="#fff" stroke-width="4" '
-            f'paint-order="stroke">{t.read}</text>'
-        )
+        arrows[t.src, t.dst, t.reduce].append(t)
+    labels = len(arrows) <= 3 * schedule.ranks
+    out = [f'<text x="{size / 2:.0f}" y="18" fill="#555">round {r}</text>']
+    out.append(f'<g transform="translate({size / 2:.0f},{size / 2 + 16:.0f})">')
+    drawn = [_arrow(transfers, schedule, radius, labels=labels) for transfers in arrows.values()]
+    out += [path for path, _ in drawn]
     for rank in range(schedule.ranks):
-        x, y = place(rank)
+        x, y = _place(rank, schedule.ranks, radius)
         out.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dot}" fill="#eef1f5" stroke="#445"/>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="15" fill="#eef1f5" stroke="#445"/>'
             f'<text x="{x:.1f}" y="{y + 4.5:.1f}" fill="#223">{rank}</text>'
         )
-    return "".join(out)
+    return "".join([*out, *(label for _, label in drawn), "</g>"])
 
 
-def _colour(schedule: Schedule, chunk: int) -> str:
-    """Evenly spread hues, one a chunk; scratch wears its source's place in the circle."""
-    return f"hsl({360 * (chunk % schedule.chunks) // schedule.chunks},70%,38%)"
+def _place(rank: int, ranks: int, reach: float) -> tuple[float, float]:
+    angle = 2 * pi * rank / ranks - pi / 2
+    return reach * cos(angle), reach * sin(angle)
+
+
+def _arrow(
+    transfers: list[Transfer], schedule: Schedule, radius: float, *, labels: bool
+) -> tuple[str, str]:
+    """All that one rank adds to, or all that it copies to, another in a round: one arrow, and its
+    label."""
+    first = transfers[0]
+    x0, y0 = _place(first.src, schedule.ranks, radius)
+    if first.src == first.dst:
+        path, at = _loop(x0, y0, radius)
+    else:
+        near = (first.src - first.dst) % schedule.ranks in (1, schedule.ranks - 1)
+        path, at = _bow(x0, y0, *_place(first.dst, schedule.ranks, radius), near=near)
+    # Scratch has no colour of its own: it wears that of the chunk at the arrow's other end.
+    chunk = (first.read if first.read < schedule.chunks else first.write) % schedule.chunks
+    dash = "" if first.reduce else ' stroke-dasharray="5 3"'
+    stroke = colour(chunk, schedule.chunks)
+    label = (
+        f'<text x="{at[0]:.1f}" y="{at[1] + 4:.1f}" fill="{stroke}" stroke="#fff" stroke-width="4" '
+        f'paint-order="stroke">{ranges(t.read for t in transfers)}</text>'
+    )
+    line = (
+        f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{2 if labels else 1}"{dash} '
+        f'marker-end="url(#a{chunk})"/>'
+    )
+    return line, label if labels and first.src != first.dst else ""
+
+
+def _bow(
+    x0: float, y0: float, x1: float, y1: float, *, near: bool
+) -> tuple[str, tuple[float, float]]:
+    """From circle to circle, bent to its left so that a pair's two directions stay apart."""
+    length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
+    ux, uy = (x1 - x0) / length * 17, (y1 - y0) / length * 17
+    bend = 0.16 if near else 0.08  # more would lead it under the rank between
+    mx, my = (x0 + x1) / 2 + (y1 - y0) * bend, (y0 + y1) / 2 - (x1 - x0) * bend
+    path = f"M{x0 + ux:.1f} {y0 + uy:.1f}Q{mx:.1f} {my:.1f} {x1 - ux:.1f} {y1 - uy:.1f}"
+    if near:
+        return path, (mx, my)
+    # Others cross each other in their middle, so they carry the label nearer to the source.
+    s, m, d = 0.68**2, 2 * 0.68 * 0.32, 0.32**2  # the curve's point at 0.32
+    return path, (s * (x0 + ux) + m * mx + d * (x1 - ux), s * (y0 + uy) + m * my + d * (y1 - uy))
+
+
+def _loop(x: float, y: float, radius: float) -> tuple[str, tuple[float, float]]:
+    """Out of a circle and back into it, on the side that looks away from the middle."""
+    ux, uy = x / radius, y / radius
+
+    def point(out: float, aside: float) -> str:
+        return f"{x + ux * out - uy * aside:.1f} {y + uy * out + ux * aside:.1f}"
+
+    return f"M{point(14, -8)}C{point(34, -14)} {point(34, 14)} {point(16, 8)}", (x, y)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-2,5` for 0, 1, 2 and 5."""
+    parts: list[list[int]] = []
+    for x in sorted(set(numbers)):
+        if parts and x == parts[-1][-1] + 1:
+            parts[-1].append(x)
+        else:
+            parts.append([x])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

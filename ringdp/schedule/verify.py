@@ -11,6 +11,9 @@ A proof is for one n, and for all data, sizes and dtypes.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 from ringdp.errors import ScheduleError
 from ringdp.schedule.algorithms import Collective
 from ringdp.schedule.contracts import Contract, Slot, State, Value, contract
@@ -22,15 +25,22 @@ def verify(schedule: Schedule, promise: Contract | Collective) -> None:
     """Raise ScheduleError, with the guilty transfer, unless `schedule` keeps `promise`."""
     if isinstance(promise, str):
         promise = contract(promise, schedule.ranks, schedule.chunks)
-    state = dict(promise.before)
-    for r, transfers in enumerate(schedule.rounds):
-        state = _round(schedule, r, transfers, state)
+    (state,) = deque(states(schedule, promise.before), maxlen=1)  # the last
     for slot, wanted in promise.after.items():
         if state.get(slot) != wanted:
             raise ScheduleError(
                 f"after all {len(schedule.rounds)} rounds rank {slot[0]} chunk {slot[1]} holds "
                 f"{_text(state.get(slot))}, the contract asks for {_text(wanted)}\n{grid(schedule)}"
             )
+
+
+def states(schedule: Schedule, before: State) -> Iterator[State]:
+    """`before`, then the state after every round; ScheduleError at the first guilty transfer."""
+    state = dict(before)
+    yield state
+    for r, transfers in enumerate(schedule.rounds):
+        state = _round(schedule, r, transfers, state)
+        yield state
 
 
 def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: State) -> State:
