@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+import ringdp
 from ringdp.cli.main import exit_code
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
@@ -33,12 +34,13 @@ def raises(job: Job, emit: Emit) -> list[Record]:
 
 
 def raises_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
-    """Rank 0 dies of rank 1's failure, and the launcher sees rank 0 first."""
+    """Rank 0 waits for rank 1 in a collective, and may die of its failure."""
+    comm = ringdp.init()
     if _running(emit) == 1:
-        time.sleep(0.5)
+        time.sleep(0.3)
         raise ValueError("the cause, on rank 1")
-    time.sleep(0.5)
-    raise PeerLost("rank 1 has died")
+    comm.barrier()
+    return []
 
 
 def killed(job: Job, emit: Emit) -> list[Record]:
