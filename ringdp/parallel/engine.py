@@ -19,8 +19,9 @@ the gradients accumulated so far; the next forward starts afresh. Stage 3 refuse
 Note [nodes run in reverse]
     Autograd runs the nodes that are ready in the reverse order of their making. So once the
     backward of one unit starts, the last call of any unit after it is through, whether or not it
-    had gradients to make, and its weights (frozen ones too) may go. Only a unit around it still has
-    nodes to run, and one called before as well is gathered again by that call's hook.
+    had gradients to make, and its weights (frozen ones too) may go. Only units around it still have
+    nodes to run, and one called before as well is gathered again by that call's hook. The hooks of
+    units that return the same tensor run the inner one's first, so that one stays too.
 """
 
 from __future__ import annotations
@@ -145,9 +146,10 @@ class Engine:
     def _use(self, index: int) -> None:
         unit = self.units[index]
         if self._awaiting:  # See Note [nodes run in reverse]
-            inside = {0, index} | self._around[index]
-            for other in [i for i in self._in_use if i not in inside]:
-                self._done_with(other, free=True)
+            for other in list(self._in_use):
+                nested = other in self._around[index] or index in self._around[other]
+                if other != index and not nested:
+                    self._done_with(other, free=True)
         if self._position is not None:
             self._position = position_of(index, self._order, self._position)
         self._seen.append(index)

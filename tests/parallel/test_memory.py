@@ -1,0 +1,93 @@
+"""The formulas are ZeRO's closed forms (Rajbhandari et al. 2020, figure 1), in float32:
+16Ψ bytes, 8Ψ + 8Ψ/n, 4Ψ + 12Ψ/n and 16Ψ/n, with traffic of 2Ψ elements, and 3Ψ in stage 3."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringdp.parallel.layout import layout
+from ringdp.parallel.memory import Ledger, formula, state_bytes, traffic
+from ringdp.parallel.stages import STAGES, Keep, stage_of
+
+
+def plan(sizes, ranks):
+    return layout([(f"u{i}", [("w", n)]) for i, n in enumerate(sizes)], ranks)
+
+
+def total(stage, ranks, sizes):
+    """Bytes of states, without the named gather and bucket terms; exact where nothing is padded."""
+    found = formula(
+        plan(sizes, ranks),
+        STAGES[stage],
+        0,
+        itemsize=4,
+        limit=0,
+        per_element=8,
+        per_parameter=0,
+    )
+    return found.parameters + found.gradients + found.optimizer
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8]))
+def test_states_are_zeros_closed_forms(blocks, n):
+    sizes = [128 * b for b in blocks]  # no padding for up to 8 ranks
+    psi = sum(sizes)
+    assert total(0, n, sizes) == 16 * psi
+    # A rank owns 1/n of every unit, so its optimizer's share is exact as well.
+    assert total(1, n, sizes) == 8 * psi + 8 * psi // n
+    assert total(2, n, sizes) == 4 * psi + 12 * psi // n
+    assert total(3, n, sizes) == 16 * psi // n
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8]))
+def test_traffic_is_two_psi_and_three_in_stage_3(blocks, n):
+    sizes = [128 * b for b in blocks]
+    share = 4 * (n - 1) * sum(sizes) // n
+    once = 4 * (n - 1) * sizes[0] // n  # the root is gathered once, not twice
+    sent = [traffic(plan(sizes, n), s, itemsize=4) for s in STAGES]
+    assert sent == [2 * share, 2 * share, 2 * share, 3 * share - once]
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=5), st.integers(1, 9))
+def test_the_ranks_optimizers_hold_every_element_once(sizes, n):
+    for stage in STAGES[1:]:
+        ranks = [
+            formula(
+                plan(sizes, n), stage, r, itemsize=4, limit=0, per_element=8, per_parameter=0
+            ).optimizer
+            for r in range(n)
+        ]
+        assert sum(ranks) == 8 * sum(sizes)
+
+
+def test_a_ledger_keeps_the_peak():
+    ledger = Ledger()
+    ledger.take("buckets", 5)
+    ledger.take("buckets", 7)
+    ledger.give("buckets", 5)
+    ledger.empty("buckets", 2, torch.empty(0, dtype=torch.float64))
+    assert (ledger.now["buckets"], ledger.peak["buckets"]) == (23, 23)
+    ledger.give("buckets", 23)
+    assert (ledger.now["buckets"], ledger.peak["buckets"]) == (0, 23)
+
+
+def test_an_optimizers_state_is_counted_in_bytes():
+    p = torch.nn.Parameter(torch.ones(10))
+    p.grad = torch.ones(10)
+    adam = torch.optim.Adam([p])
+    assert state_bytes(adam) == 0
+    adam.step()
+    assert state_bytes(adam) == 2 * 40 + 4
+
+
+def test_the_table_of_stages_shards_one_thing_more_in_each():
+    kept = [(s.optimizer, s.gradients, s.parameters) for s in STAGES]
+    assert kept == [tuple([Keep.SHARD] * i + [Keep.FULL] * (3 - i)) for i in range(4)]
+    assert [stage_of(i).number for i in range(4)] == [0, 1, 2, 3]
+    assert [s.reduction for s in STAGES] == ["all_reduce"] + 3 * ["reduce_scatter"]
+    for wrong in (-1, 4, "3", None):
+        with pytest.raises(ValueError, match=r"it must be 0 \(DDP\), 1, 2 or 3"):
+            stage_of(wrong)

@@ -1,0 +1,76 @@
+"""The prefetch policy: it looks ahead in order, within its bound, and not past the unit in use."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringdp.parallel.prefetch import ahead, forecast, gathered_peak, position_of
+
+SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
+
+
+def test_the_first_forecast_is_a_forward_and_its_backward():
+    assert forecast(1) == (0, 0)
+    assert forecast(4) == (0, 1, 2, 3, 0, 3, 2, 1)
+
+
+def test_a_use_is_looked_for_onwards_only():
+    order = forecast(4)
+    assert position_of(3, order, after=-1) == 3
+    assert position_of(3, order, after=3) == 5
+    assert position_of(3, order, after=5) is None
+    assert position_of(9, order, after=-1) is None
+
+
+def look(order, position, *, in_use=None, sharded, in_flight=0, sizes, limit):
+    return ahead(
+        order,
+        position,
+        in_use=in_use,
+        sharded=sharded,
+        in_flight=in_flight,
+        sizes=sizes,
+        limit=limit,
+    )
+
+
+def test_it_stops_at_the_bound_and_at_the_unit_in_use():
+    sizes, sharded = [0, 5, 5, 5], {1, 2, 3}
+    assert look(forecast(4), 0, sharded=sharded, sizes=sizes, limit=10) == [1, 2]
+    assert look(forecast(4), 0, sharded=sharded, in_flight=5, sizes=sizes, limit=10) == [1]
+    assert look(forecast(4), 0, sharded=sharded, sizes=sizes, limit=4) == []
+    # Unit 3 will be freed before its backward: gathering past it would be undone.
+    assert look(forecast(4), 3, in_use=3, sharded={1, 2}, sizes=sizes, limit=99) == []
+
+
+def test_a_unit_that_does_not_fit_is_not_overtaken():
+    assert look((0, 1, 2), 0, sharded={1, 2}, sizes=[0, 9, 1], limit=5) == []
+
+
+@given(SIZES, st.integers(0, 300), st.data())
+def test_the_bound_holds_and_nothing_is_gathered_twice(sizes, limit, data):
+    units = range(len(sizes))
+    order = tuple(data.draw(st.lists(st.sampled_from(units), min_size=1, max_size=20)))
+    sharded = data.draw(st.sets(st.sampled_from(units)))
+    in_flight = data.draw(st.integers(0, 300))
+    position = data.draw(st.integers(0, len(order) - 1))
+    found = look(order, position, sharded=sharded, in_flight=in_flight, sizes=sizes, limit=limit)
+    assert not found or in_flight + sum(sizes[u] for u in found) <= limit
+    assert len(found) == len(set(found))
+    assert set(found) <= sharded & set(order[position + 1 :])
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(2, 9))
+def test_equal_units_peak_at_the_root_and_two(root, size, units):
+    assert gathered_peak([root] + [size] * units, limit=size) == root + 2 * size
+    assert gathered_peak([root] + [size] * units, limit=0) == root + size
+
+
+@given(SIZES, st.integers(0, 300))
+def test_the_peak_lies_between_its_bounds(sizes, limit):
+    root, inner = sizes[0], sizes[1:]
+    peak = gathered_peak(sizes, limit)
+    largest = max(inner, default=0)
+    assert root + largest <= peak <= root + min(sum(inner), largest + limit)
+    assert peak <= gathered_peak(sizes, limit=sum(sizes)) == sum(sizes)

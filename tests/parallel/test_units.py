@@ -1,0 +1,110 @@
+"""Which parameters make a unit: the rules, ties, nesting, and what a wrong rule is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ringdp
+from ringdp.parallel.units import find_units
+
+
+def owned(model: nn.Module, rule=None) -> dict[str, list[str]]:
+    return {f.name: [n for n, _ in f.parameters] for f in find_units(model, rule)}
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def test_by_default_the_entries_of_lists_are_units():
+    net = Model(head=linear(), blocks=nn.ModuleList([linear(), nn.Sequential(linear(), linear())]))
+    assert owned(net) == {
+        "": ["head.weight"],
+        "blocks.0": ["blocks.0.weight"],
+        "blocks.1": ["blocks.1.0.weight", "blocks.1.1.weight"],
+    }
+
+
+def test_the_root_is_a_unit_even_without_parameters():
+    assert owned(nn.Sequential(linear(), nn.ReLU())) == {"": [], "0": ["0.weight"]}
+    assert owned(linear()) == {"": ["weight"]}
+
+
+def test_containers_are_looked_through():
+    inner = nn.ModuleList([linear(), nn.ModuleDict({"a": linear()})])
+    listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    net = Model(blocks=nn.ModuleList([inner, listed]))
+    assert owned(net) == {
+        "": ["blocks.0.1.a.weight", "blocks.1.0"],
+        "blocks.0.0": ["blocks.0.0.weight"],
+    }
+
+
+def test_a_rule_is_a_class_several_or_a_predicate():
+    net = Model(a=linear(), b=nn.LayerNorm(2, bias=False), c=nn.Sequential(linear()))
+    assert list(owned(net, nn.Linear)) == ["", "a", "c.0"]
+    assert list(owned(net, (nn.LayerNorm, nn.Sequential))) == ["", "b", "c"]
+    assert list(owned(net, lambda m: isinstance(m, nn.LayerNorm))) == ["", "b"]
+
+
+def test_a_parameter_belongs_to_the_innermost_unit():
+    net = Model(outer=Model(inner=linear(), own=nn.LayerNorm(2, bias=False)))
+    assert owned(net, (Model, nn.Linear)) == {
+        "": [],
+        "outer": ["outer.own.weight"],
+        "outer.inner": ["outer.inner.weight"],
+    }
+
+
+def test_weights_tied_between_units_belong_to_the_root():
+    a, b = linear(), linear()
+    b.weight = a.weight
+    assert owned(nn.Sequential(a, b, linear())) == {"": ["0.weight"], "2": ["2.weight"]}
+
+
+def test_a_module_shared_by_units_belongs_to_the_root():
+    common = linear()
+    net = nn.Sequential(nn.Sequential(linear(), common), nn.Sequential(common, linear()))
+    assert owned(net) == {"": ["0.1.weight"], "0": ["0.0.weight"], "1": ["1.1.weight"]}
+
+
+def test_weights_tied_within_a_unit_stay_there():
+    a, b = linear(), linear()
+    b.weight = a.weight
+    assert owned(nn.ModuleList([nn.Sequential(a, b)])) == {"": [], "0": ["0.0.weight"]}
+
+
+def test_a_unit_registered_twice_is_one():
+    a = linear()
+    assert owned(nn.Sequential(a, linear(), a)) == {"": [], "0": ["0.weight"], "1": ["1.weight"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "said"),
+    [
+        (nn.ReLU(), None, "no trainable parameter"),
+        (linear().requires_grad_(False), None, "no trainable parameter"),
+        (nn.Sequential(linear()), nn.Conv2d, "matches no module of the model; it has Linear, Se"),
+        (Model(b=nn.ModuleList([linear()])), nn.ModuleList, "ModuleList cannot be a unit"),
+        (nn.Sequential(linear(), linear().double()), None, "0.weight is torch.float32 on cpu, 1.w"),
+        (nn.Sequential(linear(), linear().to("meta")), None, "1.weight is torch.float32 on meta"),
+        (
+            Model(p=nn.ParameterList([torch.ones(2, dtype=torch.complex64)])),
+            None,
+            "p.0 is torch.complex64; parameters must be floats",
+        ),
+    ],
+)
+def test_a_wrong_model_or_rule_is_told_what_is_allowed(model, rule, said):
+    with pytest.raises(ringdp.UsageError) as error:
+        find_units(model, rule)
+    assert said in str(error.value)
