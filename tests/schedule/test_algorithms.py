@@ -1,0 +1,126 @@
+"""Every algorithm keeps its contract, for every n, and costs the rounds that its docstring says."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringdp.errors import ScheduleError, UsageError
+from ringdp.schedule import (
+    ALGORITHMS,
+    Schedule,
+    contract,
+    fifo_depth,
+    fuse,
+    project,
+    schedule,
+    verify,
+)
+from ringdp.schedule.algorithms.ring import hierarchical_all_reduce, ring_all_reduce
+
+SIZES = [*range(1, 18), 32, 64]
+by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+
+
+@by_name
+def test_it_is_proved(algorithm):
+    for n in SIZES:
+        verify(schedule(algorithm.collective, algorithm.name, n), algorithm.collective)
+
+
+@by_name
+def test_the_plain_program_runs_in_one_slot_and_the_fused_one_in_few(algorithm):
+    for n in SIZES[:17]:
+        plan = schedule(algorithm.collective, algorithm.name, n)
+        plain = [project(plan, r) for r in range(n)]
+        live = contract(algorithm.collective, n, plan.chunks).after
+        fused = [fuse(p, {c for q, c in live if q == p.rank}) for p in plain]
+        assert fifo_depth(plain) == 1
+        assert fifo_depth(fused) <= 4
+        assert all(len(f.rows) <= len(p.rows) for f, p in zip(fused, plain, strict=True))
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_all_gather_is_reduce_scatter_transposed(n):
+    for name in ("ring", "two_way_ring", "halving"):
+        scatter = schedule("reduce_scatter", name, n)
+        assert scatter.transpose() == schedule("all_gather", name, n)
+        verify(scatter.transpose(), "all_gather")
+        assert scatter.transpose().transpose() == scatter
+    verify(schedule("broadcast", "binomial", n).transpose(), "reduce")
+
+
+@pytest.mark.parametrize("n", range(2, 18))
+def test_the_fused_ring_is_nccls(n):
+    plan = schedule("all_reduce", "ring", n)
+    for rank in range(n):
+        assert [row.name for row in fuse(project(plan, rank))] == [
+            "send",
+            *["recv_reduce_send"] * (n - 2),
+            "recv_reduce_copy_send",
+            *["recv_copy_send"] * (n - 2),
+            "recv",
+        ]
+
+
+@pytest.mark.parametrize(("local", "nodes"), [(1, 6), (2, 3), (3, 2), (6, 1), (4, 4), (8, 8)])
+def test_hierarchies_of_any_shape(local, nodes):
+    plan = schedule("all_reduce", f"hierarchical:{local}", local * nodes)
+    verify(plan, "all_reduce")
+    assert plan == hierarchical_all_reduce(local * nodes, local)
+    crossing = [
+        t for r in plan.rounds for t in r if t.src // local != t.dst // local
+    ]  # 2(nodes-1)/nodes of 1/local of the buffer, per rank
+    assert len(crossing) == local * nodes * 2 * (nodes - 1)
+
+
+def test_halving_takes_logarithmic_rounds():
+    for n in SIZES:
+        assert len(schedule("reduce_scatter", "halving", n).rounds) == (n - 1).bit_length()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("all_reduce", "ring", 0), "at least 1"),
+        (("all_reduce", "rign", 4), "ring, two_way_ring"),
+        (("allreduce", "ring", 4), "all_reduce, reduce_scatter"),
+        (("all_reduce", "hierarchical:3", 4), "divides 4"),
+        (("all_reduce", "hierarchical:x", 4), "divides 4"),
+    ],
+)
+def test_a_wrong_name_says_what_there_is(arguments, says):
+    with pytest.raises(UsageError, match=says):
+        schedule(*arguments)
+
+
+def test_combinators_refuse_what_does_not_fit():
+    ring = ring_all_reduce(4)
+    with pytest.raises(ScheduleError, match="4 x 4 was asked to go before 3 x 3"):
+        ring.then(ring_all_reduce(3))
+    with pytest.raises(ScheduleError, match="same ranks"):
+        ring.beside(ring_all_reduce(3))
+    with pytest.raises(ScheduleError, match="4 distinct ranks"):
+        ring.embed([0, 1, 2, 2], range(4))
+    with pytest.raises(ScheduleError, match=r"in 0\.\.3"):
+        ring.embed(range(4), [0, 1, 2, 4])
+    with pytest.raises(ScheduleError, match="equally many"):
+        ring.embed(range(4), [[0, 1], [2, 3], [4, 5], [6]], into=(4, 8))
+    with pytest.raises(ScheduleError, match="one shape"):
+        Schedule.together([ring, ring_all_reduce(3)])
+    with pytest.raises(ScheduleError, match="multiple of 3"):
+        contract("reduce_scatter", 3, 4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_combinators_keep_what_is_proved(n):
+    ring = ring_all_reduce(n)
+    verify(ring.beside(ring), "all_reduce")
+    backwards = range(n)[::-1]
+    verify(ring.embed(backwards, backwards), "all_reduce")
+    cut = [range(3 * c, 3 * c + 3) for c in range(n)]
+    verify(ring.embed(range(n), cut, into=(n, 3 * n)), "all_reduce")
+    scattered = schedule("reduce_scatter", "direct", n).beside(
+        schedule("reduce_scatter", "direct", n)
+    )  # scratch beside scratch
+    both = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
+    verify(scattered.embed(range(n), both), "reduce_scatter")
