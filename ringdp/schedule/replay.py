@@ -1,0 +1,73 @@
+"""A replay of a schedule: one HTML file that steps through the rounds, and needs nothing else.
+
+What a slot holds after a round is what the proof says it holds: the page shows the states that
+`verify` walks through, and computes none of its own. The page is replay.html, with the schedule put
+in as JSON. It leaves out time: all rounds look equally long.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+from ringdp.errors import UsageError
+from ringdp.schedule.algorithms import Collective
+from ringdp.schedule.contracts import State, Value, contract
+from ringdp.schedule.draw import grid
+from ringdp.schedule.ir import Schedule
+from ringdp.schedule.verify import states
+
+PAGE = Path(__file__).with_name("replay.html")
+MOST_SLOTS = 4096  # ring all-reduce up to 64 ranks; a browser still steps through it at once
+
+
+def html(schedule: Schedule, collective: Collective, *, title: str | None = None) -> str:
+    """The page. `#round=3` behind its address opens it at round 3.
+
+    Raises UsageError for more than 4096 slots, and ScheduleError where a transfer breaks a rule.
+    """
+    slots = schedule.chunks + schedule.scratch
+    if schedule.ranks * slots > MOST_SLOTS:
+        raise UsageError(
+            f"a replay shows at most {MOST_SLOTS} slots; {schedule.ranks} ranks of {slots} chunks "
+            f"and scratch are {schedule.ranks * slots}"
+        )
+    parts = {
+        "title": escape(title or f"{collective} on {schedule.ranks} ranks"),
+        "grid": escape(grid(schedule)),
+        "data": json.dumps(_data(schedule, collective), separators=(",", ":")),
+    }
+    before, *pieces = PAGE.read_text(encoding="utf-8").split("{{")
+    return before + "".join(
+        parts[name] + rest for name, _, rest in (p.partition("}}") for p in pieces)
+    )
+
+
+def _data(schedule: Schedule, collective: Collective) -> dict[str, object]:
+    """Slot (rank, chunk) is the number rank · slots + chunk; a value is a place in `values`."""
+    slots = schedule.chunks + schedule.scratch
+    places: dict[Value, int] = {}
+
+    def held(state: State) -> list[tuple[int, int]]:
+        return sorted(
+            (rank * slots + chunk, places.setdefault(value, len(places)))
+            for (rank, chunk), value in state.items()
+        )
+
+    before, after = contract(collective, schedule.ranks, schedule.chunks)
+    steps = pairwise(states(schedule, before))
+    return {
+        "ranks": schedule.ranks,
+        "chunks": schedule.chunks,
+        "slots": slots,
+        "rounds": schedule.rounds,
+        "before": held(before),
+        "changes": [
+            held({slot: value for slot, value in new.items() if old.get(slot) is not value})
+            for old, new in steps
+        ],
+        "after": held(after),
+        "values": [sorted(value) for value in places],
+    }
