@@ -1,0 +1,122 @@
+"""Thousands of broken schedules: the proof's verdict against what numbers say.
+
+The numeric run knows no sets: it moves random integers and compares sums at the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule import ALGORITHMS, Schedule, contract, schedule, verify
+
+MUTANTS = 4000
+Numbers = dict[tuple[int, int], int]
+
+# What the proof refuses on principle, though numbers may come out right by luck or by order.
+RACES = ("which is read in the same round", "is written twice in one round")
+# What it refuses at once, though a later copy may hide it.
+EARLY = ("twice in rank", "which holds nothing yet")
+
+
+def run(plan: Schedule, before: Numbers) -> Numbers | None:
+    """Every slot's number at the end; None if something undefined was read or added to."""
+    state = dict(before)
+    for transfers in plan.rounds:
+        after = dict(state)
+        for t in transfers:
+            if (t.src, t.read) not in state or (t.reduce and (t.dst, t.write) not in after):
+                return None
+            old = after[t.dst, t.write] if t.reduce else 0
+            after[t.dst, t.write] = old + state[t.src, t.read]
+        state = after
+    return state
+
+
+def numbers_are_right(plan: Schedule, collective: str, rng: random.Random) -> bool:
+    before, after = contract(collective, plan.ranks, plan.chunks)
+    inputs = {slot: rng.getrandbits(60) for slot in before}
+    end = run(plan, inputs)
+    return end is not None and all(
+        end.get(slot) == sum(inputs[i] for i in wanted) for slot, wanted in after.items()
+    )
+
+
+def mutate(plan: Schedule, rng: random.Random) -> Schedule:
+    """One transfer dropped, doubled, moved to another round or changed in one field."""
+    rounds = [list(r) for r in plan.rounds]
+    r = rng.choice([i for i, transfers in enumerate(rounds) if transfers])
+    i = rng.randrange(len(rounds[r]))
+    t = rounds[r][i]
+    slots = plan.chunks + plan.scratch
+    match rng.choice(["drop", "double", "move", "src", "dst", "read", "write", "reduce"]):
+        case "drop":
+            del rounds[r][i]
+        case "double":
+            rng.choice(rounds).append(t)
+        case "move":
+            del rounds[r][i]
+            rng.choice(rounds).append(t)
+        case "src":
+            rounds[r][i] = t._replace(src=rng.randrange(plan.ranks))
+        case "dst":
+            rounds[r][i] = t._replace(dst=rng.randrange(plan.ranks))
+        case "read":
+            rounds[r][i] = t._replace(read=rng.randrange(slots))
+        case "write":
+            rounds[r][i] = t._replace(write=rng.randrange(slots))
+        case "reduce":
+            rounds[r][i] = t._replace(reduce=not t.reduce)
+    return Schedule(plan.ranks, plan.chunks, tuple(map(tuple, rounds)))
+
+
+def refused(plan: Schedule, collective: str) -> str | None:
+    try:
+        verify(plan, collective)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+def test_the_proof_says_what_numbers_say():
+    rng = random.Random(0)
+    plans = [
+        (a.collective, plan)
+        for a in ALGORITHMS
+        for n in range(2, 8)
+        if any((plan := schedule(a.collective, a.name, n)).rounds)
+    ]
+    seen: Counter[str] = Counter()
+    while sum(seen.values()) < MUTANTS:
+        collective, plan = rng.choice(plans)
+        mutant = mutate(plan, rng)
+        right = numbers_are_right(mutant, collective, rng)
+        refusal = refused(mutant, collective)
+        if refusal is None:
+            assert right, f"accepted, but the numbers are wrong: {mutant}"
+            seen["harmless"] += 1
+        elif any(race in refusal for race in RACES):
+            seen["race"] += 1
+        elif any(early in refusal for early in EARLY):
+            seen["hidden by a later copy" if right else "wrong"] += 1
+        else:
+            assert not right, f"refused, but the numbers are right: {refusal}"
+            seen["wrong"] += 1
+    # Every verdict was met often, so none of the branches above is idle.
+    assert seen["wrong"] > MUTANTS / 3
+    assert min(seen["race"], seen["harmless"]) > MUTANTS / 100
+    assert seen["hidden by a later copy"] < MUTANTS / 20
+
+
+def test_the_error_names_the_transfer_and_shows_it():
+    plan = schedule("all_reduce", "ring", 3)
+    stuttering = Schedule(3, 3, (plan.rounds[0], *plan.rounds))
+    t = plan.rounds[0][0]
+    with pytest.raises(ScheduleError) as error:
+        verify(stuttering, "all_reduce")
+    text = str(error.value)
+    assert f"round 1, transfer {t}: counts 0.2 twice in rank 1 chunk 2" in text
+    assert f"{t}  <-- here" in text
