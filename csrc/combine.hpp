@@ -2,13 +2,16 @@
 // and rounded once, to nearest even, as torch rounds them.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <type_traits>
 
 // The compiler makes one version for each width of vector registers; the loader picks at run time.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// (A sanitizer's build defines it empty: the loader runs before the sanitizer does.)
+#if defined(RINGDP_CLONES)
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define RINGDP_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define RINGDP_CLONES
@@ -51,10 +54,17 @@ struct Wide<_Float16> {
   static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
 };
 
+// For min and max a NaN wins, as in torch, and -0 is less than +0, which torch leaves to chance: so
+// the order of the operands shows in no bit, but a NaN's payload.
 template <Op op, class T>
 inline T apply(T a, T b) {
-  if constexpr (op == Op::min) return a < b || a != a ? a : b;  // a NaN wins, as in torch
-  if constexpr (op == Op::max) return a > b || a != a ? a : b;
+  if constexpr ((op == Op::min || op == Op::max) && std::is_floating_point_v<T>) {
+    const bool first = op == Op::min ? a < b : a > b;
+    const bool negative = std::signbit(a) == (op == Op::min);
+    return first || a != a || (a == b && negative) ? a : b;
+  }
+  if constexpr (op == Op::min) return a < b ? a : b;
+  if constexpr (op == Op::max) return a > b ? a : b;
   if constexpr (std::is_integral_v<T>) {  // wraps around, without signed overflow
     using U = std::conditional_t<(sizeof(T) < 4), std::uint32_t, std::make_unsigned_t<T>>;
     return T(op == Op::sum ? U(a) + U(b) : U(a) * U(b));

@@ -5,7 +5,8 @@
 #include <sched.h>
 #include <time.h>
 
-#include <chrono>
+#include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "combine.hpp"
@@ -50,12 +51,23 @@ class Interpreter {
   Interpreter(Segment& segment, int rank, const std::atomic<bool>& stop)
       : segment_(segment), rank_(rank), stop_(stop) {}
 
+  // What another rank has given up for.
+  std::optional<Failed> reported() {
+    // acquire: pairs with Progress::announce
+    const auto f = segment_.header().failed.load(std::memory_order_acquire);
+    if (f == 0) return std::nullopt;
+    return Failed{Failure(f >> 16), int(f & 0xffff) - 1, {}, {}, true};
+  }
+
   Position position;
   std::atomic<std::uint64_t> sent_bytes{0};
 
   void run(const Job& job) {
     position.number.store(job.number, std::memory_order_relaxed);
-    segment_.record(rank_).number.store(job.number, std::memory_order_relaxed);
+    RankRecord& record = segment_.record(rank_);  // relaxed: it informs people, and orders nothing
+    record.kind.store(job.kind, std::memory_order_relaxed);
+    record.elements.store(job.bounds[job.chunks], std::memory_order_relaxed);
+    record.begun.store(job.number + 1, std::memory_order_relaxed);
     const std::size_t slab = segment_.slab() / job.dtype.size;  // in elements
     std::size_t longest = 0;
     for (int c = 0; c < job.chunks; ++c)
@@ -94,13 +106,18 @@ class Interpreter {
     if (row.flags & kReduce) {
       std::byte* sum = row.flags & kStore ? target.data : out;
       job.dtype.combine(sum, target.data, value.data, value.count);
-      if (sends && sum != out) std::memcpy(out, sum, value.count * size);
+      if (sends && sum != out) copy(out, sum, value.count * size);
     } else {
-      if (row.flags & kStore) std::memcpy(target.data, value.data, value.count * size);
-      if (sends) std::memcpy(out, value.data, value.count * size);
+      if (row.flags & kStore) copy(target.data, value.data, value.count * size);
+      if (sends) copy(out, value.data, value.count * size);
     }
     if (sends) publish(row.send_peer, {job.number, value.count * size, job.kind});
     if (receives) release(row.recv_peer);
+  }
+
+  // An empty tensor's pointer is null, which memcpy must not be given.
+  static void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes) std::memcpy(to, from, bytes);
   }
 
   // The elements [first, first + slab) of a chunk; a scratch chunk holds one slab at a time.
@@ -167,10 +184,10 @@ class Interpreter {
   template <class Ready>
   void give_up_if_hopeless(int peer, Ready ready) {
     if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
-    if (auto f = segment_.header().failed.load(std::memory_order_acquire))
-      throw Failed{Failure(f >> 16), int(f & 0xffff) - 1, {}, {}, true};
-    // Its last messages may have come between our look and its end: look again.
-    if (segment_.gone(peer) && !ready()) throw Failed{Failure::lost, peer};
+    if (auto f = reported()) throw *f;
+    if (!segment_.gone(peer) || ready()) return;  // its last messages came after our last look
+    if (auto f = reported()) throw *f;            // it ended because of what it reported
+    throw Failed{Failure::lost, peer};
   }
 
   static void pause() {

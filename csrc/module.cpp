@@ -41,8 +41,14 @@ NB_MODULE(_core, m) {
              auto& p = self.interpreter().position;
              return nb::make_tuple(p.number.load(), p.round.load(), p.peer.load());
            })
-      .def("number_of",
-           [](Progress& self, int rank) { return self.segment().record(rank).number.load(); })
+      .def("finished", &Progress::finished)
+      .def("record",
+           [](Progress& self, int rank) {
+             auto& r = self.segment().record(rank);
+             return nb::make_tuple(r.begun.load(), r.kind.load(), r.elements.load());
+           })
       .def("sent_bytes", [](Progress& self) { return self.interpreter().sent_bytes.load(); })
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
+  m.def("abandon", [](nb::object core) { core.release(); }, nb::arg("core"),
+        "Never destroy `core`: a forked child holds it without its thread and its memory.");
 }

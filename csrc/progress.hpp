@@ -1,6 +1,7 @@
 // The progress thread: runs programs one after the other in the order of `start`, beside Python.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -37,9 +38,16 @@ class Progress {
     return finished_ >= ticket;
   }
 
+  // How many jobs have ended: nothing of theirs is used any more.
+  std::uint64_t finished() {
+    std::lock_guard lock(mutex_);
+    return finished_;
+  }
+
+  // Why jobs do not end; another rank's failure too, though nothing waits for that rank yet.
   std::optional<Failed> failed() {
     std::lock_guard lock(mutex_);
-    return failed_;
+    return failed_ ? failed_ : interpreter_.reported();
   }
 
   // Give up on this rank and tell the others.
@@ -54,6 +62,7 @@ class Progress {
       work_.notify_one();
     }
     if (thread_.joinable()) thread_.join();
+    // release: whoever sees us gone sees our last messages and our report
     segment_.record(rank_).pid.store(-1, std::memory_order_release);
   }
 
@@ -67,17 +76,23 @@ class Progress {
       {
         std::unique_lock lock(mutex_);
         work_.wait(lock, [&] { return stop_.load() || !jobs_.empty(); });
-        if (jobs_.empty() || stop_.load()) return;
+        if (stop_.load()) {
+          failed_ = Failed{Failure::stopped, rank_};
+          done_.notify_all();
+          return;
+        }
         job = jobs_.front();
         jobs_.pop_front();
       }
       try {
         interpreter_.run(job);
       } catch (const Failed& f) {
+        {
+          std::lock_guard lock(mutex_);  // first: `failed` prefers what this rank itself has seen
+          failed_ = f;
+          done_.notify_all();
+        }
         if (!f.reported && f.failure != Failure::stopped) announce(f.failure, f.rank);
-        std::lock_guard lock(mutex_);
-        failed_ = f;
-        done_.notify_all();
         return;
       }
       std::lock_guard lock(mutex_);
@@ -88,6 +103,7 @@ class Progress {
 
   void announce(Failure failure, int rank) {
     std::uint32_t none = 0;
+    // release: the messages sent before it; the first to fail stays
     segment_.header().failed.compare_exchange_strong(
         none, std::uint32_t(failure) << 16 | std::uint32_t(rank + 1), std::memory_order_acq_rel);
   }

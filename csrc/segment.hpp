@@ -35,14 +35,16 @@ struct alignas(kLine) Header {
   std::uint64_t magic, token;
   std::uint32_t ranks, depth;
   std::uint64_t slab;
-  // 0, or (kind of failure << 16 | rank + 1) of the rank that failed first. Everyone gives up then.
+  // 0, or (kind of failure << 16 | rank + 1) of what failed first. Everyone gives up then. The rank
+  // is the one at fault, or for a timeout the one that gave up.
   std::atomic<std::uint32_t> failed;
 };
 
 // What a rank is doing, readable by the others even when it is stuck.
 struct alignas(kLine) RankRecord {
-  std::atomic<std::uint64_t> number;  // of the collective that it runs or ran last
-  std::atomic<std::int32_t> pid;      // 0 before it has attached, -1 once it has closed
+  std::atomic<std::uint64_t> begun;           // how many collectives; the last of them:
+  std::atomic<std::uint64_t> kind, elements;
+  std::atomic<std::int32_t> pid;              // 0 before it has attached, -1 once it has closed
 };
 
 // Single producer, single consumer. `head` counts messages written, `tail` messages read; each has a
@@ -77,6 +79,7 @@ class Segment {
     if (at == MAP_FAILED)
       throw std::runtime_error(std::string("mmap of the shared segment: ") + std::strerror(errno));
     base_ = static_cast<std::byte*>(at);
+    madvise(base_, bytes_, MADV_DONTFORK);  // a data loader's worker is no rank, and may outlive one
     if (rank == 0) new (base_) Header{kMagic, token, std::uint32_t(ranks), std::uint32_t(depth), slab, {}};
     const Header& h = header();
     if (h.magic != kMagic || h.token != token || int(h.ranks) != ranks || int(h.depth) != depth ||
@@ -105,8 +108,10 @@ class Segment {
 
   // Whether `rank` has ended or closed, so that it will never write again.
   bool gone(int rank) {
-    if (record(rank).pid.load(std::memory_order_acquire) < 0) return true;
-    if (pidfds_[rank] < 0) return kill(record(rank).pid.load(), 0) != 0 && errno == ESRCH;
+    // acquire: what it wrote before it closed is visible to a look that follows this one
+    const auto pid = record(rank).pid.load(std::memory_order_acquire);
+    if (pid < 0) return true;
+    if (pidfds_[rank] < 0) return kill(pid, 0) != 0 && errno == ESRCH;
     pollfd p{pidfds_[rank], POLLIN, 0};
     return poll(&p, 1, 0) > 0;
   }

@@ -10,8 +10,6 @@ on the length of the buffer that an element is part of.
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Literal
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ringdp.comm.guard import Call, Guard, supported
+from ringdp.comm.guard import TAGS, Call, Guard, supported
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError, ScheduleError, UsageError
 from ringdp.schedule import (
@@ -52,7 +50,6 @@ class Communicator:
         self._transport: Transport = ShmTransport(prefixed, rank, size)
         self._guard = Guard(self._transport, timeout)
         self._closed = False
-        atexit.register(_close, weakref.ref(self))
 
     def all_reduce(
         self,
@@ -88,12 +85,12 @@ class Communicator:
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
         whole = self._whole(output, input, "reduce_scatter: input", "output")
-        in_place = whole[self._part(whole)].data_ptr() == output.data_ptr()
+        in_place = _same(whole[self._part(whole)], output)
         whole = whole if in_place else whole.clone()
 
         def finish() -> None:
             if not in_place:
-                output.copy_(whole[self._part(whole)].view(output.shape))
+                output.detach().copy_(whole[self._part(whole)].view(output.shape))
 
         return self._issue("reduce_scatter", whole, op, algorithm, async_op, tag, finish)
 
@@ -112,8 +109,8 @@ class Communicator:
         """
         whole = self._whole(input, output, "all_gather: output", "input")
         part = whole[self._part(whole)]
-        if part.data_ptr() != input.data_ptr():
-            part.copy_(input.reshape(-1))
+        if not _same(part, input):
+            part.copy_(input.detach().reshape(-1))
         return self._issue("all_gather", whole, "sum", algorithm, async_op, tag)
 
     def broadcast(
@@ -173,6 +170,10 @@ class Communicator:
         supported(tensor.dtype)
         if op not in (*OPS, "avg"):
             raise UsageError(f"{collective}: no op {op!r}; there are {', '.join((*OPS, 'avg'))}")
+        if op == "avg" and not tensor.is_floating_point():
+            raise UsageError(f"{collective}: avg is for floats; this tensor is {tensor.dtype}")
+        if not 0 <= tag < TAGS:
+            raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
         if self._closed:
             raise CommunicationError(f"{collective} on a communicator that has been closed")
         program = _program(collective, algorithm, self.size, self.rank, root, self._transport.depth)
@@ -181,18 +182,16 @@ class Communicator:
         call = Call(self._issued, collective, tensor.dtype, op_, tensor.numel(), tag)
         self._guard.check(call)
         if op == "avg":
-            if not tensor.is_floating_point():
-                raise UsageError(f"{collective}: avg is for floats; this tensor is {tensor.dtype}")
             buffer.mul_(1 / self.size)
-        self._issued += 1
 
         def complete() -> None:
             if copied:
-                tensor.copy_(buffer.view(tensor.shape))
+                tensor.detach().copy_(buffer.view(tensor.shape))
             finish()
 
         ticket = self._transport.start(program, buffer, op_, call.number, call.kind)
-        work = Work(self._guard, call, ticket, complete, (buffer, program))
+        self._issued += 1
+        work = Work(self._guard, call, ticket, complete)
         if not async_op:
             work.wait()
         return work
@@ -210,6 +209,11 @@ class Communicator:
     def _part(self, whole: Tensor) -> slice:
         elements = whole.numel() // self.size
         return slice(self.rank * elements, (self.rank + 1) * elements)
+
+
+def _same(part: Tensor, tensor: Tensor) -> bool:
+    """Whether `tensor` is `part`: as many elements, in the same memory, in the same order."""
+    return part.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
@@ -239,9 +243,3 @@ def _program(
             f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
         )
     return programs[rank]
-
-
-def _close(reference: weakref.ref[Communicator]) -> None:
-    """At exit: stop the progress thread of a communicator that is still open."""
-    if (communicator := reference()) is not None:
-        communicator.close()

@@ -18,8 +18,18 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.schedule import Collective
-from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, Stamp, Transport
+from ringdp.transport.base import (
+    DTYPES,
+    OPS,
+    Failure,
+    FailureKind,
+    Op,
+    Progress,
+    Stamp,
+    Transport,
+)
 
+TAGS = 1 << 39  # how many there are: with the codes below them they fit 63 bits
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
@@ -75,13 +85,15 @@ class Guard:
         match failure.kind:
             case FailureKind.STOPPED:
                 return CommunicationError(f"{here}, but its communicator was closed")
-            case FailureKind.MISMATCH if not failure.reported:
+            case FailureKind.MISMATCH if failure.reported:
+                text = f"{who} is at odds with another rank"
+            case FailureKind.MISMATCH:
                 found, expected = _sized(failure.found), _sized(failure.expected)
                 text = f"{who} is in {found}, this rank expects {expected}"
-            case FailureKind.LOST if not failure.reported:
+            case FailureKind.LOST:
                 text = f"{who} has ended"
-            case _:
-                text = f"the collective was given up: {who} is lost, late or at odds"
+            case FailureKind.TIMEOUT:
+                text = f"{who} gave up waiting"
         kind = {
             FailureKind.LOST: PeerLost,
             FailureKind.TIMEOUT: CollectiveTimeout,
@@ -97,8 +109,14 @@ class Guard:
         return f"rank {self.transport.rank} waited for {call}{where}"
 
     def _table(self) -> str:
-        rows = [f"  rank {r}: #{number}" for r, number in enumerate(self.transport.numbers())]
-        return "\n".join(["collectives reached:", *rows])
+        rows = [f"  rank {r}: {_begun(p)}" for r, p in enumerate(self.transport.progress())]
+        return "\n".join(["collectives begun last:", *rows])
+
+
+def _begun(progress: Progress | None) -> str:
+    if progress is None:
+        return "none"
+    return f"{describe((progress.number, progress.kind, 0))} of {progress.elements} elements"
 
 
 def _sized(stamp: Stamp) -> str:

@@ -15,10 +15,10 @@ class Work:
     """Returned by every collective. `wait` is what makes the result visible to the caller."""
 
     def __init__(
-        self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None], keep: object
+        self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None]
     ) -> None:
         self._guard, self._call, self._ticket = guard, call, ticket
-        self._finish, self._keep = finish, keep
+        self._finish: Callable[[], None] | None = finish
         self._done = False
         self._error: CommunicationError | None = None
 
@@ -63,6 +63,7 @@ class Work:
         return self._error
 
     def _complete(self) -> None:
+        finish, self._finish = self._finish, None  # it holds the buffer
+        if finish is not None:
+            finish()
         self._done = True
-        self._finish()
-        self._keep = None

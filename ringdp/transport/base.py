@@ -41,8 +41,16 @@ class FailureKind(Enum):
 Stamp = tuple[int, int, int]  # number, kind, bytes of one message
 
 
+class Progress(NamedTuple):
+    """The collective that a rank began last."""
+
+    number: int
+    kind: int
+    elements: int
+
+
 class Failure(NamedTuple):
-    """`rank` is the one at fault, or, if `reported`, the one that gave up first and told us."""
+    """`rank` is the one at fault, or for a timeout the one that gave up. `reported`: by another."""
 
     kind: FailureKind
     rank: int
@@ -55,7 +63,7 @@ class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
     `number` and `kind` go with every message: a receiver that expects others fails (MISMATCH).
-    After a failure no program ends any more.
+    After a failure, of this rank or reported by another, no program ends any more.
     """
 
     @property
@@ -72,12 +80,12 @@ class Transport(Protocol):
     def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
-        The caller keeps program and buffer alive until `wait` has returned True.
+        The transport keeps program and buffer alive as long as it needs them.
         """
         ...
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        """Whether that program ended within `timeout` seconds; False at once after a failure."""
+        """Whether that program ended within `timeout` seconds; False soon after a failure."""
         ...
 
     def failure(self) -> Failure | None: ...
@@ -90,8 +98,8 @@ class Transport(Protocol):
         """(collective number, round, rank waited for or -1) of the running program."""
         ...
 
-    def numbers(self) -> list[int]:
-        """The collective number that each rank has reached."""
+    def progress(self) -> list[Progress | None]:
+        """What each rank began last, or None."""
         ...
 
     def sent_bytes(self) -> int:

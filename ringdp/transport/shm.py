@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import Program
-from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, chunk_bounds
+from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, Progress, chunk_bounds
 
 SLAB_BYTES = 64 << 10  # a FIFO slot; three of them and the caller's chunk fit an L2 of 1 MiB
 FIFO_DEPTH = 4  # every fused program of ours needs 2; the rest lets ranks drift apart
@@ -49,7 +50,7 @@ class ShmTransport:
             address = _Address(os.getpid(), fd, secrets.randbits(63))
         else:
             assert store is not None
-            address = _Address(*map(int, store.get("segment").split()))
+            address = _ask(store)
             fd = _open(address)
         try:
             self._core = _core.Progress(fd, rank, ranks, FIFO_DEPTH, SLAB_BYTES, address.token)
@@ -58,10 +59,21 @@ class ShmTransport:
         finally:
             os.close(fd)
         self._core.connect()
+        self._process = os.getpid()
+        # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
+        self._kept: dict[int, tuple[object, ...]] = {}
+        # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
+        self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process)
 
     def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
         if buffer.device.type != "cpu":
             raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
+                "forked from it, cannot use it"
+            )
+        self._release()
         bounds = _bounds(buffer.numel(), program.chunks)
         ticket: int = self._core.start(
             program.rows.ctypes.data,
@@ -75,10 +87,14 @@ class ShmTransport:
             number,
             kind,
         )
+        self._kept[ticket] = (buffer, program, bounds)
         return ticket
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        return bool(self._core.wait(ticket, timeout))
+        if not self._core.wait(ticket, timeout):
+            return False
+        self._release()
+        return True
 
     def failure(self) -> Failure | None:
         found = self._core.failed()
@@ -94,14 +110,27 @@ class ShmTransport:
         number, round_, peer = self._core.position()
         return number, round_, peer
 
-    def numbers(self) -> list[int]:
-        return [self._core.number_of(r) for r in range(self.ranks)]
+    def progress(self) -> list[Progress | None]:
+        records = [self._core.record(r) for r in range(self.ranks)]
+        return [Progress(begun - 1, *call) if begun else None for begun, *call in records]
 
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())
 
     def close(self) -> None:
-        self._core.close()
+        self._stop()
+
+    def _release(self) -> None:
+        finished = self._core.finished()
+        for ticket in [t for t in list(self._kept) if t <= finished]:
+            self._kept.pop(ticket, None)
+
+
+def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: int) -> None:
+    if os.getpid() != process:  # a fork has neither the thread nor the memory
+        return _core.abandon(core)
+    core.close()
+    kept.clear()
 
 
 def _create(ranks: int) -> int:
@@ -126,6 +155,13 @@ def _open(address: _Address) -> int:
             f"cannot open rank 0's shared memory at {path} ({e.strerror}). The ranks must run on "
             "one host, as one user, and see each other's processes."
         ) from e
+
+
+def _ask(store: Store) -> _Address:
+    try:
+        return _Address(*map(int, store.get("segment").split()))
+    except torch.distributed.DistError as e:
+        raise CommunicationError(f"rank 0 did not say where its shared memory is: {e}") from e
 
 
 def _meet(store: Store, rank: int, ranks: int, address: _Address) -> None:

@@ -17,11 +17,21 @@ from ringdp.errors import ScheduleError
 from ringdp.schedule.program import NONE, REDUCE, STORE, Program, Row
 from ringdp.transport.base import Op, chunk_bounds
 
+
+def _minimum(a: Tensor, b: Tensor) -> Tensor:
+    """torch's, but -0.0 < 0.0: which of them torch returns depends on where they lie in memory."""
+    return torch.where(a == b, torch.where(torch.signbit(a), a, b), torch.minimum(a, b))
+
+
+def _maximum(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a == b, torch.where(torch.signbit(a), b, a), torch.maximum(a, b))
+
+
 COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+    "min": _minimum,
+    "max": _maximum,
 }
 
 
