@@ -56,7 +56,7 @@ class Row(NamedTuple):
         return "_".join(parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more."""
 

@@ -7,6 +7,7 @@ so that programs need not know them.
 from __future__ import annotations
 
 from enum import Enum
+from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -109,10 +110,18 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def chunk_bounds(elements: int, chunks: int) -> list[int]:
-    """Chunk c of a buffer is [bounds[c], bounds[c+1]): the first ones get the larger share.
+def chunk_bounds(elements: int, program: Program) -> list[int]:
+    """Chunk c of a buffer is [bounds[c], bounds[c+1]).
 
-    Chunks differ by at most one element; equal where `chunks` divides `elements`.
+    Where every rank owns equally many chunks, the buffer is first cut into a shard for each rank
+    and the shards into chunks, so that a shard is the same whatever the algorithm; else it is cut
+    into chunks at once. Pieces of a cut differ by one element at most, the first being the larger.
     """
-    small, larger = divmod(elements, chunks)
-    return [c * small + min(c, larger) for c in range(chunks + 1)]
+    shards = program.ranks if program.chunks % program.ranks == 0 else 1
+    cuts = [_cut(size, program.chunks // shards) for size in _cut(elements, shards)]
+    return [0, *accumulate(size for cut in cuts for size in cut)]
+
+
+def _cut(elements: int, pieces: int) -> list[int]:
+    small, larger = divmod(elements, pieces)
+    return [small + (p < larger) for p in range(pieces)]

@@ -74,7 +74,7 @@ class ShmTransport:
                 "forked from it, cannot use it"
             )
         self._release()
-        bounds = _bounds(buffer.numel(), program.chunks)
+        bounds = _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
             program.rows.ctypes.data,
             len(program.rows),
@@ -176,5 +176,5 @@ def _meet(store: Store, rank: int, ranks: int, address: _Address) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _bounds(elements: int, chunks: int) -> NDArray[np.int64]:
-    return np.array(chunk_bounds(elements, chunks), dtype=np.int64)
+def _bounds(elements: int, program: Program) -> NDArray[np.int64]:
+    return np.array(chunk_bounds(elements, program), dtype=np.int64)

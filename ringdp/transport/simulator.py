@@ -66,7 +66,7 @@ class _Rank:
         self.program, self.channels, self.op, self.depth = program, channels, op, depth
         self.rows = list(program)
         self.next = 0
-        bounds = chunk_bounds(buffer.numel(), program.chunks)
+        bounds = chunk_bounds(buffer.numel(), program)
         self.chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in range(program.chunks)}
 
     @property

@@ -1,0 +1,104 @@
+"""Programs do what their schedule says: plain and fused, through FIFOs of the predicted depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule import (
+    ALGORITHMS,
+    Program,
+    Schedule,
+    Transfer,
+    contract,
+    fifo_depth,
+    fuse,
+    project,
+    schedule,
+)
+from ringdp.transport.simulator import simulate
+
+by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+
+
+def buffers(n: int, elements: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return [torch.randn(elements, generator=generator) for _ in range(n)]
+
+
+def programs(plan: Schedule, collective: str) -> tuple[list[Program], list[Program]]:
+    plain = [project(plan, r) for r in range(plan.ranks)]
+    live = contract(collective, plan.ranks, plan.chunks).after
+    return plain, [fuse(p, {c for q, c in live if q == p.rank}) for p in plain]
+
+
+@by_name
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+def test_fused_equals_plain_and_needs_the_predicted_depth(algorithm, n):
+    plan = schedule(algorithm.collective, algorithm.name, n)
+    elements = 3 * plan.chunks
+    plain, fused = programs(plan, algorithm.collective)
+    results = []
+    for kind in (plain, fused):
+        depth = fifo_depth(kind)
+        data = buffers(n, elements)
+        simulate(kind, data, depth=depth)
+        results.append(data)
+        if depth > 1:
+            with pytest.raises(ScheduleError, match="stall"):
+                simulate(kind, buffers(n, elements), depth=depth - 1)
+    for rank, chunk in contract(algorithm.collective, n, plan.chunks).after:
+        piece = slice(3 * chunk, 3 * chunk + 3)
+        assert torch.equal(results[0][rank][piece], results[1][rank][piece])
+
+
+@by_name
+def test_sent_chunks_are_the_transfers_that_leave(algorithm):
+    for n in range(1, 9):
+        plan = schedule(algorithm.collective, algorithm.name, n)
+        for rank, (plain, fused) in enumerate(
+            zip(*programs(plan, algorithm.collective), strict=True)
+        ):
+            leaving = sum(t.src == rank != t.dst for r in plan.rounds for t in r)
+            assert sum(fused.sent_chunks()) == sum(plain.sent_chunks()) == leaving
+
+
+def test_two_messages_to_one_peer_keep_their_order():
+    """Rank 1 forwards chunk 1, then what it has received into chunk 0; a send that is hoisted into
+    the receive would overtake the other one."""
+    plan = Schedule(
+        2,
+        2,
+        (
+            (Transfer(0, 1, 0, 0, False),),
+            (Transfer(1, 0, 1, 0, False),),
+            (Transfer(1, 0, 0, 1, False),),
+        ),
+    )
+    plain = [project(plan, r) for r in range(2)]
+    fused = [fuse(p) for p in plain]
+    assert [row.name for row in fused[1]] == ["recv", "send", "send"]
+    before, after = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], []
+    for kind in (plain, fused):
+        data = [b.clone() for b in before]
+        simulate(kind, data, depth=fifo_depth(kind))
+        after.append(torch.stack(data))
+    assert torch.equal(after[0], after[1])
+    assert after[0].tolist() == [[4.0, 1.0], [1.0, 4.0]]
+
+
+def test_a_receive_without_its_send_is_named():
+    plan = schedule("all_reduce", "ring", 3)
+    parts = [project(plan, r) for r in range(3)]
+    parts[0] = parts[0].with_rows(list(parts[0])[1:])
+    with pytest.raises(ScheduleError, match="rank 0 sends 1 messages to rank 1, which receives 2"):
+        fifo_depth(parts)
+
+
+def test_a_store_that_nobody_reads_is_dropped():
+    plan = schedule("reduce_scatter", "ring", 4)
+    names = [row.name for row in fuse(project(plan, 0), {0})]
+    assert names == ["send", "recv_reduce_send", "recv_reduce_send", "recv_reduce_copy"]
+    kept = [row.name for row in fuse(project(plan, 0))]
+    assert kept[1] == "recv_reduce_copy_send"
