@@ -1,7 +1,7 @@
 """The `ringdp` command: reads the command line and turns every end into an exit code.
 
 0    done, and every number is what it must be
-1    a rank failed, or a number is not what it must be
+1    a rank failed, a number is not what it must be, or a schedule does not do what it is for
 2    bad input: one line on stderr, and nothing was started
 128+ ended by a signal, 130 for Ctrl-C
 """
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ringdp.cli import show as showing
 from ringdp.cli.options import Options, default_batch, parse_stages
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
@@ -71,6 +72,31 @@ def train(
         sample=sample,
     )
     return run(options, Console(highlight=False))
+
+
+@app.command()
+def show(
+    algorithm: Annotated[
+        str | None,
+        typer.Argument(help="a name that --list lists, or FILE.py:function", show_default=False),
+    ] = None,
+    collective: Annotated[str, typer.Option(help="what it must do")] = "all_reduce",
+    ranks: Annotated[int, typer.Option(help="ranks that take part")] = 4,
+    svg: Annotated[Path | None, typer.Option(help="draw every round here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page that replays it here")] = None,
+    program: Annotated[
+        int | None, typer.Option(help="also print this rank's rows, plain and fused")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--list", help="list the algorithms")] = False,
+) -> int:
+    """Prove an algorithm and draw it: who sends which chunk to whom in every round."""
+    if everything == (algorithm is not None):
+        raise UsageError("show takes either an ALGORITHM or --list")
+    if algorithm is None:
+        print(showing.listing())
+        return 0
+    print(showing.show(algorithm, collective, ranks, svg_file=svg, html_file=html, program=program))
+    return 0
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

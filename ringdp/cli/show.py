@@ -1,0 +1,130 @@
+"""`ringdp show`: an algorithm's schedule, proved, as text, as drawings, and as one rank's program.
+
+Plain text of at most 80 columns. S is the whole buffer of a rank, all chunks together.
+"""
+
+import inspect
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+from ringdp.errors import UsageError
+from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
+from ringdp.schedule.contracts import contract
+from ringdp.schedule.draw import WIDTH, grid, svg
+from ringdp.schedule.ir import Schedule
+from ringdp.schedule.liveness import fifo_depth
+from ringdp.schedule.own import proved
+from ringdp.schedule.program import NONE, Program, fuse, project
+from ringdp.schedule.replay import html
+
+MOST_RANKS = 256  # a proof for more takes longer than anyone waits for a drawing
+
+
+def listing() -> str:
+    """Every algorithm by collective, with the first paragraph of its docstring."""
+    indent = max(len(a.name) for a in ALGORITHMS) + 4
+    lines: list[str] = []
+    for collective in COLLECTIVES:
+        lines.append(collective)
+        for a in ALGORITHMS:
+            if a.collective == collective:
+                says = (inspect.getdoc(a.build) or "").partition("\n\n")[0]
+                head = f"  {a.name}".ljust(indent)
+                lines += textwrap.wrap(
+                    head + " ".join(says.split()),
+                    WIDTH,
+                    subsequent_indent=" " * indent,
+                    break_on_hyphens=False,
+                )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "hierarchical:4 puts four ranks on a node. FILE.py:function is your own, a",
+            "function n -> Schedule. S is the whole buffer of a rank.",
+        ]
+    )
+
+
+def show(
+    algorithm: str,
+    collective: str,
+    ranks: int,
+    *,
+    svg_file: Path | None = None,
+    html_file: Path | None = None,
+    program: int | None = None,
+) -> str:
+    """What to print. Writes the drawings that are asked for.
+
+    Raises UsageError for bad input, ScheduleError for an algorithm that does not do what
+    `collective` asks.
+    """
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks is {ranks}; allowed: a whole number from 1 to {MOST_RANKS}")
+    if program is not None and not 0 <= program < ranks:
+        raise UsageError(f"--program is {program}; allowed: a rank from 0 to {ranks - 1}")
+    if collective not in COLLECTIVES:
+        raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
+    schedule = proved(algorithm, collective, ranks)
+    title = f"{algorithm} {collective} on {ranks} rank{'' if ranks == 1 else 's'}"
+    if svg_file is not None:
+        _write("--svg", svg_file, svg(schedule))
+    if html_file is not None:
+        _write("--html", html_file, html(schedule, collective, title=title))
+    lines = [
+        f"{title}, proved",
+        f"{_count(len(schedule.rounds), 'round')}, {_count(schedule.chunks, 'chunk')}, "
+        f"{_count(schedule.scratch, 'scratch chunk')}, {sent(schedule)} sent per rank",
+        "",
+        grid(schedule) or "nothing moves",
+    ]
+    if program is not None:
+        lines += _programs(schedule, collective, program)
+    return "\n".join(lines)
+
+
+def sent(schedule: Schedule) -> str:
+    """`3/2 S`, or `0 to 2 S` where ranks differ: chunks sent over chunks held, of equal size."""
+    counts = Counter(t.src for transfers in schedule.rounds for t in transfers if t.src != t.dst)
+    each = [Fraction(counts[rank], schedule.chunks) for rank in range(schedule.ranks)]
+    least, most = min(each), max(each)
+    return f"{most} S" if least == most else f"{least} to {most} S"
+
+
+def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator[str]:
+    """The rows of `rank`, as projected and as fused."""
+    after = contract(collective, schedule.ranks, schedule.chunks).after
+    plain = [project(schedule, r) for r in range(schedule.ranks)]
+    # A chunk that the contract does not ask for need not be stored: so the communicator fuses.
+    fused = [fuse(p, [c for r, c in after if r == p.rank]) for p in plain]
+    for name, programs in (("plain", plain), ("fused", fused)):
+        rows = _count(len(programs[rank].rows), "row")
+        yield f"\nrank {rank}, {name}: {rows}, least FIFO depth {fifo_depth(programs)}"
+        yield from _table(programs[rank])
+
+
+def _table(program: Program) -> Iterator[str]:
+    yield f"{'round':>5}  {'name':<21} {'recv':>5} {'send':>5} {'src':>5} {'dst':>5}"
+    for row in program:
+        numbers = (row.recv_peer, row.send_peer, row.src_chunk, row.dst_chunk)
+        cells = " ".join(f"{'-' if x == NONE else x:>5}" for x in numbers)
+        yield f"{row.round:>5}  {row.name:<21} {cells}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{option}: cannot write {path}: {os.strerror(error.errno or 0)}; "
+            "allowed: a file in a directory that exists and is writable"
+        ) from None
