@@ -131,6 +131,7 @@ def test_public_names():
     ]
     assert sorted(ringdp.schedule.__all__) == [
         "ALGORITHMS",
+        "Builder",
         "Collective",
         "Contract",
         "Program",
@@ -142,6 +143,7 @@ def test_public_names():
         "fuse",
         "grid",
         "project",
+        "proved",
         "schedule",
         "svg",
         "verify",

@@ -4,7 +4,8 @@ It looks up the schedule, proves it, projects and fuses it once per (collective,
 hands the program to the transport. Collectives run in the order in which they are issued; every
 rank must issue the same ones in the same order.
 
-The default algorithm is `direct`: it folds in rank order, so that the result's bits do not depend
+An algorithm is a name, or a function n -> Schedule, which is proved like ours before it moves a
+byte. The default is `direct`: it folds in rank order, so that the result's bits do not depend
 on the length of the buffer that an element is part of.
 """
 
@@ -22,14 +23,14 @@ from ringdp.comm.guard import TAGS, Call, Guard, supported
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError, ScheduleError, UsageError
 from ringdp.schedule import (
+    Builder,
     Collective,
     Program,
     contract,
     fifo_depth,
     fuse,
     project,
-    schedule,
-    verify,
+    proved,
 )
 from ringdp.transport.base import OPS, Op, Transport
 from ringdp.transport.shm import ShmTransport
@@ -56,7 +57,7 @@ class Communicator:
         tensor: Tensor,
         op: ReduceOp = "sum",
         *,
-        algorithm: str = "direct",
+        algorithm: str | Builder = "direct",
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
@@ -75,7 +76,7 @@ class Communicator:
         input: Tensor,
         op: ReduceOp = "sum",
         *,
-        algorithm: str = "direct",
+        algorithm: str | Builder = "direct",
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
@@ -99,7 +100,7 @@ class Communicator:
         output: Tensor,
         input: Tensor,
         *,
-        algorithm: str = "direct",
+        algorithm: str | Builder = "direct",
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
@@ -118,7 +119,7 @@ class Communicator:
         tensor: Tensor,
         root: int = 0,
         *,
-        algorithm: str = "direct",
+        algorithm: str | Builder = "direct",
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
@@ -161,7 +162,7 @@ class Communicator:
         collective: Collective,
         tensor: Tensor,
         op: ReduceOp,
-        algorithm: str,
+        algorithm: str | Builder,
         async_op: bool,
         tag: int,
         finish: Callable[[], None] = lambda: None,
@@ -226,11 +227,10 @@ def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
 
 @cache
 def _program(
-    collective: Collective, algorithm: str, n: int, rank: int, root: int, depth: int
+    collective: Collective, algorithm: str | Builder, n: int, rank: int, root: int, depth: int
 ) -> Program:
     """Proved, projected, fused, and shown not to stall in FIFOs of `depth` slots."""
-    plan = schedule(collective, algorithm, n)
-    verify(plan, collective)
+    plan = proved(algorithm, collective, n)
     live = contract(collective, n, plan.chunks).after
     if root:  # a renaming of ranks, so the proof holds for it too
         plan = plan.embed([(r + root) % n for r in range(n)], range(plan.chunks))

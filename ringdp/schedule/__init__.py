@@ -5,11 +5,13 @@ from ringdp.schedule.contracts import Contract, contract
 from ringdp.schedule.draw import grid, svg
 from ringdp.schedule.ir import Schedule, Transfer
 from ringdp.schedule.liveness import fifo_depth
+from ringdp.schedule.own import Builder, proved
 from ringdp.schedule.program import Program, Row, fuse, project
 from ringdp.schedule.verify import verify
 
 __all__ = [
     "ALGORITHMS",
+    "Builder",
     "Collective",
     "Contract",
     "Program",
@@ -21,6 +23,7 @@ __all__ = [
     "fuse",
     "grid",
     "project",
+    "proved",
     "schedule",
     "svg",
     "verify",

@@ -128,9 +128,10 @@ class ShmTransport:
 
 def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: int) -> None:
     if os.getpid() != process:  # a fork has neither the thread nor the memory
-        return _core.abandon(core)
-    core.close()
-    kept.clear()
+        _core.abandon(core)
+    else:
+        core.close()
+        kept.clear()
 
 
 def _create(ranks: int) -> int:

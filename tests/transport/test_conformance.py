@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp import Communicator
-from ringdp.schedule import contract, fuse, project, schedule
+from ringdp import Communicator, ScheduleError
+from ringdp.schedule import Schedule, Transfer, contract, fuse, project, schedule
 from ringdp.transport.base import DTYPES, OPS
 from ringdp.transport.simulator import simulate
 
@@ -145,6 +145,30 @@ def test_direct_rounds_an_element_the_same_wherever_it_lies(ranks):
     for n in (2, 3, 4):
         assert all(ranks(n)(slice_alone, "direct"))
     assert not all(ranks(4)(slice_alone, "ring")), "else this test shows nothing"
+
+
+def star(n: int) -> Schedule:
+    """A user's own all_reduce: rank 0 adds everything up and passes it on."""
+    gather = tuple(Transfer(r, 0, 0, 0, True) for r in range(1, n))
+    return Schedule(n, 1, (gather, tuple(Transfer(0, r, 0, 0, False) for r in range(1, n))))
+
+
+def forgetful(n: int) -> Schedule:
+    return Schedule(n, 1, star(n).rounds[:1])
+
+
+def own_algorithms(comm: Communicator) -> str:
+    x = torch.arange(1001) * (comm.rank + 1)
+    comm.all_reduce(x, algorithm=star)
+    assert torch.equal(x, torch.arange(1001) * (comm.size * (comm.size + 1) // 2))
+    with pytest.raises(ScheduleError) as error:
+        comm.all_reduce(x, algorithm=forgetful)
+    return str(error.value)
+
+
+def test_a_users_own_algorithm_runs_once_it_is_proved(ranks):
+    for said in ranks(3)(own_algorithms):
+        assert "rank 1 chunk 0 holds 1.0, the contract asks for 0.0+1.0+2.0" in said
 
 
 def survivors_hear(comm: Communicator) -> str:
