@@ -15,6 +15,8 @@ differs between stages is data (`stages.STAGES`).
 
 A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
 the gradients accumulated so far; the next forward starts afresh. Stage 3 refuses `create_graph`.
+The loss must be made of what units return, as tensors in containers or dataclasses: the hooks that
+tell the engine that a unit's backward starts hang on those.
 
 Note [nodes run in reverse]
     Autograd runs the nodes that are ready in the reverse order of their making. So once the
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +135,7 @@ class Engine:
         self._use(index)
 
     def _after_forward(self, index: int, output: Any) -> None:
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t for t in _tensors(output) if t.requires_grad]
         self._done_with(index, free=index != 0 and not self._awaiting and not self._held)
         for t in tensors:
             t.register_hook(  # type: ignore[no-untyped-call]
@@ -375,6 +378,8 @@ class Engine:
         The parameters stay as they are: slices from stage 1 on, with which the model cannot run;
         within `full_parameters`, or in stage 0, whole, so that the model is an ordinary one again.
         """
+        if self._closed:
+            return
         if self._held or self.stage.optimizer is Keep.FULL:
             del self.model._ringdp_sharded
         self._closed = True
@@ -382,6 +387,15 @@ class Engine:
             handle.remove()
         self._gathers.close()
         self._reductions.close()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returned: in containers and, as in torch's DDP, dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _broadcast(comm: Communicator, tensor: Tensor) -> None:

@@ -7,7 +7,9 @@
     optimizer      the optimizer's state
 
 It leaves out activations, and the gradients that autograd has made and the engine has not yet
-flattened: those of the unit whose backward runs, and of the root.
+flattened: those of the unit whose backward runs, and of the root. The formulas are those of a step
+with one forward and one backward, in which every unit is called once and none lies inside another;
+gradients that accumulate over several backwards take one bucket in stages 0 and 1, too.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ in every stage on every rank, and leaves nothing gathered."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -159,6 +160,12 @@ class Answers(nn.Module):
         return self.pack(self.a(x), torch.tanh(self.b(x)))
 
 
+@dataclass
+class Answer:
+    y: Tensor
+    more: Any = None
+
+
 class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,11 +177,11 @@ class Structured(nn.Module):
             ]
         )
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
+    def forward(self, x: Tensor) -> Answer:
         first = self.parts[0](x)
         second = self.parts[1](first["a"] * first["rest"][0])
         third = self.parts[2](second[0])
-        return {"y": third[1] + second[2] + third[0], "nothing": None}
+        return Answer(third[1] + second[2] + third[0], more={"nothing": None})
 
 
 class Tiny(nn.Module):
@@ -216,9 +223,8 @@ def buffered() -> nn.Module:
 
 
 def loss(out: Any) -> Tensor:
-    if isinstance(out, dict):
-        out = out["y"]
-    return out.float().square().mean()
+    y: Tensor = out.y if isinstance(out, Answer) else out
+    return y.float().square().mean()
 
 
 # What one iteration does: everything from zero_grad to the optimizer's step.
