@@ -66,7 +66,7 @@ def live_bytes(comm: Communicator, stage: int, name: str) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", ["chain", "tied", "unequal"])
+@pytest.mark.parametrize("name", ["tied", "unequal"])
 def test_the_ledger_is_what_lives(ranks, stage, name):
     for seen in ranks(3)(live_bytes, stage, name):
         for found, counted in seen:
