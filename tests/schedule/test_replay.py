@@ -1,0 +1,259 @@
+"""The replay shows, in a real browser, what the proof says; and it needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ringdp.errors import ScheduleError, UsageError
+from ringdp.schedule import Schedule, Transfer, contract, schedule
+from ringdp.schedule.replay import PAGE, html
+from ringdp.schedule.verify import states
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--window-size=1400,900",
+    "--dump-dom",
+    "--virtual-time-budget=300000",  # ms, which pass at once
+)
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium on PATH")
+
+
+class Dom(HTMLParser):
+    """What a test asks of a page: attributes by element, and the text under an id or a tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self._under: list[str] = []
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {k: v or "" for k, v in attributes}
+        self.elements.append((tag, found))
+        if tag not in ("meta", "input", "link", "br"):
+            self._under.append(found.get("id", tag))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._under.pop()
+
+    def handle_data(self, data: str) -> None:
+        for name in self._under:
+            self.texts[name] = self.texts.get(name, "") + data
+
+    def of_class(self, name: str) -> list[dict[str, str]]:
+        return [a for _, a in self.elements if name in a.get("class", "").split()]
+
+    @property
+    def holdings(self) -> dict[str, str]:
+        """`rank 0 chunk 1` -> `0.1 + 2.1`, as a screen reader hears it."""
+        return dict(a["aria-label"].split(": ") for a in self.of_class("cell"))
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Callable[..., Dom]:
+    """browse(page, "#round=3", script="..."): the page's DOM once its scripts have run."""
+
+    def open_page(page: str, place: str = "", *, script: str = "") -> Dom:
+        file = tmp_path / "page.html"
+        # What a script finds wrong ends up in the title.
+        watch = "<script>onerror = (what) => { document.title = `ERROR ${what}`; }</script>"
+        page = page.replace("<title>", watch + "<title>", 1)
+        file.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+        run = subprocess.run(
+            [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri() + place],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        dom = Dom(run.stdout)
+        assert "ERROR" not in dom.texts["title"], dom.texts["title"]
+        return dom
+
+    return open_page
+
+
+def wanted(collective, plan: Schedule, r: int) -> dict[str, str]:
+    """What the proof says that every slot holds after round r (-1: before all)."""
+    state = list(states(plan, contract(collective, plan.ranks, plan.chunks).before))[r + 1]
+    return {
+        f"rank {rank} {'chunk' if c < plan.chunks else 'scratch'} {c}": " + ".join(
+            f"{q}.{part}" for q, part in sorted(state.get((rank, c), ()))
+        )
+        or "nothing"
+        for rank in range(plan.ranks)
+        for c in range(plan.chunks + plan.scratch)
+    }
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("collective", "name", "n", "r"),
+    [
+        ("all_reduce", "ring", 4, 3),
+        ("all_reduce", "direct", 16, 1),
+        ("all_to_all", "pairwise", 5, 2),
+        ("all_reduce", "ring", 1, -1),
+    ],
+)
+def test_every_slot_shows_what_the_proof_says(browse, collective, name, n, r):
+    plan = schedule(collective, name, n)
+    dom = browse(html(plan, collective), f"#round={r}")
+    assert dom.holdings == wanted(collective, plan, r)
+    transfers = plan.rounds[r] if r >= 0 else ()
+    assert len(dom.of_class("arrow")) == len(transfers)
+    assert len(dom.of_class("copy")) == sum(not t.reduce for t in transfers)
+    after = contract(collective, n, plan.chunks).after
+    state = list(states(plan, contract(collective, n, plan.chunks).before))[r + 1]
+    assert len(dom.of_class("done")) == sum(state.get(s) == value for s, value in after.items())
+
+
+@needs_browser
+def test_pointing_at_a_chunk_says_who_has_been_summed_into_it(browse):
+    page = html(schedule("all_reduce", "ring", 4), "all_reduce")
+    dom = browse(page, "#round=1&slot=3.0")
+    assert "Rank 3, chunk 0, after round 1: sums 3 inputs, 1.0 + 2.0 + 3.0." in dom.texts["says"]
+    assert "In the end it must hold 0.0 + 1.0 + 2.0 + 3.0." in dom.texts["says"]
+    assert "2.0 +> 3.0" in dom.texts["says"]
+    assert len(dom.of_class("picked")) == 1
+
+
+def press(*keys: str) -> str:
+    return "".join(
+        f"(document.activeElement || document.body).dispatchEvent("
+        f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}));"
+        for key in keys
+    )
+
+
+def click(*ids: str) -> str:
+    return "".join(f"document.getElementById('{name}').click();" for name in ids)
+
+
+def mouse(event: str) -> str:
+    return f"cells[12].cell.dispatchEvent(new MouseEvent('{event}'));"
+
+
+# What is done from the start, and what #round and #says then say.
+DRIVES = {
+    "forward": (click("forward", "forward"), "round 1 of 0-5", "0.2 +> 1.2"),
+    "back": (click("forward", "forward", "back"), "round 0 of 0-5", "0.3 +> 1.3"),
+    "back at the start": (click("back", "back"), "at the start", "Before round 0. 0 of 16"),
+    "keys": (press("ArrowRight", ".", "ArrowRight", "ArrowLeft", ","), "round 0 of 0-5", ""),
+    "end": (press("End", "ArrowRight"), "round 5 of 0-5", "16 of 16 results are in place"),
+    "home": (press("End", "Home"), "at the start", ""),
+    "slider": (
+        "byId('slider').value = 2; byId('slider').dispatchEvent(new Event('input'));",
+        "round 2 of 0-5",
+        "4 of 16 results",
+    ),
+    "hash": ("location.hash = '#round=4';", "round 4 of 0-5", ""),
+    "hash too far": ("location.hash = '#round=99&slot=9.9';", "round 5 of 0-5", ""),
+    "hash of nonsense": ("location.hash = '#round=x&slot=a.b';", "at the start", ""),
+    "play": (click("play"), "round 5 of 0-5", ""),
+    "space": (press(" "), "round 5 of 0-5", ""),
+    "pause": (click("forward", "play", "play"), "round 0 of 0-5", ""),
+    "play again": (press("End") + click("play", "play"), "at the start", ""),
+    "in the grid": (
+        "cells[0].cell.focus();" + press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowUp", "."),
+        "round 0 of 0-5",
+        "Rank 1, chunk 1, after round 0: holds 1.1, one input.",
+    ),
+    "edge of the grid": (
+        "cells[0].cell.focus();" + press("ArrowLeft", "ArrowUp"),
+        "at the start",
+        "Rank 0, chunk 0, before round 0",
+    ),
+    "point": (click("forward") + mouse("mouseenter"), "round 0 of 0-5", "Rank 3, chunk 0, after"),
+    "leave": (mouse("mouseenter") + mouse("mouseleave"), "at the start", "Before round 0"),
+}
+
+
+@needs_browser
+def test_it_steps_plays_points_and_obeys_the_keyboard(browse):
+    ring = schedule("all_reduce", "ring", 4)
+    # One page for all: a browser takes longer to start than to drive.
+    drives = ",".join(f"() => {{ {script} }}" for script, _, _ in DRIVES.values())
+    script = f"""(async () => {{
+        const found = [];
+        for (const drive of [{drives}]) {{
+            pause();
+            if (document.activeElement) document.activeElement.blur();
+            go(-1);
+            drive();
+            await new Promise((done) => setTimeout(done, 8000));
+            found.push({{
+                round: byId("round").textContent.replace("–", "-"),
+                says: byId("says").textContent,
+                play: byId("play").textContent,
+                holdings: cells.map(({{ cell }}) => cell.getAttribute("aria-label").split(": ")),
+            }});
+        }}
+        const out = document.createElement("pre");
+        out.id = "found";
+        out.textContent = JSON.stringify(found);
+        document.body.append(out);
+    }})();"""
+    dom = browse(html(ring, "all_reduce"), script=script)
+    found = json.loads(dom.texts["found"])
+    for (name, (_, at, says)), saw in zip(DRIVES.items(), found, strict=True):
+        assert (name, saw["round"], saw["play"]) == (name, at, "Play")
+        assert says in saw["says"], name
+        r = int(at.split()[1]) if at.startswith("round") else -1
+        assert dict(saw["holdings"]) == wanted("all_reduce", ring, r), name
+
+
+@needs_browser
+def test_it_fits_narrow_and_wide_windows(browse):
+    script = """
+        document.body.style.margin = 0;
+        const found = [];
+        for (const width of [400, 1200]) {
+            document.body.style.width = document.body.style.maxWidth = `${width}px`;
+            window.dispatchEvent(new Event("resize"));
+            const hidden = byId("scroll").scrollWidth - byId("scroll").clientWidth;
+            found.push(`${svg.getBoundingClientRect().right} ${hidden} ${size}`);
+        }
+        document.title = found.join(" ");"""
+    dom = browse(html(schedule("all_reduce", "ring", 16), "all_reduce"), "#round=3", script=script)
+    narrow, hidden, small, wide, hidden_too, large = map(float, dom.texts["title"].split())
+    assert 300 < narrow <= 400
+    assert 1000 < wide <= 1200
+    assert hidden == hidden_too == 0
+    assert small >= 14
+    assert large >= 28
+
+
+def test_it_needs_nothing_from_elsewhere():
+    text = PAGE.read_text()
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(|<link", text)
+    assert "default-src 'none'" in text
+
+
+def test_what_it_is_given_is_escaped():
+    page = html(schedule("all_reduce", "ring", 2), "all_reduce", title="</title><b>{{data}} & x")
+    assert "<b>" not in page
+    assert page.count("&lt;/title&gt;&lt;b&gt;{{data}} &amp; x") == 2
+
+
+def test_it_refuses_what_no_screen_shows_and_what_is_wrong():
+    with pytest.raises(UsageError, match="at most 4096 slots; 2 ranks of 3000 chunks"):
+        html(Schedule(2, 3000, ()), "all_reduce")
+    with pytest.raises(ScheduleError, match="<-- here"):
+        html(Schedule(2, 1, ((Transfer(0, 1, 5, 0, reduce=True),),)), "all_reduce")
