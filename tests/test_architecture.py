@@ -142,6 +142,7 @@ def test_public_names():
         "fifo_depth",
         "fuse",
         "grid",
+        "html",
         "project",
         "proved",
         "schedule",

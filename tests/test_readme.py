@@ -32,12 +32,28 @@ def test_the_files_it_names_exist():
 
 
 def test_a_schedule_is_drawn_and_projected():
-    (block,) = [b for b in BLOCKS if "ringdp.schedule" in b]
+    (block,) = [b for b in BLOCKS if "project(" in b]
     run = subprocess.run(
         [sys.executable, "-c", block], capture_output=True, text=True, check=True
     ).stdout
     assert "round 5:" in run
     assert "recv_reduce_copy_send" in run
+
+
+def test_an_algorithm_of_ones_own_is_proved_and_replayed(tmp_path: Path):
+    (block,) = [b for b in BLOCKS if "def star" in b]
+    (command,) = re.findall(r"(?m)^ringdp (show mine.py:.*?) +#", TEXT)
+    assert len(block.splitlines()) < 15
+    (tmp_path / "mine.py").write_text(block)
+    run = subprocess.run(
+        [str(Path(sys.executable).with_name("ringdp")), *command.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert run.stdout.startswith("mine.py:star all_reduce on 5 ranks, proved\n2 rounds, 1 chunk")
+    assert "<svg" in (tmp_path / "star.html").read_text()
 
 
 @pytest.mark.process

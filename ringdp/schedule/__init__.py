@@ -7,6 +7,7 @@ from ringdp.schedule.ir import Schedule, Transfer
 from ringdp.schedule.liveness import fifo_depth
 from ringdp.schedule.own import Builder, proved
 from ringdp.schedule.program import Program, Row, fuse, project
+from ringdp.schedule.replay import html
 from ringdp.schedule.verify import verify
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "fifo_depth",
     "fuse",
     "grid",
+    "html",
     "project",
     "proved",
     "schedule",
