@@ -19,6 +19,7 @@ from ringdp.cli import show as showing
 from ringdp.cli.options import Options, default_batch, parse_stages
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
+from ringdp.schedule.cost import Machine
 
 # typer carries its own click since 0.20 or so, so the base class is found, not imported.
 _ClickException: type[typer.BadParameter] = next(
@@ -87,6 +88,11 @@ def show(
     program: Annotated[
         int | None, typer.Option(help="also print this rank's rows, plain and fused")
     ] = None,
+    cost: Annotated[bool, typer.Option("--cost", help="also print what it costs")] = False,
+    alpha: Annotated[float, typer.Option(help="s per message")] = 1e-5,
+    beta: Annotated[float, typer.Option(help="s per byte moved")] = 1e-10,
+    gamma: Annotated[float, typer.Option(help="s per byte reduced")] = 2.5e-11,
+    bus: Annotated[float, typer.Option(help="s per byte through what all ranks share")] = 0.0,
     everything: Annotated[bool, typer.Option("--list", help="list the algorithms")] = False,
 ) -> int:
     """Prove an algorithm and draw it: who sends which chunk to whom in every round."""
@@ -95,7 +101,17 @@ def show(
     if algorithm is None:
         print(showing.listing())
         return 0
-    print(showing.show(algorithm, collective, ranks, svg_file=svg, html_file=html, program=program))
+    print(
+        showing.show(
+            algorithm,
+            collective,
+            ranks,
+            svg_file=svg,
+            html_file=html,
+            program=program,
+            cost=Machine(alpha, beta, gamma, bus) if cost else None,
+        )
+    )
     return 0
 
 

@@ -9,11 +9,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
 from ringdp.schedule.contracts import contract
+from ringdp.schedule.cost import Machine, price, seconds
 from ringdp.schedule.draw import WIDTH, grid, svg
 from ringdp.schedule.ir import Schedule
 from ringdp.schedule.liveness import fifo_depth
@@ -21,6 +23,7 @@ from ringdp.schedule.own import proved
 from ringdp.schedule.program import NONE, Program, fuse, project
 from ringdp.schedule.replay import html
 
+SIZES = [1 << p for p in range(10, 31, 4)]  # bytes, 1 KiB to 1 GiB
 MOST_RANKS = 256  # a proof for more takes longer than anyone waits for a drawing
 
 
@@ -58,6 +61,7 @@ def show(
     svg_file: Path | None = None,
     html_file: Path | None = None,
     program: int | None = None,
+    cost: Machine | None = None,
 ) -> str:
     """What to print. Writes the drawings that are asked for.
 
@@ -68,6 +72,8 @@ def show(
         raise UsageError(f"--ranks is {ranks}; allowed: a whole number from 1 to {MOST_RANKS}")
     if program is not None and not 0 <= program < ranks:
         raise UsageError(f"--program is {program}; allowed: a rank from 0 to {ranks - 1}")
+    if cost is not None and not all(0 <= term < inf for term in cost):
+        raise UsageError(f"{cost} has a term that is no time; allowed: at least 0 s, finite")
     if collective not in COLLECTIVES:
         raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
     schedule = proved(algorithm, collective, ranks)
@@ -85,6 +91,8 @@ def show(
     ]
     if program is not None:
         lines += _programs(schedule, collective, program)
+    if cost is not None:
+        lines += _cost(schedule, cost)
     return "\n".join(lines)
 
 
@@ -106,6 +114,20 @@ def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator
         rows = _count(len(programs[rank].rows), "row")
         yield f"\nrank {rank}, {name}: {rows}, least FIFO depth {fifo_depth(programs)}"
         yield from _table(programs[rank])
+
+
+def _cost(schedule: Schedule, machine: Machine) -> Iterator[str]:
+    """What the schedule counts, and the time that predicts for some sizes."""
+    counts = price(schedule)
+    yield ""
+    yield (
+        f"{counts.messages} α + S ({counts.moved} β + {counts.reduced} γ + {counts.crossing} bus), "
+        "by the slowest rank of each round"
+    )
+    yield "   ".join(f"{n} {x:.3g} s" for n, x in zip(machine._fields, machine, strict=True))
+    yield f"{'bytes':>13} {'predicted µs':>14}"
+    for size in SIZES:
+        yield f"{size:>13,} {seconds(counts, machine, size) * 1e6:>14,.1f}"
 
 
 def _table(program: Program) -> Iterator[str]:

@@ -172,3 +172,13 @@ def test_one_line_and_exit_code_2(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert says in captured.err
+
+
+def test_cost_counts_and_predicts(capsys):
+    assert main(["show", "ring", "--ranks", "4", "--cost", "--alpha", "1e-6", "--beta", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "6 α + S (3/2 β + 3/4 γ + 6 bus)" in said
+    assert re.search(r"1,024 +6\.0", said)
+    assert max(map(len, said.splitlines())) <= 80
+    assert main(["show", "ring", "--cost", "--alpha", "-1"]) == 2
+    assert "at least 0 s" in capsys.readouterr().err
