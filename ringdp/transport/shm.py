@@ -68,11 +68,7 @@ class ShmTransport:
     def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
         if buffer.device.type != "cpu":
             raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
-                "forked from it, cannot use it"
-            )
+        self._check_process()
         self._release()
         bounds = _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
@@ -97,6 +93,7 @@ class ShmTransport:
         return True
 
     def failure(self) -> Failure | None:
+        self._check_process()
         found = self._core.failed()
         if found is None:
             return None
@@ -119,6 +116,13 @@ class ShmTransport:
 
     def close(self) -> None:
         self._stop()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
+                "forked from it, cannot use it"
+            )
 
     def _release(self) -> None:
         finished = self._core.finished()
