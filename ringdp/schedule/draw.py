@@ -137,10 +137,13 @@ def _arrow(
 def _bow(
     x0: float, y0: float, x1: float, y1: float, *, near: bool
 ) -> tuple[str, tuple[float, float]]:
-    """From circle to circle, bent to its left so that a pair's two directions stay apart."""
+    """From circle to circle, bent so that a pair's two directions stay apart; and where its label
+    goes."""
     length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
     ux, uy = (x1 - x0) / length * 17, (y1 - y0) / length * 17
-    bend = 0.16 if near else 0.08  # more would lead it under the rank between
+    # To the left; of those that pass other ranks, both directions inwards, one of them farther.
+    turn = x0 * y1 - y0 * x1  # > 0 where the left is outside
+    bend = 0.16 if near else 0.08 if abs(turn) < 1 else -0.04 if turn > 0 else 0.2
     mx, my = (x0 + x1) / 2 + (y1 - y0) * bend, (y0 + y1) / 2 - (x1 - x0) * bend
     path = f"M{x0 + ux:.1f} {y0 + uy:.1f}Q{mx:.1f} {my:.1f} {x1 - ux:.1f} {y1 - uy:.1f}"
     if near:
