@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +40,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ringdp.comm import Communicator, world
-from ringdp.comm.work import Work
 from ringdp.errors import UsageError
-from ringdp.kernels import flatten
 from ringdp.parallel import memory
+from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger, Memory
-from ringdp.parallel.prefetch import ahead, forecast, position_of
+from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, stage_of
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.units import UnitRule, find_units, like
-
-
-class _Reduction(NamedTuple):
-    unit: FlatUnit
-    bucket: Tensor
-    work: Work
-    accumulate: bool
 
 
 class Engine:
@@ -76,7 +68,6 @@ class Engine:
             [(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found], comm.size
         )
         self.ledger, empty = Ledger(), like(model)
-        self._gathers, self._reductions = comm.duplicate(), comm.duplicate()
         self.units = [
             FlatUnit(i, plan, [p for _, p in f.parameters], self.stage, comm, self.ledger, empty)
             for i, (plan, f) in enumerate(zip(self.plan, found, strict=True))
@@ -85,20 +76,12 @@ class Engine:
             _broadcast(comm, buffer)
         self.ledger.peak = self.ledger.now.copy()
         self.itemsize = empty.element_size()
-        frees = self.stage.parameters is Keep.SHARD
-        self._sizes = [u.bytes if frees else 0 for u in self.units]
-        self.prefetch_bytes = max(self._sizes[1:], default=0)
-        if prefetch_bytes is not None:
-            self.prefetch_bytes = prefetch_bytes
+        self.gathering = Gathering(self.units, comm.duplicate(), prefetch_bytes)
+        self.reducing = Reducing(comm.duplicate(), self.stage, self.ledger)
 
-        self._order, self._seen = forecast(len(self.units)), list[int]()
-        self._position: int | None = -1
-        self._in_use: list[int] = []  # units whose forward or backward runs, innermost last
         self._around: list[set[int]] = [set() for _ in self.units]  # units whose forward calls it
-        self._ahead: set[int] = set()  # gathered before their use
         self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes
         self._accumulate: dict[int, bool] = {}
-        self._pending: list[_Reduction] = []
         self._reduced: set[int] = set()
         self._held = self._closed = False  # held by full_parameters
         # An optimizer may step with a forward left open: by an exception, or without its backward.
@@ -128,15 +111,14 @@ class Engine:
             if self._awaiting:
                 self._abandon_backward()
             if index == 0:  # a new iteration
-                self._in_use.clear()
-                self._seen.clear()
-                self._position = -1
-            self._around[index].update(self._in_use)
+                self.gathering.begin()
+            self._around[index].update(self.gathering.in_use)
         self._use(index)
 
     def _after_forward(self, index: int, output: Any) -> None:
         tensors = [t for t in _tensors(output) if t.requires_grad]
-        self._done_with(index, free=index != 0 and not self._awaiting and not self._held)
+        free = index != 0 and not self._awaiting and not self._held
+        self.gathering.done_with(index, free=free)
         for t in tensors:
             t.register_hook(  # type: ignore[no-untyped-call]
                 lambda _g: self._before_backward(index)
@@ -144,48 +126,13 @@ class Engine:
         if index == 0 and not tensors and not self._held:
             self._rest(learn=False)
 
-    # ---- gathering
-
     def _use(self, index: int) -> None:
-        unit = self.units[index]
         if self._awaiting:  # See Note [nodes run in reverse]
-            for other in list(self._in_use):
+            for other in list(self.gathering.in_use):
                 nested = other in self._around[index] or index in self._around[other]
                 if other != index and not nested:
-                    self._done_with(other, free=True)
-        if self._position is not None:
-            self._position = position_of(index, self._order, self._position)
-        self._seen.append(index)
-        self._in_use.append(index)
-        if unit.state is State.SHARDED:
-            unit.gather(self._gathers)
-        self._ahead.discard(index)
-        self._prefetch()
-        if unit.state is State.GATHERING:
-            unit.unshard()
-
-    def _done_with(self, index: int, *, free: bool) -> None:
-        if index in self._in_use:
-            self._in_use.remove(index)
-        unit = self.units[index]
-        if free and unit.freed and unit.state is State.UNSHARDED:
-            unit.reshard()
-            self._prefetch()
-
-    def _prefetch(self) -> None:
-        if self._position is None:
-            return
-        for index in ahead(
-            self._order,
-            self._position,
-            in_use=self._in_use[-1] if self._in_use else None,
-            sharded=[i for i, u in enumerate(self.units) if u.state is State.SHARDED],
-            in_flight=sum(self._sizes[i] for i in self._ahead),
-            sizes=self._sizes,
-            limit=self.prefetch_bytes,
-        ):
-            self.units[index].gather(self._gathers)
-            self._ahead.add(index)
+                    self.gathering.done_with(other, free=True)
+        self.gathering.use(index)
 
     # ---- backward
 
@@ -234,42 +181,8 @@ class Engine:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        unit, accumulate = self.units[index], self._accumulate[index]
-        in_place = self.stage.gradients is Keep.FULL and not accumulate
-        bucket = unit.gradient
-        if not in_place:
-            while self._pending:
-                self._finish(self._pending.pop(0))  # one bucket at a time
-            bucket = self.ledger.empty("buckets", unit.plan.padded, unit.gradient)
-        made = [
-            (p.grad, e.offset)
-            for p, e in zip(unit.parameters, unit.plan.entries, strict=True)
-            if p.grad is not None
-        ]
-        flatten(
-            [g for g, _ in made], bucket, scale=1 / self.comm.size, offsets=[o for _, o in made]
-        )
-        for p in unit.parameters:
-            p.grad = None
-        if self.stage.reduction == "all_reduce":
-            work = self._reductions.all_reduce(bucket, async_op=True, tag=index)
-        else:
-            own = bucket[unit.part]
-            work = self._reductions.reduce_scatter(own, bucket, async_op=True, tag=index)
-        self._pending.append(_Reduction(unit, bucket, work, accumulate))
+        self.reducing.start(self.units[index], accumulate=self._accumulate[index])
         self._reduced.add(index)
-
-    def _finish(self, reduction: _Reduction) -> None:
-        unit, bucket, work, accumulate = reduction
-        work.wait()
-        if bucket is unit.gradient:
-            return
-        result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.part]
-        if accumulate:
-            unit.own_gradient.add_(result)
-        else:
-            unit.own_gradient.copy_(result)
-        self.ledger.give("buckets", unit.bytes)
 
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
@@ -291,8 +204,7 @@ class Engine:
             p.grad = None
 
     def _end_backward(self, *, learn: bool) -> None:
-        while self._pending:
-            self._finish(self._pending.pop(0))
+        self.reducing.finish()
         self._awaiting.clear()
         self._reduced.clear()
         self._rest(learn=learn)
@@ -300,18 +212,8 @@ class Engine:
     def _rest(self, *, learn: bool) -> None:
         """Between iterations: every unit sharded, nothing in flight."""
         if self.stage.optimizer is Keep.SHARD and not self._held:
-            self._reshard_all()
-        if learn:
-            self._order = tuple(self._seen)
-        self._in_use.clear()
-        self._ahead.clear()
-
-    def _reshard_all(self) -> None:
-        for unit in self.units:
-            if unit.state is State.GATHERING:
-                unit.unshard()
-            if unit.state is State.UNSHARDED:
-                unit.reshard()
+            self.gathering.reshard_all()
+        self.gathering.end(learn=learn)
 
     # ---- for the user
 
@@ -326,12 +228,7 @@ class Engine:
             yield
             return
         peak = self.ledger.peak["gathered"]
-        for unit in self.units:
-            if unit.state is State.SHARDED:
-                unit.gather(self._gathers)
-        for unit in self.units:
-            if unit.state is State.GATHERING:
-                unit.unshard()
+        self.gathering.gather_all()
         self._held = True
         try:
             yield
@@ -359,14 +256,14 @@ class Engine:
             self.stage,
             self.comm.rank,
             itemsize=self.itemsize,
-            limit=self.prefetch_bytes,
+            limit=self.gathering.limit,
             per_element=per_element,
             per_parameter=per_parameter,
         )
 
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent for gathers and reductions so far."""
-        return self._gathers.sent_bytes() + self._reductions.sent_bytes()
+        return self.gathering.comm.sent_bytes() + self.reducing.comm.sent_bytes()
 
     def traffic_formula(self) -> int:
         """Bytes that this rank sends in a step: one forward and one backward."""
@@ -385,8 +282,8 @@ class Engine:
         self._closed = True
         for handle in self._handles:
             handle.remove()
-        self._gathers.close()
-        self._reductions.close()
+        self.gathering.comm.close()
+        self.reducing.comm.close()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

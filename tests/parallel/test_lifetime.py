@@ -134,7 +134,7 @@ class Recorder:
             self.events.append((name, tag))
             return getattr(self.comm, name)(*args, tag=tag, **kwargs)
 
-        return getattr(self.comm, name) if name == "close" else call
+        return getattr(self.comm, name) if name in ("close", "size") else call
 
 
 def order(comm: Communicator, stage: int) -> list[tuple[str, int]]:
@@ -142,8 +142,8 @@ def order(comm: Communicator, stage: int) -> list[tuple[str, int]]:
     model = net()
     engine: Any = ringdp.shard(model, stage=stage, comm=comm)
     events: list[tuple[str, int]] = []
-    engine._gathers = Recorder(engine._gathers, events)
-    engine._reductions = Recorder(engine._reductions, events)
+    engine.gathering.comm = Recorder(engine.gathering.comm, events)
+    engine.reducing.comm = Recorder(engine.reducing.comm, events)
 
     def note(module: nn.Module, index: int) -> None:
         module.register_forward_hook(lambda *_: events.append(("forward", index)))

@@ -1,0 +1,98 @@
+"""Which units hold all their values: gathered as they are used or just ahead, freed after.
+
+The order of uses in one iteration is the forecast for the next. Gathers have a communicator of
+their own, so that they do not queue behind reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringdp.comm import Communicator
+from ringdp.parallel.prefetch import ahead, forecast, position_of
+from ringdp.parallel.unit import FlatUnit, State
+
+
+class Gathering:
+    """Over the units of one model. `limit`: bytes that may be gathered and not yet used."""
+
+    def __init__(
+        self, units: Sequence[FlatUnit], comm: Communicator, prefetch_bytes: int | None
+    ) -> None:
+        self.units, self.comm = units, comm
+        self._sizes = [u.bytes if u.freed else 0 for u in units]
+        self.limit = max(self._sizes[1:], default=0) if prefetch_bytes is None else prefetch_bytes
+        self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
+        self._order, self._seen = forecast(len(units)), list[int]()
+        self._position: int | None = -1  # in the order; None: not foreseen
+        self._ahead: set[int] = set()  # gathered before their use
+
+    def begin(self) -> None:
+        """A new iteration starts."""
+        self.in_use.clear()
+        self._seen.clear()
+        self._position = -1
+
+    def use(self, index: int) -> None:
+        """Wait until the unit is unsharded; start the gathers of the next ones first."""
+        unit = self.units[index]
+        if self._position is not None:
+            self._position = position_of(index, self._order, self._position)
+        self._seen.append(index)
+        self.in_use.append(index)
+        if unit.state is State.SHARDED:
+            unit.gather(self.comm)
+        self._ahead.discard(index)
+        self._prefetch()
+        if unit.state is State.GATHERING:
+            unit.unshard()
+
+    def done_with(self, index: int, *, free: bool) -> None:
+        """The unit's forward or backward is through; `free` it if its stage does that."""
+        if index in self.in_use:
+            self.in_use.remove(index)
+        unit = self.units[index]
+        if free and unit.freed and unit.state is State.UNSHARDED:
+            unit.reshard()
+            self._prefetch()
+
+    def gather_all(self) -> None:
+        """Every unit unsharded."""
+        for unit in self.units:
+            if unit.state is State.SHARDED:
+                unit.gather(self.comm)
+        self._unshard_all()
+
+    def reshard_all(self) -> None:
+        """Every unit sharded, nothing in flight."""
+        self._unshard_all()
+        for unit in self.units:
+            if unit.state is State.UNSHARDED:
+                unit.reshard()
+
+    def end(self, *, learn: bool) -> None:
+        """The iteration is over; `learn` its order."""
+        if learn:
+            self._order = tuple(self._seen)
+        self.in_use.clear()
+        self._ahead.clear()
+
+    def _unshard_all(self) -> None:
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.unshard()
+
+    def _prefetch(self) -> None:
+        if self._position is None:
+            return
+        for index in ahead(
+            self._order,
+            self._position,
+            in_use=self.in_use[-1] if self.in_use else None,
+            sharded=[i for i, u in enumerate(self.units) if u.state is State.SHARDED],
+            in_flight=sum(self._sizes[i] for i in self._ahead),
+            sizes=self._sizes,
+            limit=self.limit,
+        ):
+            self.units[index].gather(self.comm)
+            self._ahead.add(index)
