@@ -1,0 +1,116 @@
+// Ranks as threads of one process, so that a sanitizer sees both ends of every channel.
+// Arguments: files of programs, one a rank: "chunks scratch rows", then the rows.
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+
+#include "progress.hpp"
+
+using namespace ringdp;
+
+constexpr int kDepth = 4, kTimes = 20;
+constexpr std::size_t kSlab = 256;
+
+void check(bool right, const char* what) {
+  if (right) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::_Exit(1);
+}
+
+struct Plan {
+  int chunks, scratch;
+  std::vector<Row> rows;
+  std::vector<std::int64_t> bounds;
+
+  Plan(const char* path, std::int64_t elements) {
+    std::ifstream file(path);
+    std::size_t count;
+    file >> chunks >> scratch >> count;
+    rows.resize(count);
+    for (Row& r : rows)
+      file >> r.round >> r.recv_peer >> r.send_peer >> r.src_chunk >> r.dst_chunk >> r.flags;
+    check(bool(file), "the plan can be read");
+    for (int c = 0; c <= chunks; ++c) bounds.push_back(elements * c / chunks);
+  }
+  Job job(float* buffer, std::uint64_t number, std::uint64_t kind = 0) const {
+    return {rows.data(), rows.size(), bounds.data(), chunks, scratch,
+            reinterpret_cast<std::byte*>(buffer), dtype(0, 0), number, kind};
+  }
+};
+
+std::vector<std::unique_ptr<Progress>> connected(int n) {
+  const int fd = int(syscall(SYS_memfd_create, "ringdp-test", 0));
+  check(ftruncate(fd, Segment::size(n, kDepth, kSlab)) == 0, "a segment");
+  std::vector<std::unique_ptr<Progress>> ranks;
+  for (int r = 0; r < n; ++r)
+    ranks.push_back(std::make_unique<Progress>(fd, r, n, kDepth, kSlab, 7));
+  close(fd);
+  for (auto& rank : ranks) rank->connect();
+  return ranks;
+}
+
+// All-reduces of several lengths, queued and waited for one behind the other.
+void sums(int n, char** paths) {
+  auto ranks = connected(n);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < n; ++r)
+    threads.emplace_back([&, r] {
+      std::vector<std::vector<float>> buffers;
+      std::vector<Plan> plans;
+      for (int i = 0; i < kTimes; ++i) {
+        const std::int64_t elements = i * i * 3;  // 0 first; later several slabs a chunk
+        plans.emplace_back(paths[r], elements);
+        buffers.emplace_back(elements, float(r + 1));
+      }
+      std::uint64_t last = 0;
+      for (int i = 0; i < kTimes; ++i) last = ranks[r]->start(plans[i].job(buffers[i].data(), i));
+      while (!ranks[r]->wait(last, 0.01)) {
+        check(!ranks[r]->failed(), "no failure");
+        ranks[r]->interpreter().position.round.load();
+      }
+      for (auto& b : buffers)
+        for (float x : b) check(x == float(n * (n + 1) / 2), "the sum");
+      ranks[r]->close();  // while the others may still read what it sent
+    });
+  for (auto& t : threads) t.join();
+}
+
+// Rank 0 fails in one of several ways; no rank's wait may last.
+template <class Act>
+void failing(int n, char** paths, Failure expected, Act act) {
+  auto ranks = connected(n);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < n; ++r)
+    threads.emplace_back([&, r] {
+      std::vector<float> first(900, 1), second(900, 1);  // both outlive the progress thread
+      Plan plan(paths[r], 900);
+      if (r == 0) return act(*ranks[0], plan, first.data());
+      ranks[r]->start(plan.job(first.data(), 0));
+      const auto ticket = ranks[r]->start(plan.job(second.data(), 1));
+      check(!ranks[r]->wait(ticket, 30), "a failed job does not end");
+      check(ranks[r]->failed()->failure == expected, "the failure has its name");
+      ranks[r]->close();
+    });
+  for (auto& t : threads) t.join();
+}
+
+int main(int count, char** arguments) {
+  const int n = count - 1;
+  char** paths = arguments + 1;
+  sums(n, paths);
+  failing(n, paths, Failure::lost, [](Progress& rank, const Plan&, float*) { rank.close(); });
+  failing(n, paths, Failure::timeout,
+          [](Progress& rank, const Plan&, float*) { rank.fail(Failure::timeout, 0); });
+  failing(n, paths, Failure::mismatch, [](Progress& rank, const Plan& plan, float* buffer) {
+    const auto ticket = rank.start(plan.job(buffer, 0, 99));
+    check(!rank.wait(ticket, 30), "a mistaken job does not end");
+    rank.close();
+  });
+  failing(n, paths, Failure::lost, [](Progress& rank, const Plan& plan, float* buffer) {
+    rank.start(plan.job(buffer, 0));
+    const auto queued = rank.start(plan.job(buffer, 5));
+    rank.close();  // with one job running, or ended, and one in line
+    check(!rank.wait(queued, 30), "a queued job ends with the communicator");
+  });
+}
