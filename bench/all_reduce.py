@@ -14,6 +14,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringdp
-from bench.rows import Row, write
+from bench.rows import Row, fitted, predicted_us, write
 
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]  # bytes
 ROUNDS, CALLS = 10, 8
@@ -31,20 +32,38 @@ AllReduce = Callable[[Tensor], object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--algorithms",
+        default="direct,ring",
+        help="names, or FILE.py:function for your own, separated by commas",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     comm = ringdp.init()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
     dist.init_process_group("gloo")
     compared: dict[tuple[str, str], AllReduce] = {
-        ("direct", "shm"): comm.all_reduce,
-        ("ring", "shm"): lambda x: comm.all_reduce(x, algorithm="ring"),
+        **{
+            (name, "shm"): partial(comm.all_reduce, algorithm=name)
+            for name in arguments.algorithms.split(",")
+        },
         ("gloo", "gloo"): dist.all_reduce,
     }
     rows = [row for size in SIZES for row in measure(comm, compared, size)]
     if comm.rank == 0:
+        machine = fitted(rows)
+        print("bytes       algorithm      min µs  median µs  predicted  busbw GB/s  #wrong")
         for r in rows:
-            print(f"{r.bytes:>10} {r.algorithm:>7} {r.min_us:>10} {r.p50_us:>10} {r.busbw:>8}")
+            predicted = predicted_us(r, machine)
+            said = "-" if predicted is None else f"{predicted:.1f}"
+            print(
+                f"{r.bytes:<11,} {r.algorithm:<12} {r.min_us:>8.1f} {r.p50_us:>10.1f} {said:>10} "
+                f"{r.busbw:>11.3f} {r.wrong:>7}"
+            )
+        print(
+            "predicted from the fit "
+            + ", ".join(f"{k} {v:.3g}" for k, v in machine._asdict().items())
+        )
         if arguments.json:
             write(arguments.json, rows)
     dist.destroy_process_group()

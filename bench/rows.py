@@ -11,8 +11,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+
+from ringdp.schedule import Collective
+from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, seconds
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,23 @@ class Row:
             *speeds,
             wrong,
         )
+
+
+def fitted(rows: Iterable[Row]) -> Machine:
+    """α, β, γ and the bus that explain the medians of our own algorithms' rows best."""
+    ours = [r for r in rows if (r.collective, r.algorithm) in CLOSED]
+    return fit((_price(r), r.bytes, r.p50_us / 1e6) for r in ours)
+
+
+def predicted_us(row: Row, machine: Machine) -> float | None:
+    """What the cost model says; None for what it does not know."""
+    if (row.collective, row.algorithm) not in CLOSED:
+        return None
+    return seconds(_price(row), machine, row.bytes) * 1e6
+
+
+def _price(row: Row) -> Price:
+    return closed(cast(Collective, row.collective), row.algorithm, row.ranks)
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
