@@ -21,7 +21,7 @@ def compiled(sanitizer: str, at: Path) -> Path:
     if not shutil.which(CXX):
         pytest.skip(f"no {CXX}")
     program = at / "ranks_in_threads"
-    command = [CXX, "-std=c++17", "-O1", "-g", "-pthread", "-DRINGDP_CLONES=", "-Wall", "-Wextra"]
+    command = [CXX, "-std=c++17", "-O1", "-g", "-pthread", "-DRINGDP_CLONES=", "-Wno-psabi"]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", "csrc"]
     built = subprocess.run(
         [*command, str(HERE / "ranks_in_threads.cpp"), "-o", str(program)],
@@ -38,22 +38,20 @@ def compiled(sanitizer: str, at: Path) -> Path:
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_no_race_and_no_stray_access(tmp_path, sanitizer):
     program = compiled(sanitizer, tmp_path)
-    for algorithm in ("ring", "direct"):
+    cases = (("all_reduce", "ring"), ("all_reduce", "direct"), ("broadcast", "ring"))
+    for collective, algorithm in cases:
         files = []
         for r in range(3):
-            p = fuse(project(schedule("all_reduce", algorithm, 3), r))
+            p = fuse(project(schedule(collective, algorithm, 3), r))
             rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
-            files.append(tmp_path / f"{algorithm}{r}")
+            files.append(tmp_path / f"{collective}-{algorithm}-{r}")
             files[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n")
+        command = [str(program), collective, *map(str, files)]
         # -R: a fixed layout, without which older sanitizers of threads stop at once
         fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-        done = subprocess.run(
-            [*fixed, str(program), *map(str, files)], capture_output=True, text=True, timeout=60
-        )
-        if "personality" in done.stderr and "failed" in done.stderr:
-            done = subprocess.run(
-                [str(program), *map(str, files)], capture_output=True, text=True, timeout=60
-            )
+        done = subprocess.run([*fixed, *command], capture_output=True, text=True, timeout=60)
+        if "personality" in done.stderr:  # a container may forbid it
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if "unexpected memory mapping" in done.stderr:
             pytest.skip("this kernel's address layout is not for this sanitizer")
         assert done.returncode == 0, done.stderr
