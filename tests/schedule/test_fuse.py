@@ -1,0 +1,72 @@
+"""Fusing changes no result: random schedules, with several messages between the same two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule import Program, Schedule, Transfer, fifo_depth, fuse, project
+from ringdp.transport.simulator import simulate
+
+Slot = tuple[int, int]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any that keep the rules of a round; what they compute means nothing."""
+    n, chunks, scratch = draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    ranks, places = st.integers(0, n - 1), st.integers(0, chunks + scratch - 1)
+    defined = {(r, c) for r in range(n) for c in range(chunks)}
+    rounds = []
+    for _ in range(draw(st.integers(1, 6))):
+        read: set[Slot] = set()
+        written: dict[Slot, bool] = {}
+        transfers = []
+        for _ in range(draw(st.integers(1, 8))):
+            t = Transfer(draw(ranks), draw(ranks), draw(places), draw(places), draw(st.booleans()))
+            source, target = (t.src, t.read), (t.dst, t.write)
+            if (
+                source not in defined
+                or (t.reduce and target not in defined)
+                or source in written
+                or target in read
+                or source == target
+                or (target in written and not (t.reduce and written[target]))
+            ):
+                continue
+            read.add(source)
+            written[target] = t.reduce
+            transfers.append(t)
+        defined |= written.keys()
+        rounds.append(tuple(transfers))
+    return Schedule(n, chunks, tuple(rounds))
+
+
+def results(programs: list[Program], depth: int) -> list[list[int]]:
+    buffers = [
+        torch.tensor([3**c * 1000**p.rank for c in range(p.chunks)], dtype=torch.int64)
+        for p in programs
+    ]
+    simulate(programs, buffers, "sum", depth=depth)
+    return [b.tolist() for b in buffers]
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules(), st.data())
+def test_fused_equals_plain_at_the_depth_that_is_predicted(plan, data):
+    plain = [project(plan, r) for r in range(plan.ranks)]
+    expected = results(plain, fifo_depth(plain))
+    live = [data.draw(st.sets(st.integers(0, plan.chunks - 1))) for _ in plain]
+    fused = [fuse(p, keep) for p, keep in zip(plain, live, strict=True)]
+    depth = fifo_depth(fused)
+    for keep, mine, theirs in zip(live, results(fused, depth), expected, strict=True):
+        assert all(mine[c] == theirs[c] for c in keep)
+    if depth > 1:
+        with pytest.raises(ScheduleError, match="stall"):
+            results(fused, depth - 1)
+    everything = [fuse(p) for p in plain]
+    assert results(everything, fifo_depth(everything)) == expected
+    assert all(len(f.rows) <= len(p.rows) for f, p in zip(everything, plain, strict=True))

@@ -1,0 +1,34 @@
+"""Where the chunks of a buffer begin and end."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringdp.schedule import ALGORITHMS, project, schedule
+from ringdp.transport.base import chunk_bounds
+
+PROGRAMS = [
+    project(schedule(a.collective, a.name, n), 0) for a in ALGORITHMS for n in (1, 2, 3, 4, 6, 8)
+]
+
+
+@given(st.integers(0, 10**12), st.sampled_from(PROGRAMS))
+def test_chunks_cover_the_buffer_in_nearly_equal_parts(elements, program):
+    bounds = chunk_bounds(elements, program)
+    sizes = [b - a for a, b in pairwise(bounds)]
+    assert len(sizes) == program.chunks
+    assert (bounds[0], bounds[-1]) == (0, elements)
+    assert min(sizes) >= 0
+    assert max(sizes) - min(sizes) <= 2  # one for each of two cuts
+
+
+@given(st.integers(0, 10**9), st.sampled_from(PROGRAMS))
+def test_every_rank_owns_the_same_elements_in_every_algorithm(each, program):
+    if program.chunks % program.ranks:
+        return
+    bounds = chunk_bounds(each * program.ranks, program)
+    own = program.chunks // program.ranks
+    assert bounds[::own] == [r * each for r in range(program.ranks + 1)]
