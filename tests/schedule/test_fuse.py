@@ -70,3 +70,12 @@ def test_fused_equals_plain_at_the_depth_that_is_predicted(plan, data):
     everything = [fuse(p) for p in plain]
     assert results(everything, fifo_depth(everything)) == expected
     assert all(len(f.rows) <= len(p.rows) for f, p in zip(everything, plain, strict=True))
+
+
+def test_a_receive_is_not_delayed_past_another_from_the_same_rank():
+    """The part in scratch is added only after the second message has come."""
+    arrive = (Transfer(0, 1, 0, 2, False), Transfer(0, 1, 1, 1, False))
+    plan = Schedule(2, 2, (arrive, (Transfer(1, 1, 2, 0, True),)))
+    plain = [project(plan, r) for r in range(2)]
+    fused = [fuse(p) for p in plain]
+    assert results(fused, 2) == results(plain, 2) == [[1, 3], [1001, 3]]
