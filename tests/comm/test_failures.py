@@ -212,6 +212,8 @@ def interrupted(comm: Communicator) -> float:
     if comm.rank == 1:
         time.sleep(1.5)
         return 0.0
+    # A job in the background of a shell without job control starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
