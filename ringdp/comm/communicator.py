@@ -229,17 +229,18 @@ def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
 def _program(
     collective: Collective, algorithm: str | Builder, n: int, rank: int, root: int, depth: int
 ) -> Program:
-    """Proved, projected, fused, and shown not to stall in FIFOs of `depth` slots."""
+    """Proved, projected, fused if that fits, and shown not to stall in FIFOs of `depth` slots."""
     plan = proved(algorithm, collective, n)
     live = contract(collective, n, plan.chunks).after
     if root:  # a renaming of ranks, so the proof holds for it too
         plan = plan.embed([(r + root) % n for r in range(n)], range(plan.chunks))
-    programs = [
-        fuse(project(plan, r), [c for q, c in live if (q + root) % n == r]) for r in range(n)
-    ]
-    needed = fifo_depth(programs)
-    if needed > depth:
-        raise ScheduleError(
-            f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
-        )
-    return programs[rank]
+    plain = [project(plan, r) for r in range(n)]
+    fused = [fuse(p, [c for q, c in live if (q + root) % n == p.rank]) for p in plain]
+    # Fusing trades longer FIFOs for fewer passes; what then needs too many slots runs as it is.
+    for programs in (fused, plain):
+        needed = fifo_depth(programs)
+        if needed <= depth:
+            return programs[rank]
+    raise ScheduleError(
+        f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
+    )

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator
+from ringdp.comm.communicator import _program
+from ringdp.schedule import project, schedule
 
 pytestmark = pytest.mark.process
 
@@ -305,3 +307,11 @@ def only_one_refused(comm: Communicator) -> None:
 
 def test_a_refusal_on_one_rank_is_no_collective(ranks):
     ranks(2)(only_one_refused)
+
+
+@pytest.mark.parametrize("n", [16, 24])
+def test_a_program_that_fuses_into_long_fifos_runs_unfused(n):
+    """Fused halving needs 4 slots at n = 16 and 6 at n = 24; the plain program needs one."""
+    plan = schedule("all_reduce", "halving", n)
+    rows = len(_program("all_reduce", "halving", n, 0, 0, 4).rows)
+    assert (rows == len(project(plan, 0).rows)) == (n == 24)
