@@ -26,7 +26,7 @@ from ringdp.schedule.program import Program
 from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, Progress, chunk_bounds
 
 SLAB_BYTES = 64 << 10  # a FIFO slot; three of them and the caller's chunk fit an L2 of 1 MiB
-FIFO_DEPTH = 4  # every fused program of ours needs 2; the rest lets ranks drift apart
+FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
 
 
 class _Address(NamedTuple):

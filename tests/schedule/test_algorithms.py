@@ -124,3 +124,14 @@ def test_combinators_keep_what_is_proved(n):
     )  # scratch beside scratch
     both = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
     verify(scattered.embed(range(n), both), "reduce_scatter")
+
+
+def test_nobody_sends_more_than_the_docstrings_say():
+    for n in SIZES:
+        for collective, name, most in (
+            ("reduce_scatter", "halving", n - 1),
+            ("all_reduce", "tree", 2 * 2),
+        ):
+            plan = schedule(collective, name, n)
+            for rank in range(n):
+                assert sum(project(plan, rank).sent_chunks()) <= most

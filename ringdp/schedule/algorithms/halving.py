@@ -12,7 +12,7 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 
 def halving_reduce_scatter(n: int) -> Schedule:
-    """ceil(log2 n) rounds; for powers of two a rank sends (n-1)/n S, else at most twice that."""
+    """ceil(log2 n) rounds; a rank sends (n-1)/n S at most."""
     rounds, groups = [], [range(n)]
     while any(len(g) > 1 for g in groups):
         halves = [(g[: -(-len(g) // 2)], g[-(-len(g) // 2) :]) for g in groups]

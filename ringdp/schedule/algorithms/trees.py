@@ -67,8 +67,8 @@ def binomial_gather(n: int) -> Schedule:
 def tree_all_reduce(n: int) -> Schedule:
     """Double binary tree: each half of the buffer goes up a tree and down again.
 
-    Every rank is a leaf in one of the trees (but for one rank where n is odd), so that each sends
-    about S in all, in 2 ceil(log2 n) rounds (Sanders, Speck & Träff 2009; NCCL's trees since 2.4).
+    Every rank is a leaf in one of the trees (but for one rank where n is odd), so that none sends
+    more than 2 S, in 2 ceil(log2 n) rounds (Sanders, Speck & Träff 2009; NCCL's trees since 2.4).
     """
     up = _tree_reduce(n)
     other = [n - 1 - r if n % 2 == 0 else (r + 1) % n for r in range(n)]
