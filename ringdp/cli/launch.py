@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 Emit = Callable[[Any], None]
 
+LAST_WORDS = 0.5  # s that a rank has, once asked to end, to say that it has lost a peer
 _LAUNCHER_HANDLES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -115,6 +116,7 @@ def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection])
     # From here on an interrupt ends the rank at once, inside a C++ wait too.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGTERM, _end_soon)
     rank = int(os.environ["RANK"])
     try:
         return entry(job, pipes[rank].send)
@@ -123,6 +125,13 @@ def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection])
         pipes[rank].send(_Failure(rank, lost, time.monotonic(), traceback.format_exc()))
         # No destructors: a communicator whose peers are gone must not hold this process.
         os._exit(1)
+
+
+def _end_soon(signum: int, frame: object) -> None:
+    """The launcher ends the ranks as soon as one has died; what they say of it is worth a wait."""
+    timer = threading.Timer(LAST_WORDS, os._exit, (128 + signum,))
+    timer.daemon = True
+    timer.start()
 
 
 def _explain(failures: Sequence[_Failure], codes: dict[int, int]) -> str:
