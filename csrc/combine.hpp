@@ -2,7 +2,9 @@
 // and rounded once, to nearest even, as torch rounds them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -12,7 +14,7 @@
 // (A sanitizer's build defines it empty: the loader runs before the sanitizer does.)
 #if defined(RINGDP_CLONES)
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define RINGDP_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define RINGDP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define RINGDP_CLONES
 #endif
@@ -85,35 +87,105 @@ RINGDP_CLONES void combine(void* out, const void* a, const void* b, std::size_t 
   for (std::size_t i = 0; i < count; ++i) o[i] = Wide<T>::narrow(apply<op, W>(W(x[i]), W(y[i])));
 }
 
+using Widen = void (*)(float* out, const void* in, std::size_t count);
+using Narrow = void (*)(void* out, const float* in, std::size_t count);
+using Accumulate = void (*)(float* sum, const void* in, std::size_t count);
+
 template <class T>
-Combine pick(Op op) {
+RINGDP_CLONES void widen(float* out, const void* in, std::size_t count) {
+  auto* x = static_cast<const T*>(in);
+  for (std::size_t i = 0; i < count; ++i) out[i] = float(x[i]);
+}
+
+template <class T>
+RINGDP_CLONES void narrow(void* out, const float* in, std::size_t count) {
+  auto* o = static_cast<T*>(out);
+  for (std::size_t i = 0; i < count; ++i) o[i] = Wide<T>::narrow(in[i]);
+}
+
+template <Op op, class T>
+RINGDP_CLONES void accumulate(float* sum, const void* in, std::size_t count) {
+  auto* x = static_cast<const T*>(in);
+  for (std::size_t i = 0; i < count; ++i) sum[i] = apply<op, float>(sum[i], float(x[i]));
+}
+
+// What a dtype and an op come to. A 16-bit float is `wide`: a sum of several stays in float32 and is
+// rounded once, when it is read.
+struct Dtype {
+  std::size_t size;
+  Combine combine;
+  Widen widen = nullptr;
+  Narrow narrow = nullptr;
+  Accumulate accumulate = nullptr;
+  bool wide() const { return widen != nullptr; }
+};
+
+template <Op op, class T>
+Dtype made() {
+  if constexpr (std::is_same_v<typename Wide<T>::type, T>) return {sizeof(T), combine<op, T>};
+  else return {sizeof(T), combine<op, T>, widen<T>, narrow<T>, accumulate<op, T>};
+}
+
+template <class T>
+Dtype pick(Op op) {
   switch (op) {
-    case Op::sum: return combine<Op::sum, T>;
-    case Op::prod: return combine<Op::prod, T>;
-    case Op::min: return combine<Op::min, T>;
-    case Op::max: return combine<Op::max, T>;
+    case Op::sum: return made<Op::sum, T>();
+    case Op::prod: return made<Op::prod, T>();
+    case Op::min: return made<Op::min, T>();
+    case Op::max: return made<Op::max, T>();
   }
   throw std::invalid_argument("unknown op");
 }
 
-struct Dtype {
-  std::size_t size;
-  Combine combine;
-};
-
 // The order of transport.base.DTYPES.
 inline Dtype dtype(int code, int op) {
   switch (code) {
-    case 0: return {4, pick<float>(Op(op))};
-    case 1: return {8, pick<double>(Op(op))};
-    case 2: return {2, pick<_Float16>(Op(op))};
-    case 3: return {2, pick<bfloat16>(Op(op))};
-    case 4: return {1, pick<std::int8_t>(Op(op))};
-    case 5: return {1, pick<std::uint8_t>(Op(op))};
-    case 6: return {4, pick<std::int32_t>(Op(op))};
-    case 7: return {8, pick<std::int64_t>(Op(op))};
+    case 0: return pick<float>(Op(op));
+    case 1: return pick<double>(Op(op));
+    case 2: return pick<_Float16>(Op(op));
+    case 3: return pick<bfloat16>(Op(op));
+    case 4: return pick<std::int8_t>(Op(op));
+    case 5: return pick<std::uint8_t>(Op(op));
+    case 6: return pick<std::int32_t>(Op(op));
+    case 7: return pick<std::int64_t>(Op(op));
   }
   throw std::invalid_argument("unknown dtype code");
+}
+
+// An empty tensor's pointer is null, which memcpy must not be given.
+inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes && to != from) std::memcpy(to, from, bytes);
+}
+
+// out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once. `out`, and
+// every one of the `more` copies of it, may be one of the inputs. Block by block, so that what is
+// read again is still in the nearest cache.
+inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in, int n,
+                 std::size_t count, std::byte* const* more = nullptr, int copies = 0) {
+  constexpr std::size_t kBlock = 1024;  // elements: 8 KiB of the widest
+  alignas(64) std::byte block[kBlock * 8];
+  for (std::size_t first = 0; first < count; first += kBlock) {
+    const std::size_t some = std::min(kBlock, count - first), at = first * dtype.size;
+    std::byte* to = out + at;
+    if (n == 1) {
+      copy_bytes(to, in[0] + at, some * dtype.size);
+    } else if (n == 2) {
+      dtype.combine(to, in[0] + at, in[1] + at, some);
+    } else if (dtype.wide()) {
+      auto* sum = reinterpret_cast<float*>(block);
+      dtype.widen(sum, in[0] + at, some);
+      for (int r = 1; r < n; ++r) dtype.accumulate(sum, in[r] + at, some);
+      dtype.narrow(to, sum, some);
+    } else {
+      const std::byte* sum = in[0] + at;
+      for (int r = 1; r < n; ++r) {
+        std::byte* next = r + 1 < n ? block : to;
+        dtype.combine(next, sum, in[r] + at, some);
+        sum = next;
+      }
+    }
+    for (int c = 0; c < copies; ++c) copy_bytes(more[c] + at, to, some * dtype.size);
+  }
 }
 
 }  // namespace ringdp

@@ -1,28 +1,21 @@
 // Runs one rank's rows over the FIFO channels, slab by slab: the whole program on the first slab of
 // every chunk, then on the second, ... so that a channel needs `depth` slots and not a chunk's worth.
+//
+// It may stop between two rows and go on later: a row waits before it does anything.
+//
+// Note [one rounding]
+//   A chunk of 16-bit floats that is reduced into stays in float32 until its value is read: sent,
+//   copied or added elsewhere, or at the end. So what is summed in one place is rounded once, and
+//   what leaves a place has the same bits there and on arrival. The simulator does the same.
 #pragma once
 
-#include <sched.h>
-#include <time.h>
-
 #include <algorithm>
-#include <optional>
 #include <vector>
 
 #include "combine.hpp"
-#include "segment.hpp"
+#include "peers.hpp"
 
 namespace ringdp {
-
-enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped };
-
-// Thrown through the interpreter; becomes a Python error at the edge.
-struct Failed {
-  Failure failure;
-  int rank = -1;                // the rank at fault, or that gave up first
-  Stamp expected{}, found{};    // of a mismatch
-  bool reported = false;        // by another rank
-};
 
 enum Flag : std::int32_t { kReduce = 1, kStore = 2 };
 
@@ -30,53 +23,45 @@ struct Row {  // schedule.program.Row
   std::int32_t round, recv_peer, send_peer, src_chunk, dst_chunk, flags;
 };
 
-struct Job {
+// What the interpreter is to run.
+struct Rows {
   const Row* rows;
-  std::size_t row_count;
+  std::size_t count;
   const std::int64_t* bounds;  // [chunks + 1], in elements
   int chunks, scratch;
   std::byte* buffer;
-  Dtype dtype;
-  std::uint64_t number, kind;
 };
 
-// Where the interpreter is, for whoever asks why it takes so long.
-struct Position {
-  std::atomic<std::uint64_t> number{0};
-  std::atomic<std::int32_t> round{-1}, peer{-1};  // peer: whom it waits for, or -1
+// A network that this host does not have: messages arrive late, as over one port a rank.
+struct Link {
+  double latency = 0, bandwidth = 0;  // s, bytes/s; a bandwidth of 0 is no link at all
 };
 
 class Interpreter {
  public:
-  Interpreter(Segment& segment, int rank, const std::atomic<bool>& stop)
-      : segment_(segment), rank_(rank), stop_(stop) {}
+  Interpreter(Segment& segment, int rank, Peers& peers, Link link)
+      : segment_(segment), rank_(rank), peers_(peers), link_(link) {}
 
-  // What another rank has given up for.
-  std::optional<Failed> reported() {
-    // acquire: pairs with Progress::announce
-    const auto f = segment_.header().failed.load(std::memory_order_acquire);
-    if (f == 0) return std::nullopt;
-    return Failed{Failure(f >> 16), int(f & 0xffff) - 1, {}, {}, true};
-  }
-
-  Position position;
-  std::atomic<std::uint64_t> sent_bytes{0};
-
-  void run(const Job& job) {
-    position.number.store(job.number, std::memory_order_relaxed);
-    RankRecord& record = segment_.record(rank_);  // relaxed: it informs people, and orders nothing
-    record.kind.store(job.kind, std::memory_order_relaxed);
-    record.elements.store(job.bounds[job.chunks], std::memory_order_relaxed);
-    record.begun.store(job.number + 1, std::memory_order_relaxed);
-    const std::size_t slab = segment_.slab() / job.dtype.size;  // in elements
-    std::size_t longest = 0;
+  void begin(const Rows& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
+    job_ = job, dtype_ = dtype, number_ = number, kind_ = kind;
+    slab_ = segment_.slab() / dtype.size;
+    longest_ = 0;
     for (int c = 0; c < job.chunks; ++c)
-      longest = std::max(longest, std::size_t(job.bounds[c + 1] - job.bounds[c]));
+      longest_ = std::max(longest_, std::size_t(job.bounds[c + 1] - job.bounds[c]));
     if (scratch_.size() < job.scratch * segment_.slab()) scratch_.resize(job.scratch * segment_.slab());
     scratch_count_.assign(job.scratch, 0);
-    for (std::size_t first = 0; first == 0 || first < longest; first += slab)
-      for (std::size_t i = 0; i < job.row_count; ++i) run_row(job, job.rows[i], first, slab);
-    position.round.store(-1, std::memory_order_relaxed);
+    sums_.resize(std::max(sums_.size(), std::size_t(job.chunks + job.scratch)));
+    for (auto& sum : sums_) sum.clear();
+    first_ = row_ = 0;
+  }
+
+  void run() {
+    for (; first_ == 0 || first_ < longest_; first_ += slab_) {
+      for (; row_ < job_.count; ++row_) run_row(job_.rows[row_]);
+      for (int c = 0; c < job_.chunks; ++c) round(c);
+      row_ = 0;
+    }
+    peers_.position.round.store(-1, std::memory_order_relaxed);
   }
 
  private:
@@ -85,58 +70,88 @@ class Interpreter {
     std::size_t count;
   };
 
-  void run_row(const Job& job, const Row& row, std::size_t first, std::size_t slab) {
-    position.round.store(row.round, std::memory_order_relaxed);
-    const auto size = job.dtype.size;
+  void run_row(const Row& row) {
+    peers_.position.round.store(row.round, std::memory_order_relaxed);
+    const auto size = dtype_.size;
     const bool receives = row.recv_peer >= 0, sends = row.send_peer >= 0;
-    Piece target = row.dst_chunk >= 0 ? piece(job, row.dst_chunk, first, slab) : Piece{};
-    Piece value = receives ? Piece{} : piece(job, row.src_chunk, first, slab);
+    std::byte* out = sends ? outgoing(row.send_peer) : nullptr;
+    Piece target = row.dst_chunk >= 0 ? piece(row.dst_chunk) : Piece{};
+    Piece value{};
     if (receives) {
       Stamp& stamp = receive(row.recv_peer);
-      const bool any = row.dst_chunk >= job.chunks && !(row.flags & kReduce);
-      const Stamp expected{job.number, any ? stamp.bytes : target.count * size, job.kind};
+      const bool any = row.dst_chunk >= job_.chunks && !(row.flags & kReduce);
+      const Stamp expected{number_, any ? stamp.bytes : target.count * size, kind_, 0};
       if (stamp.number != expected.number || stamp.kind != expected.kind ||
           stamp.bytes != expected.bytes || stamp.bytes > segment_.slab())
         throw Failed{Failure::mismatch, row.recv_peer, expected, stamp};
       value = {reinterpret_cast<std::byte*>(&stamp + 1), stamp.bytes / size};
-    }
-    if (row.flags & kStore && row.dst_chunk >= job.chunks)
-      scratch_count_[row.dst_chunk - job.chunks] = target.count = value.count;
-    std::byte* out = sends ? outgoing(row.send_peer) : nullptr;
-    if (row.flags & kReduce) {
-      std::byte* sum = row.flags & kStore ? target.data : out;
-      job.dtype.combine(sum, target.data, value.data, value.count);
-      if (sends && sum != out) copy(out, sum, value.count * size);
     } else {
-      if (row.flags & kStore) copy(target.data, value.data, value.count * size);
-      if (sends) copy(out, value.data, value.count * size);
+      round(row.src_chunk);
+      value = piece(row.src_chunk);
     }
-    if (sends) publish(row.send_peer, {job.number, value.count * size, job.kind});
+    if (row.flags & kReduce) {
+      reduce(row, target, value, out);
+    } else {
+      if (row.flags & kStore) store(row.dst_chunk, target, value);
+      if (sends) copy_bytes(out, value.data, value.count * size);
+    }
+    if (sends) publish(row.send_peer, value.count * size);
     if (receives) release(row.recv_peer);
   }
 
-  // An empty tensor's pointer is null, which memcpy must not be given.
-  static void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
-    if (bytes) std::memcpy(to, from, bytes);
+  void store(int chunk, Piece target, Piece value) {
+    if (chunk >= job_.chunks) scratch_count_[chunk - job_.chunks] = value.count;
+    sums_[chunk].clear();
+    copy_bytes(target.data, value.data, value.count * dtype_.size);
+  }
+
+  void reduce(const Row& row, Piece target, Piece value, std::byte* out) {
+    const bool stores = row.flags & kStore;
+    if (!dtype_.wide()) {
+      std::byte* sum = stores ? target.data : out;
+      dtype_.combine(sum, target.data, value.data, value.count);
+      if (out && sum != out) copy_bytes(out, sum, value.count * dtype_.size);
+      return;
+    }
+    std::vector<float>& sum = sums_[row.dst_chunk];  // see Note [one rounding]
+    if (sum.empty()) {
+      sum.resize(target.count);
+      dtype_.widen(sum.data(), target.data, target.count);
+    }
+    dtype_.accumulate(sum.data(), value.data, value.count);
+    if (!out) return;
+    dtype_.narrow(out, sum.data(), value.count);
+    sum.clear();
+    if (stores) copy_bytes(target.data, out, value.count * dtype_.size);
+  }
+
+  // The chunk's value is about to be read.
+  void round(int chunk) {
+    std::vector<float>& sum = sums_[chunk];
+    if (sum.empty()) return;
+    dtype_.narrow(piece(chunk).data, sum.data(), sum.size());
+    sum.clear();
   }
 
   // The elements [first, first + slab) of a chunk; a scratch chunk holds one slab at a time.
-  Piece piece(const Job& job, int chunk, std::size_t first, std::size_t slab) {
-    if (chunk >= job.chunks) {
-      const int s = chunk - job.chunks;
+  Piece piece(int chunk) {
+    if (chunk >= job_.chunks) {
+      const int s = chunk - job_.chunks;
       return {scratch_.data() + s * segment_.slab(), scratch_count_[s]};
     }
-    const std::size_t length = job.bounds[chunk + 1] - job.bounds[chunk];
-    const std::size_t begin = std::min(first, length), end = std::min(first + slab, length);
-    return {job.buffer + (job.bounds[chunk] + begin) * job.dtype.size, end - begin};
+    const std::size_t length = job_.bounds[chunk + 1] - job_.bounds[chunk];
+    const std::size_t begin = std::min(first_, length), end = std::min(first_ + slab_, length);
+    return {job_.buffer + (job_.bounds[chunk] + begin) * dtype_.size, end - begin};
   }
 
   Stamp& receive(int peer) {
     Cursors& c = segment_.cursors(peer, rank_);
     const auto tail = c.tail.load(std::memory_order_relaxed);  // only we write it
     // acquire: the slot's contents, written before the release of `head`, are visible now
-    await(peer, [&] { return c.head.load(std::memory_order_acquire) > tail; });
-    return segment_.slot(peer, rank_, tail);
+    peers_.await(peer, [&] { return c.head.load(std::memory_order_acquire) > tail; });
+    Stamp& stamp = segment_.slot(peer, rank_, tail);
+    if (link_.bandwidth > 0) peers_.await_time(stamp.arrival);
+    return stamp;
   }
   void release(int peer) {
     Cursors& c = segment_.cursors(peer, rank_);
@@ -147,62 +162,40 @@ class Interpreter {
     Cursors& c = segment_.cursors(rank_, peer);
     const auto head = c.head.load(std::memory_order_relaxed);  // only we write it
     // acquire: pairs with `release`, so that the consumer has done with the slot that we refill
-    await(peer, [&] {
+    peers_.await(peer, [&] {
       return head - c.tail.load(std::memory_order_acquire) < std::uint64_t(segment_.depth());
     });
     return reinterpret_cast<std::byte*>(&segment_.slot(rank_, peer, head) + 1);
   }
-  void publish(int peer, Stamp stamp) {
+  void publish(int peer, std::size_t bytes) {
     Cursors& c = segment_.cursors(rank_, peer);
     const auto head = c.head.load(std::memory_order_relaxed);
-    segment_.slot(rank_, peer, head) = stamp;
+    segment_.slot(rank_, peer, head) = {number_, bytes, kind_, arrival(bytes)};
     c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
-    sent_bytes.fetch_add(stamp.bytes, std::memory_order_relaxed);
+    peers_.sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  // Spins a little, then yields, then sleeps, so that more ranks than cores make progress; looks
-  // around every few milliseconds for a reason to give up.
-  template <class Ready>
-  void await(int peer, Ready ready) {
-    for (int i = 0; i < 256; ++i) {
-      if (ready()) return;
-      pause();
-    }
-    position.peer.store(peer, std::memory_order_relaxed);
-    for (int i = 0; i < 64; ++i) {
-      if (ready()) return position.peer.store(-1, std::memory_order_relaxed);
-      sched_yield();
-    }
-    for (int i = 0;; ++i) {
-      if (ready()) return position.peer.store(-1, std::memory_order_relaxed);
-      if (i % 32 == 0) give_up_if_hopeless(peer, ready);
-      timespec nap{0, i < 64 ? 20'000 : 100'000};
-      nanosleep(&nap, nullptr);
-    }
-  }
-
-  template <class Ready>
-  void give_up_if_hopeless(int peer, Ready ready) {
-    if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
-    if (auto f = reported()) throw *f;
-    if (!segment_.gone(peer) || ready()) return;  // its last messages came after our last look
-    if (auto f = reported()) throw *f;            // it ended because of what it reported
-    throw Failed{Failure::lost, peer};
-  }
-
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
+  // When a message that is sent now has come through the link, in ns: it queues behind the former.
+  std::uint64_t arrival(std::size_t bytes) {
+    if (link_.bandwidth <= 0) return 0;
+    port_free_ = std::max(port_free_, now()) + std::uint64_t(double(bytes) / link_.bandwidth * 1e9);
+    return port_free_ + std::uint64_t(link_.latency * 1e9);
   }
 
   Segment& segment_;
   int rank_;
-  const std::atomic<bool>& stop_;
+  Peers& peers_;
+  Link link_;
+  std::uint64_t port_free_ = 0;
+
+  Rows job_{};
+  Dtype dtype_{};
+  std::uint64_t number_ = 0, kind_ = 0;
+  std::size_t slab_ = 0, longest_ = 0;  // in elements
+  std::size_t first_ = 0, row_ = 0;     // where it is: the slab's first element, and the row
   std::vector<std::byte> scratch_;
   std::vector<std::size_t> scratch_count_;
+  std::vector<std::vector<float>> sums_;  // by chunk; empty: the chunk itself holds the value
 };
 
 }  // namespace ringdp

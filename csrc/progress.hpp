@@ -1,40 +1,65 @@
-// The progress thread: runs programs one after the other in the order of `start`, beside Python.
+// Runs collectives one after the other in the order of `start`: on the thread that waits for one, or
+// else on a thread of its own, beside Python.
 #pragma once
 
-#include <chrono>
+#include <sys/prctl.h>
+
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <optional>
 #include <thread>
+#include <variant>
 
+#include "direct.hpp"
 #include "interpreter.hpp"
 
 namespace ringdp {
 
+struct Job {
+  std::variant<Rows, Exchange> what;
+  Dtype dtype;
+  std::uint64_t number, kind;
+  std::int64_t elements;
+};
+
+struct Shape {
+  int ranks, depth;
+  std::size_t slab;
+};
+
 class Progress {
  public:
-  Progress(int fd, int rank, int ranks, int depth, std::size_t slab, std::uint64_t token)
-      : segment_(fd, rank, ranks, depth, slab, token), rank_(rank), interpreter_(segment_, rank, stop_) {}
+  Progress(int fd, int rank, Shape shape, std::uint64_t token, Arena arena, Link link)
+      : segment_(fd, rank, shape.ranks, shape.depth, shape.slab, token),
+        rank_(rank),
+        peers_(segment_, rank, stop_),
+        interpreter_(segment_, rank, peers_, link),
+        direct_(segment_, rank, peers_, arena) {}
   ~Progress() { close(); }
 
-  void connect() {
-    segment_.connect();
-    thread_ = std::thread([this] { loop(); });
-  }
+  void connect() { segment_.connect(); }
 
-  std::uint64_t start(const Job& job) {
+  // In the background somebody sees to it at once; else whoever waits for it does.
+  std::uint64_t start(const Job& job, bool background) {
     std::lock_guard lock(mutex_);
     jobs_.push_back(job);
-    work_.notify_one();
+    if (background) wake();
     return ++started_;
   }
 
   // Whether that job has ended; after a failure no job ends any more.
   bool wait(std::uint64_t ticket, double seconds) {
     std::unique_lock lock(mutex_);
-    done_.wait_for(lock, std::chrono::duration<double>(seconds),
-                   [&] { return finished_ >= ticket || failed_; });
+    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(seconds));
+    while (finished_ < ticket && !failed_ && Clock::now() < end) {
+      if (running_) {
+        done_.wait_until(lock, end);
+      } else {
+        run_front(lock, end, false);
+      }
+    }
+    if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
     return finished_ >= ticket;
   }
 
@@ -47,7 +72,7 @@ class Progress {
   // Why jobs do not end; another rank's failure too, though nothing waits for that rank yet.
   std::optional<Failed> failed() {
     std::lock_guard lock(mutex_);
-    return failed_ ? failed_ : interpreter_.reported();
+    return failed_ ? failed_ : peers_.reported();
   }
 
   // Give up on this rank and tell the others.
@@ -57,9 +82,12 @@ class Progress {
     if (closed_) return;
     closed_ = true;
     {
-      std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
       stop_.store(true);
       work_.notify_one();
+      done_.wait(lock, [&] { return !running_; });
+      if (!failed_) failed_ = Failed{Failure::stopped, rank_};
+      done_.notify_all();
     }
     if (thread_.joinable()) thread_.join();
     // release: whoever sees us gone sees our last messages and our report
@@ -67,38 +95,64 @@ class Progress {
   }
 
   Segment& segment() { return segment_; }
-  Interpreter& interpreter() { return interpreter_; }
+  Peers& peers() { return peers_; }
 
  private:
+  void wake() {
+    if (stop_.load() || failed_) return;
+    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    work_.notify_one();
+  }
+
   void loop() {
-    for (;;) {
-      Job job;
-      {
-        std::unique_lock lock(mutex_);
-        work_.wait(lock, [&] { return stop_.load() || !jobs_.empty(); });
-        if (stop_.load()) {
-          failed_ = Failed{Failure::stopped, rank_};
-          done_.notify_all();
-          return;
-        }
-        job = jobs_.front();
-        jobs_.pop_front();
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns by which the kernel may stretch our naps
+    std::unique_lock lock(mutex_);
+    while (!stop_.load() && !failed_) {
+      if (jobs_.empty() || running_) {
+        work_.wait(lock);
+      } else {
+        run_front(lock, Clock::time_point::max(), true);
       }
-      try {
-        interpreter_.run(job);
-      } catch (const Failed& f) {
-        {
-          std::lock_guard lock(mutex_);  // first: `failed` prefers what this rank itself has seen
-          failed_ = f;
-          done_.notify_all();
-        }
-        if (!f.reported && f.failure != Failure::stopped) announce(f.failure, f.rank);
-        return;
-      }
-      std::lock_guard lock(mutex_);
-      ++finished_;
-      done_.notify_all();
     }
+  }
+
+  // Runs the first job in line to its end, or until `end`. The lock is free meanwhile.
+  void run_front(std::unique_lock<std::mutex>& lock, Clock::time_point end, bool background) {
+    running_ = true;
+    const Job& job = jobs_.front();  // a deque keeps it in its place
+    bool ended = false;
+    std::optional<Failed> failed;
+    lock.unlock();
+    try {
+      peers_.slice(end, background);
+      if (!begun_) begin(job);
+      begun_ = true;
+      std::holds_alternative<Rows>(job.what) ? interpreter_.run() : direct_.run();
+      ended = true;
+    } catch (const Later&) {
+    } catch (const Failed& f) {
+      failed = f;
+    }
+    lock.lock();
+    running_ = false;
+    if (ended) {
+      jobs_.pop_front();
+      begun_ = false;
+      ++finished_;
+    }
+    if (failed && !failed_) failed_ = failed;  // first: `failed` prefers what this rank has seen
+    done_.notify_all();
+    if (failed && !failed->reported && failed->failure != Failure::stopped)
+      announce(failed->failure, failed->rank);
+    if (!background && !jobs_.empty() && thread_.joinable()) work_.notify_one();
+  }
+
+  void begin(const Job& job) {
+    peers_.begin(job.number, job.kind, job.elements);
+    if (auto* rows = std::get_if<Rows>(&job.what))
+      interpreter_.begin(*rows, job.dtype, job.number, job.kind);
+    else
+      direct_.begin(std::get<Exchange>(job.what), job.dtype, job.number, job.kind);
   }
 
   void announce(Failure failure, int rank) {
@@ -111,10 +165,13 @@ class Progress {
   std::atomic<bool> stop_{false};
   Segment segment_;
   int rank_;
+  Peers peers_;
   Interpreter interpreter_;
+  Direct direct_;
   std::mutex mutex_;
   std::condition_variable work_, done_;
   std::deque<Job> jobs_;
+  bool begun_ = false, running_ = false;  // the first job: has been begun; somebody is at it
   std::uint64_t started_ = 0, finished_ = 0;
   std::optional<Failed> failed_;
   std::thread thread_;

@@ -1,10 +1,13 @@
 // The shared segment: one anonymous file, mapped by every rank. It has no name in any file system,
 // so nothing is left behind however the ranks end.
 //
-//   Header | RankRecord[ranks] | channel (0,0) (0,1) ... (ranks-1, ranks-1)
+//   Header | RankRecord[ranks] | desk 0 ... ranks-1 | channel (0,0) (0,1) ... (ranks-1, ranks-1)
 //   channel = Cursors | Slot[depth],  Slot = Stamp | slab bytes
+//   desk    = Board | Line[2][kLines] | whole[2] | parts[kTiles][ranks] | result[kTiles]
 //
-// The diagonal channels are unused: 1/ranks of the space, in exchange for plain indexing.
+// A channel is between two ranks, for the row interpreter; the diagonal ones are unused: 1/ranks of
+// the space, in exchange for plain indexing. A desk is where one rank lays out what all others may
+// read: see direct.hpp.
 #pragma once
 
 #include <fcntl.h>
@@ -59,12 +62,44 @@ struct alignas(kLine) Stamp {
   std::uint64_t number;
   std::uint64_t bytes;
   std::uint64_t kind;
+  std::uint64_t arrival;  // over an emulated link: not to be read before, in ns
+};
+
+constexpr std::size_t kTiny = 4 << 10;    // bytes of the longest message sent in lines
+constexpr std::size_t kWhole = 256 << 10;  // bytes of the longest message laid out as a whole
+constexpr int kTiles = 3;                  // tiles that may be laid out at once
+
+// A cache line that carries its own flag: one miss brings both. `flag` is written last.
+struct alignas(kLine) Line {
+  std::byte data[kLine - sizeof(std::uint32_t)];
+  std::atomic<std::uint32_t> flag;
+};
+constexpr std::size_t kLines = 1 + kTiny / sizeof(Line::data);  // the first starts with a Heading
+static_assert(sizeof(Line) == kLine);
+
+// What a rank says at the start of a collective, before or with its data.
+struct Heading {
+  std::uint64_t number, kind, elements;
+};
+
+struct Post {
+  alignas(kLine) std::atomic<std::uint64_t> count;  // how many it has posted; written last
+  Heading heading;
+  std::int64_t offset;  // where in the arena its buffer is, or -1
+};
+
+// How many tiles a rank has laid out, taken from every other rank, and collected the results of.
+struct Board {
+  alignas(kLine) std::atomic<std::uint64_t> laid;
+  alignas(kLine) std::atomic<std::uint64_t> taken;
+  alignas(kLine) std::atomic<std::uint64_t> collected;
+  Post posts[2];
 };
 
 class Segment {
  public:
   static std::size_t size(int ranks, int depth, std::size_t slab) {
-    return sizeof(Header) + ranks * sizeof(RankRecord) +
+    return sizeof(Header) + ranks * (sizeof(RankRecord) + desk_size(ranks, slab)) +
            std::size_t(ranks) * ranks * channel_size(depth, slab);
   }
 
@@ -100,6 +135,7 @@ class Segment {
   // Once every rank has attached: take a handle on each process, so that its end can be seen even
   // while it is a zombie and its pid cannot be mistaken for another's.
   void connect() {
+    madvise(desk(0), desk(ranks_) - desk(0), MADV_POPULATE_WRITE);  // no page faults later
     for (int r = 0; r < ranks_; ++r) {
       auto pid = record(r).pid.load(std::memory_order_acquire);
       pidfds_.push_back(int(syscall(SYS_pidfd_open, pid, 0)));
@@ -125,17 +161,38 @@ class Segment {
     return *reinterpret_cast<Stamp*>(channel(src, dst) + sizeof(Cursors) +
                                      (message % depth_) * (sizeof(Stamp) + slab_));
   }
+  Board& board(int rank) { return *reinterpret_cast<Board*>(desk(rank)); }
+  Line* lines(int rank, std::uint64_t message) {
+    return reinterpret_cast<Line*>(desk(rank) + sizeof(Board)) + message % 2 * kLines;
+  }
+  std::byte* whole(int rank, std::uint64_t message) {
+    return desk(rank) + kFixed + message % 2 * kWhole;
+  }
+  // The part of a tile that `rank` lays out for `owner`, and the result that it lays out for all.
+  std::byte* part(int rank, int owner, std::uint64_t tile) {
+    return tiles(rank) + (tile % kTiles * ranks_ + owner) * slab_;
+  }
+  std::byte* result(int rank, std::uint64_t tile) {
+    return tiles(rank) + (std::size_t(kTiles) * ranks_ + tile % kTiles) * slab_;
+  }
   int ranks() const { return ranks_; }
   int depth() const { return depth_; }
   std::size_t slab() const { return slab_; }
 
  private:
+  static constexpr std::size_t kFixed = sizeof(Board) + 2 * kLines * sizeof(Line);
+  static std::size_t desk_size(int ranks, std::size_t slab) {
+    return kFixed + 2 * kWhole + kTiles * (ranks + 1) * slab;
+  }
+  std::byte* desk(int rank) {
+    return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) + rank * desk_size(ranks_, slab_);
+  }
+  std::byte* tiles(int rank) { return desk(rank) + kFixed + 2 * kWhole; }
   static std::size_t channel_size(int depth, std::size_t slab) {
     return sizeof(Cursors) + depth * (sizeof(Stamp) + slab);
   }
   std::byte* channel(int src, int dst) {
-    return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) +
-           (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
+    return desk(ranks_) + (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
   }
 
   int ranks_, depth_;

@@ -3,7 +3,17 @@ def abandon(core: Progress) -> None: ...
 
 class Progress:
     def __init__(
-        self, fd: int, rank: int, ranks: int, depth: int, slab: int, token: int
+        self,
+        fd: int,
+        rank: int,
+        ranks: int,
+        depth: int,
+        slab: int,
+        token: int,
+        arena: int,
+        arena_bytes: int,
+        latency: float,
+        bandwidth: float,
     ) -> None: ...
     def connect(self) -> None: ...
     def start(
@@ -18,6 +28,20 @@ class Progress:
         op: int,
         number: int,
         kind: int,
+        background: bool,
+        /,
+    ) -> int: ...
+    def exchange(
+        self,
+        collective: int,
+        bounds: int,
+        whole: int,
+        part: int,
+        dtype: int,
+        op: int,
+        number: int,
+        kind: int,
+        background: bool,
         /,
     ) -> int: ...
     def wait(self, ticket: int, seconds: float, /) -> bool: ...

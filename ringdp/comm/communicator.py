@@ -32,9 +32,11 @@ from ringdp.schedule import (
     project,
     proved,
 )
-from ringdp.transport.base import OPS, Op, Transport
+from ringdp.transport.arena import Arena
+from ringdp.transport.base import OPS, Link, Op, Transport, shard_bounds
 from ringdp.transport.shm import ShmTransport
 
+Started = tuple[int, Callable[[], None]]  # a ticket, and what is left to do at the end
 ReduceOp = Literal["sum", "avg", "prod", "min", "max"]
 
 
@@ -42,13 +44,21 @@ class Communicator:
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`."""
 
     def __init__(
-        self, store: Store | None, rank: int, size: int, *, name: str, timeout: float
+        self,
+        store: Store | None,
+        rank: int,
+        size: int,
+        *,
+        name: str,
+        timeout: float,
+        arena: Arena | None = None,
+        link: Link | None = None,
     ) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+        self.rank, self.size, self.timeout, self.link = rank, size, timeout, link
         self._store, self._name = store, name
         self._copies = self._issued = 0
         prefixed = None if store is None else PrefixStore(name, store)
-        self._transport: Transport = ShmTransport(prefixed, rank, size)
+        self._transport: Transport = ShmTransport(prefixed, rank, size, arena=arena, link=link)
         self._guard = Guard(self._transport, timeout)
         self._closed = False
 
@@ -68,7 +78,7 @@ class Communicator:
         at once, and the tensor must not be touched until the Work's `wait` has returned. `tag`, as
         for every collective, says what is moved: ranks whose tags differ raise CollectiveMismatch.
         """
-        return self._issue("all_reduce", tensor, op, algorithm, async_op, tag)
+        return self._issue("all_reduce", tensor, None, op, algorithm, async_op, tag)
 
     def reduce_scatter(
         self,
@@ -86,14 +96,7 @@ class Communicator:
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
         whole = self._whole(output, input, "reduce_scatter: input", "output")
-        in_place = _same(whole[self._part(whole)], output)
-        whole = whole if in_place else whole.clone()
-
-        def finish() -> None:
-            if not in_place:
-                output.detach().copy_(whole[self._part(whole)].view(output.shape))
-
-        return self._issue("reduce_scatter", whole, op, algorithm, async_op, tag, finish)
+        return self._issue("reduce_scatter", whole, output, op, algorithm, async_op, tag)
 
     def all_gather(
         self,
@@ -109,10 +112,7 @@ class Communicator:
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
         whole = self._whole(input, output, "all_gather: output", "input")
-        part = whole[self._part(whole)]
-        if not _same(part, input):
-            part.copy_(input.detach().reshape(-1))
-        return self._issue("all_gather", whole, "sum", algorithm, async_op, tag)
+        return self._issue("all_gather", whole, input, "sum", algorithm, async_op, tag)
 
     def broadcast(
         self,
@@ -126,11 +126,20 @@ class Communicator:
         """Every rank's `tensor` becomes rank `root`'s, in place."""
         if not 0 <= root < self.size:
             raise UsageError(f"broadcast: root is {root}; ranks are 0..{self.size - 1}")
-        return self._issue("broadcast", tensor, "sum", algorithm, async_op, tag, root=root)
+        return self._issue("broadcast", tensor, None, "sum", algorithm, async_op, tag, root=root)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self.all_reduce(torch.zeros(1, dtype=torch.int32))
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised CPU tensor in memory that all ranks of the host have mapped.
+
+        Collectives read and write it in place, where other tensors are copied through shared
+        memory: an all_reduce if every rank's tensor is such a one, a reduce_scatter or broadcast if
+        its input is, an all_gather if this rank's part is. Its storage cannot be resized.
+        """
+        return self._transport.empty(shape, dtype)
 
     def duplicate(self) -> Communicator:
         """Another communicator over the same ranks, whose collectives do not queue behind these.
@@ -139,7 +148,15 @@ class Communicator:
         """
         self._copies += 1
         name = f"{self._name}.{self._copies}"
-        return Communicator(self._store, self.rank, self.size, name=name, timeout=self.timeout)
+        return Communicator(
+            self._store,
+            self.rank,
+            self.size,
+            name=name,
+            timeout=self.timeout,
+            arena=self._transport.arena,
+            link=self.link,
+        )
 
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent to others over this communicator."""
@@ -160,42 +177,117 @@ class Communicator:
     def _issue(
         self,
         collective: Collective,
-        tensor: Tensor,
+        whole: Tensor,
+        part: Tensor | None,
         op: ReduceOp,
         algorithm: str | Builder,
         async_op: bool,
         tag: int,
-        finish: Callable[[], None] = lambda: None,
         root: int = 0,
     ) -> Work:
-        supported(tensor.dtype)
+        """`part`: the output of a reduce_scatter, the input of an all_gather."""
+        supported(whole.dtype)
         if op not in (*OPS, "avg"):
             raise UsageError(f"{collective}: no op {op!r}; there are {', '.join((*OPS, 'avg'))}")
-        if op == "avg" and not tensor.is_floating_point():
-            raise UsageError(f"{collective}: avg is for floats; this tensor is {tensor.dtype}")
+        if op == "avg" and not whole.is_floating_point():
+            raise UsageError(f"{collective}: avg is for floats; this tensor is {whole.dtype}")
         if not 0 <= tag < TAGS:
             raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
         if self._closed:
             raise CommunicationError(f"{collective} on a communicator that has been closed")
-        program = _program(collective, algorithm, self.size, self.rank, root, self._transport.depth)
-        buffer, copied = _flat(tensor)
         op_: Op = "sum" if op == "avg" else op
-        call = Call(self._issued, collective, tensor.dtype, op_, tensor.numel(), tag)
+        call = Call(self._issued, collective, whole.dtype, op_, whole.numel(), tag)
         self._guard.check(call)
-        if op == "avg":
-            buffer.mul_(1 / self.size)
-
-        def complete() -> None:
-            if copied:
-                tensor.detach().copy_(buffer.view(tensor.shape))
-            finish()
-
-        ticket = self._transport.start(program, buffer, op_, call.number, call.kind)
+        prepared = (
+            self._exchange if self._transport.exchanges and algorithm == "direct" else self._run
+        )
+        ticket, finish = prepared(call, whole, part, op == "avg", algorithm, root, async_op)
         self._issued += 1
-        work = Work(self._guard, call, ticket, complete)
+        work = Work(self._guard, call, ticket, finish)
         if not async_op:
             work.wait()
         return work
+
+    def _exchange(
+        self,
+        call: Call,
+        whole: Tensor,
+        part: Tensor | None,
+        average: bool,
+        algorithm: str | Builder,
+        root: int,
+        background: bool,
+    ) -> Started:
+        """Direct, in the transport's own way."""
+        buffer, copied = _flat(whole)
+        piece, piece_copied = (None, False) if part is None else _flat(part)
+        if average and call.collective == "reduce_scatter" and not copied:
+            buffer = buffer * (1 / self.size)
+        elif average:
+            buffer.mul_(1 / self.size)
+        collective, shards = call.collective, shard_bounds(call.elements, self.size)
+        if collective == "broadcast":  # all_gather, where only the root has anything
+            collective = "all_gather"
+            shards = tuple(call.elements if r > root else 0 for r in range(self.size + 1))
+            piece = buffer if self.rank == root else None
+
+        def finish() -> None:
+            if copied and call.collective != "reduce_scatter":
+                whole.detach().copy_(buffer.view(whole.shape))
+            if piece_copied and call.collective == "reduce_scatter":
+                assert part is not None
+                assert piece is not None
+                part.detach().copy_(piece.view(part.shape))
+
+        ticket = self._transport.exchange(
+            collective,
+            shards,
+            buffer,
+            piece,
+            call.op,
+            call.number,
+            call.kind,
+            background=background,
+        )
+        return ticket, finish
+
+    def _run(
+        self,
+        call: Call,
+        whole: Tensor,
+        part: Tensor | None,
+        average: bool,
+        algorithm: str | Builder,
+        root: int,
+        background: bool,
+    ) -> Started:
+        """A schedule's program, in place on the whole buffer."""
+        program = _program(
+            call.collective, algorithm, self.size, self.rank, root, self._transport.depth
+        )
+        buffer, copied = _flat(whole)
+        mine = buffer[self._part(buffer)] if part is not None else buffer
+        elsewhere = part is not None and not _same(mine, part)
+        if call.collective == "reduce_scatter" and elsewhere and not copied:
+            buffer = buffer.clone()
+        if call.collective == "all_gather" and elsewhere:
+            assert part is not None
+            mine.copy_(part.detach().reshape(-1))
+        if average:
+            buffer.mul_(1 / self.size)
+
+        def finish() -> None:
+            if call.collective == "reduce_scatter":
+                if elsewhere:
+                    assert part is not None
+                    part.detach().copy_(buffer[self._part(buffer)].view(part.shape))
+            elif copied:
+                whole.detach().copy_(buffer.view(whole.shape))
+
+        ticket = self._transport.start(
+            program, buffer, call.op, call.number, call.kind, background=background
+        )
+        return ticket, finish
 
     def _whole(self, part: Tensor, whole: Tensor, what: str, part_name: str) -> Tensor:
         if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringdp.schedule.program import Program
+from ringdp.transport.arena import Arena
 
 Op = Literal["sum", "prod", "min", "max"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -39,6 +40,10 @@ class FailureKind(Enum):
     STOPPED = 4
 
 
+# What `exchange` takes, in csrc's order.
+Direct = Literal["all_reduce", "reduce_scatter", "all_gather"]
+DIRECT: tuple[Direct, ...] = get_args(Direct)
+
 Stamp = tuple[int, int, int]  # number, kind, bytes of one message
 
 
@@ -60,6 +65,13 @@ class Failure(NamedTuple):
     found: Stamp
 
 
+class Link(NamedTuple):
+    """A network that a host transport emulates: messages arrive late, over one port a rank."""
+
+    latency: float  # s
+    bandwidth: float  # bytes/s
+
+
 class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
@@ -78,11 +90,45 @@ class Transport(Protocol):
         """Slots of a channel: a program must need no more (`schedule.fifo_depth`)."""
         ...
 
-    def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
+    def start(
+        self, program: Program, buffer: Tensor, op: Op, number: int, kind: int, *, background: bool
+    ) -> int:
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
-        The transport keeps program and buffer alive as long as it needs them.
+        The transport keeps program and buffer alive as long as it needs them. In the `background`
+        it runs at once; else it may leave the work to whoever waits for it.
         """
+        ...
+
+    @property
+    def arena(self) -> Arena | None: ...
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there is an `exchange`."""
+        ...
+
+    def exchange(
+        self,
+        collective: Direct,
+        shards: tuple[int, ...],
+        whole: Tensor,
+        part: Tensor | None,
+        op: Op,
+        number: int,
+        kind: int,
+        *,
+        background: bool,
+    ) -> int:
+        """Begin the `direct` algorithm of that collective in the transport's own way.
+
+        The bits are those of its program. Shard r of `whole` is [shards[r], shards[r+1]); `part` is
+        the output of a reduce_scatter or the input of an all_gather, and None in an all_reduce.
+        """
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in memory that this transport moves best."""
         ...
 
     def wait(self, ticket: int, timeout: float) -> bool:
@@ -108,6 +154,11 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def shard_bounds(elements: int, ranks: int) -> tuple[int, ...]:
+    """Rank r's shard of `elements` is [bounds[r], bounds[r+1]); the first are larger by one."""
+    return (0, *accumulate(_cut(elements, ranks)))
 
 
 def chunk_bounds(elements: int, program: Program) -> list[int]:

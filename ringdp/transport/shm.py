@@ -23,17 +23,34 @@ from torch.distributed.distributed_c10d import Store
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import Program
-from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, Progress, chunk_bounds
+from ringdp.transport.arena import Arena, arena_bytes
+from ringdp.transport.base import (
+    DIRECT,
+    DTYPES,
+    OPS,
+    Direct,
+    Failure,
+    FailureKind,
+    Link,
+    Op,
+    Progress,
+    chunk_bounds,
+)
 
-SLAB_BYTES = 64 << 10  # a FIFO slot; three of them and the caller's chunk fit an L2 of 1 MiB
 FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
 
 
+def slab_bytes(ranks: int) -> int:
+    """A FIFO slot, or one rank's part of a tile: all that is in use at once fits the caches."""
+    return max(4 << 10, min(64 << 10, (512 << 10) // ranks) & -64)
+
+
 class _Address(NamedTuple):
-    """Where rank 0's segment is, as sent through the store."""
+    """Where rank 0's segment and arena are, as sent through the store."""
 
     pid: int
-    fd: int
+    segment: int
+    arena: int
     token: int
 
 
@@ -42,22 +59,50 @@ class ShmTransport:
 
     depth = FIFO_DEPTH
 
-    def __init__(self, store: Store | None, rank: int, ranks: int) -> None:
-        """Collective: returns once all `ranks` ranks have attached. `store` may be None for one."""
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        ranks: int,
+        *,
+        arena: Arena | None = None,
+        link: Link | None = None,
+    ) -> None:
+        """Collective: returns once all `ranks` ranks have attached. `store` may be None for one.
+
+        `arena`: that of another transport over the same ranks. `link`: a network to emulate.
+        """
         self.rank, self.ranks = rank, ranks
+        self.exchanges = link is None  # a network has no memory that all ranks can reach
         if rank == 0:
-            fd = _create(ranks)
-            address = _Address(os.getpid(), fd, secrets.randbits(63))
+            files = (
+                _create("ringdp", _size(ranks), reserve=True),
+                _create("ringdp-arena", arena_bytes(ranks), reserve=False),
+            )
+            address = _Address(os.getpid(), *files, secrets.randbits(63))
         else:
             assert store is not None
             address = _ask(store)
-            fd = _open(address)
+            files = _open(address.pid, address.segment), _open(address.pid, address.arena)
         try:
-            self._core = _core.Progress(fd, rank, ranks, FIFO_DEPTH, SLAB_BYTES, address.token)
+            self.arena = arena or Arena(files[1], rank, ranks)
+            self._core = _core.Progress(
+                files[0],
+                rank,
+                ranks,
+                FIFO_DEPTH,
+                slab_bytes(ranks),
+                address.token,
+                self.arena.address,
+                self.arena.bytes,
+                link.latency if link else 0.0,
+                link.bandwidth if link else 0.0,
+            )
             if store is not None:
                 _meet(store, rank, ranks, address)
         finally:
-            os.close(fd)
+            for fd in files:
+                os.close(fd)
         self._core.connect()
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
@@ -65,11 +110,10 @@ class ShmTransport:
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
         self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process)
 
-    def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
-        if buffer.device.type != "cpu":
-            raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
-        self._check_process()
-        self._release()
+    def start(
+        self, program: Program, buffer: Tensor, op: Op, number: int, kind: int, *, background: bool
+    ) -> int:
+        self._check(buffer)
         bounds = _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
             program.rows.ctypes.data,
@@ -82,9 +126,41 @@ class ShmTransport:
             OPS.index(op),
             number,
             kind,
+            background,
         )
         self._kept[ticket] = (buffer, program, bounds)
         return ticket
+
+    def exchange(
+        self,
+        collective: Direct,
+        shards: tuple[int, ...],
+        whole: Tensor,
+        part: Tensor | None,
+        op: Op,
+        number: int,
+        kind: int,
+        *,
+        background: bool,
+    ) -> int:
+        self._check(whole)
+        bounds = _array(shards)
+        ticket: int = self._core.exchange(
+            DIRECT.index(collective),
+            bounds.ctypes.data,
+            whole.data_ptr(),
+            0 if part is None else part.data_ptr(),
+            DTYPES.index(whole.dtype),
+            OPS.index(op),
+            number,
+            kind,
+            background,
+        )
+        self._kept[ticket] = (whole, part, bounds)
+        return ticket
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.arena.empty(shape, dtype)
 
     def wait(self, ticket: int, timeout: float) -> bool:
         if not self._core.wait(ticket, timeout):
@@ -117,6 +193,12 @@ class ShmTransport:
     def close(self) -> None:
         self._stop()
 
+    def _check(self, buffer: Tensor) -> None:
+        if buffer.device.type != "cpu":
+            raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
+        self._check_process()
+        self._release()
+
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
@@ -138,21 +220,25 @@ def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: in
         kept.clear()
 
 
-def _create(ranks: int) -> int:
-    size = _core.segment_size(ranks, FIFO_DEPTH, SLAB_BYTES)
-    fd = os.memfd_create("ringdp", os.MFD_CLOEXEC)
+def _size(ranks: int) -> int:
+    return int(_core.segment_size(ranks, FIFO_DEPTH, slab_bytes(ranks)))
+
+
+def _create(name: str, size: int, *, reserve: bool) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)  # out of memory is an error here, not a SIGBUS later
+        if reserve:  # out of memory is an error here, not a SIGBUS later
+            os.posix_fallocate(fd, 0, size)
     except OSError as e:
         os.close(fd)
         raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e
     return fd
 
 
-def _open(address: _Address) -> int:
-    path = f"/proc/{address.pid}/fd/{address.fd}"
+def _open(pid: int, fd: int) -> int:
+    path = f"/proc/{pid}/fd/{fd}"
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:
@@ -183,3 +269,8 @@ def _meet(store: Store, rank: int, ranks: int, address: _Address) -> None:
 @lru_cache(maxsize=4096)
 def _bounds(elements: int, program: Program) -> NDArray[np.int64]:
     return np.array(chunk_bounds(elements, program), dtype=np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _array(bounds: tuple[int, ...]) -> NDArray[np.int64]:
+    return np.array(bounds, dtype=np.int64)

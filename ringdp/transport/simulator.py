@@ -40,8 +40,9 @@ def simulate(
 ) -> None:
     """Run one program per rank on one flat buffer per rank, in place.
 
-    float16 and bfloat16 are combined in float32 and rounded at every store and send. Raises
-    ScheduleError, naming each rank's row, if the programs stall at this FIFO depth.
+    A chunk of float16 or bfloat16 that is reduced into is float32 until its value is read: sent,
+    copied or added elsewhere, or at the end; then it is rounded. Raises ScheduleError, naming each
+    rank's row, if the programs stall at this FIFO depth.
     """
     channels: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
     ranks = [
@@ -68,6 +69,7 @@ class _Rank:
         self.next = 0
         bounds = chunk_bounds(buffer.numel(), program)
         self.chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in range(program.chunks)}
+        self.sums: dict[int, Tensor] = {}  # 16-bit chunks that are being summed, in float32
 
     @property
     def done(self) -> bool:
@@ -88,22 +90,38 @@ class _Rank:
             return False
         if row.send_peer != NONE and len(outgoing) >= self.depth:
             return False
-        value = incoming.popleft() if row.recv_peer != NONE else self.chunks[row.src_chunk]
+        value = incoming.popleft() if row.recv_peer != NONE else self.read(row.src_chunk)
+        sends, dtype = row.send_peer != NONE, value.dtype
         if row.flags & REDUCE:
-            value = combine(self.chunks[row.dst_chunk], value, self.op)
-        if row.flags & STORE:
-            if row.dst_chunk in range(self.program.chunks):
-                self.chunks[row.dst_chunk].copy_(value)
-            else:
-                self.chunks[row.dst_chunk] = value.clone()
-        if row.send_peer != NONE:
+            value = COMBINE[self.op](self.wide(row.dst_chunk), _widened(value))
+        if sends:
+            value = value.to(dtype)
             outgoing.append(value.clone())
+        if row.flags & STORE:
+            self.write(row.dst_chunk, value, dtype)
         self.next += 1
+        if self.done:
+            for chunk in range(self.program.chunks):
+                self.read(chunk)
         return True
 
+    def write(self, chunk: int, value: Tensor, dtype: torch.dtype) -> None:
+        self.sums.pop(chunk, None)
+        if value.dtype != dtype:
+            self.sums[chunk] = value
+        elif chunk in range(self.program.chunks):
+            self.chunks[chunk].copy_(value)
+        else:
+            self.chunks[chunk] = value.clone()
 
-def combine(a: Tensor, b: Tensor, op: Op) -> Tensor:
-    """a op b, in float32 for the 16-bit floats, rounded once to their dtype."""
-    if a.dtype in (torch.float16, torch.bfloat16):
-        return COMBINE[op](a.float(), b.float()).to(a.dtype)
-    return COMBINE[op](a, b)
+    def wide(self, chunk: int) -> Tensor:
+        return self.sums[chunk] if chunk in self.sums else _widened(self.chunks[chunk])
+
+    def read(self, chunk: int) -> Tensor:
+        if chunk in self.sums:
+            self.chunks[chunk].copy_(self.sums.pop(chunk))
+        return self.chunks[chunk]
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

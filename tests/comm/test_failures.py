@@ -227,7 +227,8 @@ def test_ctrl_c_ends_a_wait(ranks):
 
 @fallible
 def forked(comm: Communicator) -> tuple[int, bool]:
-    """A child, as of a data loader: it maps nothing, is refused, and its exit harms nobody."""
+    """A child, as of a data loader: it is refused, and its exit harms nobody. It has the arena,
+    where tensors of its own may lie, but not the segment that ranks talk through."""
     pid = os.fork()
     if pid == 0:
         maps = Path("/proc/self/maps").read_text()
@@ -235,11 +236,11 @@ def forked(comm: Communicator) -> tuple[int, bool]:
             comm.barrier()
         except ringdp.UsageError:
             comm.close()
-            os._exit(int("memfd:ringdp" in maps))
+            os._exit(int("memfd:ringdp " in maps))
         os._exit(2)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     comm.barrier()
-    return status, "memfd:ringdp" in Path("/proc/self/maps").read_text()
+    return status, "memfd:ringdp " in Path("/proc/self/maps").read_text()
 
 
 def test_a_forked_child_is_no_rank(ranks):

@@ -1,0 +1,80 @@
+"""Tensors in memory that all ranks of a host have mapped: peers read and write them in place.
+
+One sparse anonymous file, mapped whole by every rank; rank r allocates in the r-th part of it.
+Memory is taken when a tensor is made, and used again when its last view is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from bisect import insort
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringdp.errors import CommunicationError
+
+ALIGNMENT = 64  # bytes: tensors share no cache line
+VIRTUAL = 1 << 44  # bytes of address space that an arena may ask for
+
+
+def arena_bytes(ranks: int) -> int:
+    """Address space for `ranks` ranks: as much as there is memory, for each of them."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory, VIRTUAL // ranks) // mmap.PAGESIZE * mmap.PAGESIZE * ranks
+
+
+class Arena:
+    """One rank's view of the whole arena, and the allocator of its part."""
+
+    def __init__(self, fd: int, rank: int, ranks: int) -> None:
+        """Maps `fd`, of `arena_bytes(ranks)` bytes, and keeps a duplicate of it."""
+        self.bytes = arena_bytes(ranks)
+        if (found := os.fstat(fd).st_size) != self.bytes:
+            raise CommunicationError(f"the shared arena has {found} bytes instead of {self.bytes}")
+        self._map = mmap.mmap(fd, self.bytes, mmap.MAP_SHARED)
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+        self.address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
+        part = self.bytes // ranks
+        self._free = [(rank * part, (rank + 1) * part)]  # [begin, end), sorted, apart
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor. Raises CommunicationError where memory is short."""
+        used = prod(shape) * dtype.itemsize
+        size = max(1, -(-used // ALIGNMENT)) * ALIGNMENT
+        begin = self._take(size)
+        block = np.frombuffer(self._map, np.uint8, used, begin)  # torch keeps it for the storage
+        weakref.finalize(block, self._give, begin, begin + size).atexit = False
+        if used == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(block).view(dtype).view(shape)
+
+    def _take(self, size: int) -> int:
+        with self._lock:
+            for i, (begin, end) in enumerate(self._free):
+                if end - begin >= size:
+                    try:  # out of memory is an error here, not a SIGBUS later
+                        os.posix_fallocate(self._fd, begin, size)
+                    except OSError as e:
+                        raise CommunicationError(f"no memory for {size:,} shared bytes") from e
+                    self._free[i : i + 1] = [(begin + size, end)] if end - begin > size else []
+                    return begin
+        raise CommunicationError(f"no room in the arena for {size:,} bytes")
+
+    def _give(self, begin: int, end: int) -> None:
+        with self._lock:
+            insort(self._free, (begin, end))
+            joined: list[tuple[int, int]] = []
+            for first, last in self._free:
+                if joined and joined[-1][1] == first:
+                    joined[-1] = (joined[-1][0], last)
+                else:
+                    joined.append((first, last))
+            self._free = joined
