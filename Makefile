@@ -8,7 +8,7 @@ RUNS := $(BIN)/python -m pip --disable-pip-version-check -q
 MODULES := $(VENV)/.modules
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: setup demo test check format clean FORCE
+.PHONY: setup demo test sanitize check format clean FORCE
 
 setup: $(READY)
 
@@ -32,6 +32,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+sanitize: setup
+	$(BIN)/python -m pytest tests/transport/test_sanitizers.py
 
 check: setup
 	$(BIN)/ruff format --check .

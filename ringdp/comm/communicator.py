@@ -33,10 +33,16 @@ from ringdp.schedule import (
     proved,
 )
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import OPS, Link, Op, Transport, shard_bounds
+from ringdp.transport.base import OPS, Direct, Link, Op, Transport, shard_bounds
 from ringdp.transport.shm import ShmTransport
 
 Started = tuple[int, Callable[[], None]]  # a ticket, and what is left to do at the end
+EXCHANGES: dict[Collective, Direct] = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "broadcast": "all_gather",
+}
 ReduceOp = Literal["sum", "avg", "prod", "min", "max"]
 
 
@@ -225,11 +231,11 @@ class Communicator:
             buffer = buffer * (1 / self.size)
         elif average:
             buffer.mul_(1 / self.size)
-        collective, shards = call.collective, shard_bounds(call.elements, self.size)
-        if collective == "broadcast":  # all_gather, where only the root has anything
-            collective = "all_gather"
+        if call.collective == "broadcast":  # an all_gather where only the root has anything
             shards = tuple(call.elements if r > root else 0 for r in range(self.size + 1))
             piece = buffer if self.rank == root else None
+        else:
+            shards = shard_bounds(call.elements, self.size)
 
         def finish() -> None:
             if copied and call.collective != "reduce_scatter":
@@ -240,7 +246,7 @@ class Communicator:
                 part.detach().copy_(piece.view(part.shape))
 
         ticket = self._transport.exchange(
-            collective,
+            EXCHANGES[call.collective],
             shards,
             buffer,
             piece,

@@ -1,6 +1,7 @@
 // Ranks as threads of one process, so that a sanitizer sees both ends of every channel.
 // Arguments: all_reduce or broadcast, and files of its programs, one a rank: "chunks scratch rows",
 // then the rows. In a broadcast nothing comes back, so nothing but the tail orders a slot's reuse.
+// Or `direct` and a number of ranks: the collectives that need no program.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -48,10 +49,14 @@ struct Plan {
     for (int c = 0; c <= chunks; ++c) bounds.push_back(elements * c / chunks);
   }
   Job job(float* buffer, std::uint64_t number, std::uint64_t kind = 0) const {
-    return {rows.data(), rows.size(), bounds.data(), chunks, scratch,
-            reinterpret_cast<std::byte*>(buffer), dtype(0, 0), number, kind};
+    const Rows what{rows.data(), rows.size(), bounds.data(), chunks, scratch,
+                    reinterpret_cast<std::byte*>(buffer)};
+    return {what, dtype(0, 0), number, kind, bounds.back()};
   }
 };
+
+constexpr std::size_t kArena = 1 << 18;  // floats a rank
+std::vector<float> arena;
 
 std::vector<std::unique_ptr<Progress>> connected(int n) {
   shared = nullptr;
@@ -59,7 +64,9 @@ std::vector<std::unique_ptr<Progress>> connected(int n) {
   check(ftruncate(fd, Segment::size(n, kDepth, kSlab)) == 0, "a segment");
   std::vector<std::unique_ptr<Progress>> ranks;
   for (int r = 0; r < n; ++r)
-    ranks.push_back(std::make_unique<Progress>(fd, r, n, kDepth, kSlab, 7));
+    ranks.push_back(std::make_unique<Progress>(
+        fd, r, Shape{n, kDepth, kSlab}, 7,
+        Arena{reinterpret_cast<std::byte*>(arena.data()), arena.size() * 4}, Link{}));
   close(fd);
   for (auto& rank : ranks) rank->connect();
   return ranks;
@@ -79,14 +86,55 @@ void results(int n, char** paths, float expected) {
         buffers.emplace_back(elements, float(r + 1));
       }
       std::uint64_t last = 0;
-      for (int i = 0; i < kTimes; ++i) last = ranks[r]->start(plans[i].job(buffers[i].data(), i));
+      for (int i = 0; i < kTimes; ++i) last = ranks[r]->start(plans[i].job(buffers[i].data(), i), i % 3 != 0);
       while (!ranks[r]->wait(last, 0.01)) {
         check(!ranks[r]->failed(), "no failure");
-        ranks[r]->interpreter().position.round.load();
+        ranks[r]->peers().position.round.load();
       }
       for (auto& b : buffers)
         for (float x : b) check(x == expected, "the result");
       ranks[r]->close();  // while the others may still read what it sent
+    });
+  for (auto& t : threads) t.join();
+}
+
+// Every way of moving data, in every order, with the ranks' buffers in the arena or not.
+void direct(int n) {
+  arena.assign(n * kArena, 0);
+  auto ranks = connected(n);
+  std::vector<std::thread> threads;
+  for (int me = 0; me < n; ++me)
+    threads.emplace_back([&, me] {
+      std::uint64_t number = 0;
+      for (const std::int64_t shard : {0, 1, 300, 9000, 40000, 7, 40000, 5, 9000})
+        for (int where = 0; where < 3; ++where)  // nobody's in the arena, everybody's, every other's
+          for (const auto collective :
+               {Collective::all_gather, Collective::reduce_scatter, Collective::all_reduce}) {
+            const bool registered = where == 1 || (where == 2 && me % 2);
+            std::vector<float> mine(n * shard), part(shard);
+            float* whole = mine.data();
+            float* own = part.data();
+            if (registered && collective == Collective::all_gather) own = &arena[me * kArena];
+            if (registered && collective != Collective::all_gather) whole = &arena[me * kArena];
+            for (int i = 0; i < n * shard; ++i) whole[i] = float(me + 1);
+            for (int i = 0; i < shard; ++i) own[i] = float(me + 1);
+            std::vector<std::int64_t> bounds;
+            for (int r = 0; r <= n; ++r) bounds.push_back(shard * r);
+            const Exchange what{collective, bounds.data(), reinterpret_cast<std::byte*>(whole),
+                                reinterpret_cast<std::byte*>(own)};
+            const auto ticket = ranks[me]->start({what, dtype(0, 0), number, 0, n * shard}, number % 4 == 0);
+            ++number;
+            while (!ranks[me]->wait(ticket, 0.01)) check(!ranks[me]->failed(), "no failure");
+            const float sum = float(n * (n + 1) / 2);
+            for (int i = 0; i < shard; ++i) {
+              if (collective == Collective::reduce_scatter) check(own[i] == sum, "reduce_scatter");
+              if (collective == Collective::all_reduce) check(whole[me * shard + i] == sum, "all_reduce");
+              if (collective == Collective::all_gather)
+                for (int r = 0; r < n; ++r) check(whole[r * shard + i] == float(r + 1), "all_gather");
+            }
+            for (int i = 0; i < n * shard; ++i) whole[i] = -1;  // nobody may read it any more
+          }
+      ranks[me]->close();
     });
   for (auto& t : threads) t.join();
 }
@@ -101,8 +149,8 @@ void failing(int n, char** paths, Failure expected, Act act) {
       std::vector<float> first(900, 1), second(900, 1);  // both outlive the progress thread
       Plan plan(paths[r], 900);
       if (r == 0) return act(*ranks[0], plan, first.data());
-      ranks[r]->start(plan.job(first.data(), 0));
-      const auto ticket = ranks[r]->start(plan.job(second.data(), 1));
+      ranks[r]->start(plan.job(first.data(), 0), true);
+      const auto ticket = ranks[r]->start(plan.job(second.data(), 1), r % 2);
       check(!ranks[r]->wait(ticket, 30), "a failed job does not end");
       check(ranks[r]->failed()->failure == expected, "the failure has its name");
       ranks[r]->close();
@@ -111,6 +159,7 @@ void failing(int n, char** paths, Failure expected, Act act) {
 }
 
 int main(int count, char** arguments) {
+  if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), 0;
   const int n = count - 2;
   char** paths = arguments + 2;
   if (arguments[1] == std::string_view("broadcast")) return results(n, paths, 1), 0;
@@ -119,13 +168,13 @@ int main(int count, char** arguments) {
   failing(n, paths, Failure::timeout,
           [](Progress& rank, const Plan&, float*) { rank.fail(Failure::timeout, 0); });
   failing(n, paths, Failure::mismatch, [](Progress& rank, const Plan& plan, float* buffer) {
-    const auto ticket = rank.start(plan.job(buffer, 0, 99));
+    const auto ticket = rank.start(plan.job(buffer, 0, 99), false);
     check(!rank.wait(ticket, 30), "a mistaken job does not end");
     rank.close();
   });
   failing(n, paths, Failure::lost, [](Progress& rank, const Plan& plan, float* buffer) {
-    rank.start(plan.job(buffer, 0));
-    const auto queued = rank.start(plan.job(buffer, 5));
+    rank.start(plan.job(buffer, 0), true);
+    const auto queued = rank.start(plan.job(buffer, 5), true);
     rank.close();  // with one job running, or ended, and one in line
     check(!rank.wait(queued, 30), "a queued job ends with the communicator");
   });

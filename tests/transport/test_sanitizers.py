@@ -17,12 +17,12 @@ HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
 
 
-def compiled(sanitizer: str, at: Path) -> Path:
+def compiled(sanitizer: str, at: Path, sources: str = "csrc") -> Path:
     if not shutil.which(CXX):
         pytest.skip(f"no {CXX}")
     program = at / "ranks_in_threads"
     command = [CXX, "-std=c++17", "-O1", "-g", "-pthread", "-DRINGDP_CLONES=", "-Wno-psabi"]
-    command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", "csrc"]
+    command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", sources]
     built = subprocess.run(
         [*command, str(HERE / "ranks_in_threads.cpp"), "-o", str(program)],
         cwd=HERE.parents[1],
@@ -35,23 +35,58 @@ def compiled(sanitizer: str, at: Path) -> Path:
     return program
 
 
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    # -R: a fixed layout, without which older sanitizers of threads stop at once
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    done = subprocess.run([*fixed, *command], capture_output=True, text=True, timeout=120)
+    if "personality" in done.stderr:  # a container may forbid it
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout is not for this sanitizer")
+    return done
+
+
+def programs(collective: str, algorithm: str, at: Path) -> list[str]:
+    files = []
+    for r in range(3):
+        p = fuse(project(schedule(collective, algorithm, 3), r))
+        rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
+        files.append(at / f"{collective}-{algorithm}-{r}")
+        files[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n")
+    return [collective, *map(str, files)]
+
+
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_no_race_and_no_stray_access(tmp_path, sanitizer):
-    program = compiled(sanitizer, tmp_path)
-    cases = (("all_reduce", "ring"), ("all_reduce", "direct"), ("broadcast", "ring"))
-    for collective, algorithm in cases:
-        files = []
-        for r in range(3):
-            p = fuse(project(schedule(collective, algorithm, 3), r))
-            rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
-            files.append(tmp_path / f"{collective}-{algorithm}-{r}")
-            files[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n")
-        command = [str(program), collective, *map(str, files)]
-        # -R: a fixed layout, without which older sanitizers of threads stop at once
-        fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-        done = subprocess.run([*fixed, *command], capture_output=True, text=True, timeout=60)
-        if "personality" in done.stderr:  # a container may forbid it
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if "unexpected memory mapping" in done.stderr:
-            pytest.skip("this kernel's address layout is not for this sanitizer")
+    program = str(compiled(sanitizer, tmp_path))
+    for collective, algorithm in (
+        ("all_reduce", "ring"),
+        ("all_reduce", "direct"),
+        ("broadcast", "ring"),
+    ):
+        done = run([program, *programs(collective, algorithm, tmp_path)])
         assert done.returncode == 0, done.stderr
+    for n in "1", "2", "3":
+        done = run([program, "direct", n])
+        assert done.returncode == 0, done.stderr
+
+
+RELEASES = {  # the store that publishes, and what runs over it
+    "c.head.store(head + 1, std::memory_order_release)": "interpreter.hpp",
+    "laid.store(tile + 1, std::memory_order_release)": "direct.hpp",
+}
+
+
+def test_a_release_made_relaxed_is_a_race(tmp_path):
+    """Else the test above shows nothing."""
+    sources = tmp_path / "csrc"
+    shutil.copytree(HERE.parents[1] / "csrc", sources)
+    for store, file in RELEASES.items():
+        text = (sources / file).read_text()
+        assert text.count(store) == 1
+        (sources / file).write_text(text.replace(store, store.replace("release", "relaxed")))
+    program = str(compiled("thread", tmp_path, str(sources)))
+    for arguments in (programs("all_reduce", "ring", tmp_path), ["direct", "2"]):
+        done = run([program, *arguments])
+        assert done.returncode != 0
+        assert "ThreadSanitizer: data race" in done.stderr
