@@ -14,14 +14,14 @@
 
 namespace ringdp {
 
-enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped };
+enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped, aborted };
 
 // Thrown through the interpreter; becomes a Python error at the edge.
 struct Failed {
   Failure failure;
-  int rank = -1;                // the rank at fault, or that gave up first
-  Stamp expected{}, found{};    // of a mismatch
-  bool reported = false;        // by another rank
+  int rank = -1;              // the rank at fault, or that gave up first
+  Stamp expected{}, found{};  // of a message that is none of ours; else zeros
+  int reporter = -1;          // the rank that found it; -1 is this one
 };
 
 enum Flag : std::int32_t { kReduce = 1, kStore = 2 };
@@ -38,36 +38,32 @@ struct Job {
   std::byte* buffer;
   Dtype dtype;
   std::uint64_t number, kind;
-};
-
-// Where the interpreter is, for whoever asks why it takes so long.
-struct Position {
-  std::atomic<std::uint64_t> number{0};
-  std::atomic<std::int32_t> round{-1}, peer{-1};  // peer: whom it waits for, or -1
+  const char* site;  // [kSite]
 };
 
 class Interpreter {
  public:
   Interpreter(Segment& segment, int rank, const std::atomic<bool>& stop)
-      : segment_(segment), rank_(rank), stop_(stop) {}
+      : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {}
 
   // What another rank has given up for.
   std::optional<Failed> reported() {
     // acquire: pairs with Progress::announce
     const auto f = segment_.header().failed.load(std::memory_order_acquire);
     if (f == 0) return std::nullopt;
-    return Failed{Failure(f >> 16), int(f & 0xffff) - 1, {}, {}, true};
+    Failed failed{Failure(f >> 32), int(f & 0xffff) - 1, {}, {}, int(f >> 16 & 0xffff) - 1};
+    if (failed.reporter >= 0 && failed.reporter < segment_.ranks()) {
+      const Finding& finding = segment_.record(failed.reporter).finding;
+      failed.expected = finding.expected;
+      failed.found = finding.found;
+    }
+    return failed;
   }
 
-  Position position;
   std::atomic<std::uint64_t> sent_bytes{0};
 
   void run(const Job& job) {
-    position.number.store(job.number, std::memory_order_relaxed);
-    RankRecord& record = segment_.record(rank_);  // relaxed: it informs people, and orders nothing
-    record.kind.store(job.kind, std::memory_order_relaxed);
-    record.elements.store(job.bounds[job.chunks], std::memory_order_relaxed);
-    record.begun.store(job.number + 1, std::memory_order_relaxed);
+    record_.begin(job.number, job.kind, job.bounds[job.chunks], job.site);
     const std::size_t slab = segment_.slab() / job.dtype.size;  // in elements
     std::size_t longest = 0;
     for (int c = 0; c < job.chunks; ++c)
@@ -76,7 +72,7 @@ class Interpreter {
     scratch_count_.assign(job.scratch, 0);
     for (std::size_t first = 0; first == 0 || first < longest; first += slab)
       for (std::size_t i = 0; i < job.row_count; ++i) run_row(job, job.rows[i], first, slab);
-    position.round.store(-1, std::memory_order_relaxed);
+    record_.end();
   }
 
  private:
@@ -86,7 +82,7 @@ class Interpreter {
   };
 
   void run_row(const Job& job, const Row& row, std::size_t first, std::size_t slab) {
-    position.round.store(row.round, std::memory_order_relaxed);
+    record_.round.store(row.round, std::memory_order_relaxed);
     const auto size = job.dtype.size;
     const bool receives = row.recv_peer >= 0, sends = row.send_peer >= 0;
     Piece target = row.dst_chunk >= 0 ? piece(job, row.dst_chunk, first, slab) : Piece{};
@@ -168,13 +164,13 @@ class Interpreter {
       if (ready()) return;
       pause();
     }
-    position.peer.store(peer, std::memory_order_relaxed);
+    record_.peer.store(peer, std::memory_order_relaxed);
     for (int i = 0; i < 64; ++i) {
-      if (ready()) return position.peer.store(-1, std::memory_order_relaxed);
+      if (ready()) return record_.peer.store(-1, std::memory_order_relaxed);
       sched_yield();
     }
     for (int i = 0;; ++i) {
-      if (ready()) return position.peer.store(-1, std::memory_order_relaxed);
+      if (ready()) return record_.peer.store(-1, std::memory_order_relaxed);
       if (i % 32 == 0) give_up_if_hopeless(peer, ready);
       timespec nap{0, i < 64 ? 20'000 : 100'000};
       nanosleep(&nap, nullptr);
@@ -199,6 +195,7 @@ class Interpreter {
   }
 
   Segment& segment_;
+  RankRecord& record_;
   int rank_;
   const std::atomic<bool>& stop_;
   std::vector<std::byte> scratch_;

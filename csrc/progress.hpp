@@ -50,8 +50,8 @@ class Progress {
     return failed_ ? failed_ : interpreter_.reported();
   }
 
-  // Give up on this rank and tell the others.
-  void fail(Failure failure, int rank) { announce(failure, rank); }
+  // Give up on `rank`, or as `rank` itself, and tell the others.
+  void fail(Failure failure, int rank) { announce({failure, rank}); }
 
   void close() {
     if (closed_) return;
@@ -92,7 +92,7 @@ class Progress {
           failed_ = f;
           done_.notify_all();
         }
-        if (!f.reported && f.failure != Failure::stopped) announce(f.failure, f.rank);
+        if (f.reporter < 0 && f.failure != Failure::stopped) announce(f);
         return;
       }
       std::lock_guard lock(mutex_);
@@ -101,13 +101,18 @@ class Progress {
     }
   }
 
-  void announce(Failure failure, int rank) {
-    std::uint32_t none = 0;
-    // release: the messages sent before it; the first to fail stays
+  void announce(const Failed& failed) {
+    if (announced_.exchange(true)) return;  // what others may be reading stays as it is
+    segment_.record(rank_).finding = {failed.expected, failed.found};
+    std::uint64_t none = 0;
+    // release: the finding, and the messages sent before it; the first to fail stays
     segment_.header().failed.compare_exchange_strong(
-        none, std::uint32_t(failure) << 16 | std::uint32_t(rank + 1), std::memory_order_acq_rel);
+        none,
+        std::uint64_t(failed.failure) << 32 | std::uint64_t(rank_ + 1) << 16 | (failed.rank + 1),
+        std::memory_order_acq_rel);
   }
 
+  std::atomic<bool> announced_{false};
   std::atomic<bool> stop_{false};
   Segment segment_;
   int rank_;

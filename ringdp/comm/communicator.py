@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ringdp.comm.guard import TAGS, Call, Guard, supported
+from ringdp.comm.call import TAGS, call_site, fingerprint
+from ringdp.comm.guard import Guard, supported
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError, ScheduleError, UsageError
 from ringdp.schedule import (
@@ -42,14 +43,21 @@ class Communicator:
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`."""
 
     def __init__(
-        self, store: Store | None, rank: int, size: int, *, name: str, timeout: float
+        self,
+        store: Store | None,
+        rank: int,
+        size: int,
+        *,
+        name: str,
+        timeout: float,
+        warn_after: float,
     ) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store, self._name = store, name
         self._copies = self._issued = 0
         prefixed = None if store is None else PrefixStore(name, store)
         self._transport: Transport = ShmTransport(prefixed, rank, size)
-        self._guard = Guard(self._transport, timeout)
+        self._guard = Guard(self._transport, timeout, warn_after)
         self._closed = False
 
     def all_reduce(
@@ -139,7 +147,13 @@ class Communicator:
         """
         self._copies += 1
         name = f"{self._name}.{self._copies}"
-        return Communicator(self._store, self.rank, self.size, name=name, timeout=self.timeout)
+        return Communicator(
+            self._store,
+            *(self.rank, self.size),
+            name=name,
+            timeout=self.timeout,
+            warn_after=self._guard.warn_after,
+        )
 
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent to others over this communicator."""
@@ -180,7 +194,8 @@ class Communicator:
         program = _program(collective, algorithm, self.size, self.rank, root, self._transport.depth)
         buffer, copied = _flat(tensor)
         op_: Op = "sum" if op == "avg" else op
-        call = Call(self._issued, collective, tensor.dtype, op_, tensor.numel(), tag)
+        kind = tag << 24 | fingerprint(collective, tensor.dtype, op, root)
+        call = (self._issued, kind, tensor.numel(), call_site(3))
         self._guard.check(call)
         if op == "avg":
             buffer.mul_(1 / self.size)
@@ -190,7 +205,7 @@ class Communicator:
                 tensor.detach().copy_(buffer.view(tensor.shape))
             finish()
 
-        ticket = self._transport.start(program, buffer, op_, call.number, call.kind)
+        ticket = self._transport.start(program, buffer, op_, call)
         self._issued += 1
         work = Work(self._guard, call, ticket, complete)
         if not async_op:

@@ -17,15 +17,16 @@ _worlds = count()
 _world: Communicator | None = None
 
 
-def init(*, timeout: float = 1800.0) -> Communicator:
+def init(*, timeout: float = 1800.0, warn_after: float = 5.0) -> Communicator:
     """The communicator of all ranks that torchrun started, or of one rank without it.
 
     Collective: every rank must call it, and call it equally often. `timeout` is how long a
-    collective may wait for another rank, in seconds. Raises UsageError if torchrun's variables are
-    set in part only.
+    collective may wait for another rank, in seconds; after `warn_after` of them the logger `ringdp`
+    warns once of a collective that does not end. Raises UsageError if torchrun's variables are set
+    in part only, or are not what torchrun sets.
     """
     global _world
-    _world = _connect(timeout)
+    _world = _connect(timeout, warn_after)
     return _world
 
 
@@ -36,15 +37,21 @@ def world() -> Communicator:
     return _world
 
 
-def _connect(timeout: float) -> Communicator:
+def _connect(timeout: float, warn_after: float) -> Communicator:
     found = [v for v in VARIABLES if v in os.environ]
     name = f"ringdp/{next(_worlds)}"
     if not {"RANK", "WORLD_SIZE"} & set(found):
-        return Communicator(None, 0, 1, name=name, timeout=timeout)
+        return Communicator(None, 0, 1, name=name, timeout=timeout, warn_after=warn_after)
     if missing := [v for v in VARIABLES if v not in found]:
         raise UsageError(
             f"{', '.join(found)} set, but not {', '.join(missing)}: start the ranks with torchrun, "
             "which sets all of them"
         )
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    return Communicator(PrefixStore("ringdp", store), rank, ranks, name=name, timeout=timeout)
+    return Communicator(
+        PrefixStore("ringdp", store),
+        *(rank, ranks),
+        name=name,
+        timeout=timeout,
+        warn_after=warn_after,
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringdp.schedule.program import Program
+from ringdp.transport.records import Call, RankRecord
 
 Op = Literal["sum", "prod", "min", "max"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -31,31 +32,29 @@ DTYPES = (
 
 
 class FailureKind(Enum):
-    """Why a program did not end (csrc's enum Failure)."""
+    """Why a program did not end (csrc's enum Failure, but for the last)."""
 
     LOST = 1
     TIMEOUT = 2
     MISMATCH = 3
     STOPPED = 4
+    ABORTED = 5
+    DAMAGED = 6
 
 
 Stamp = tuple[int, int, int]  # number, kind, bytes of one message
 
 
-class Progress(NamedTuple):
-    """The collective that a rank began last."""
-
-    number: int
-    kind: int
-    elements: int
-
-
 class Failure(NamedTuple):
-    """`rank` is the one at fault, or for a timeout the one that gave up. `reported`: by another."""
+    """`rank` is the one at fault, or for a timeout or an abort the one that gave up.
+
+    `reporter` is the rank that found it. The stamps are those of a message that is none of ours,
+    zeros where no message told of the failure.
+    """
 
     kind: FailureKind
     rank: int
-    reported: bool
+    reporter: int
     expected: Stamp
     found: Stamp
 
@@ -63,8 +62,8 @@ class Failure(NamedTuple):
 class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
-    `number` and `kind` go with every message: a receiver that expects others fails (MISMATCH).
-    After a failure, of this rank or reported by another, no program ends any more.
+    A call's `number` and `kind` go with every message: a receiver that expects others fails
+    (MISMATCH). After a failure, of this rank or reported by another, no program ends any more.
     """
 
     @property
@@ -78,7 +77,7 @@ class Transport(Protocol):
         """Slots of a channel: a program must need no more (`schedule.fifo_depth`)."""
         ...
 
-    def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
+    def start(self, program: Program, buffer: Tensor, op: Op, call: Call) -> int:
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
         The transport keeps program and buffer alive as long as it needs them.
@@ -91,16 +90,16 @@ class Transport(Protocol):
 
     def failure(self) -> Failure | None: ...
 
-    def fail(self, kind: FailureKind) -> None:
-        """Give up, and tell the other ranks."""
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        """Tell the other ranks that `rank` is at fault, or that it gives up."""
         ...
 
-    def position(self) -> tuple[int, int, int]:
-        """(collective number, round, rank waited for or -1) of the running program."""
+    def record(self, rank: int) -> RankRecord | None:
+        """What that rank does; None where it cannot be seen from here."""
         ...
 
-    def progress(self) -> list[Progress | None]:
-        """What each rank began last, or None."""
+    def call(self, rank: int, number: int) -> Call | None:
+        """That rank's call of collective `number`, unless it has not begun it, or forgot it."""
         ...
 
     def sent_bytes(self) -> int:

@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import Store
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import Program
-from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, Progress, chunk_bounds
+from ringdp.transport.base import DTYPES, OPS, Failure, FailureKind, Op, chunk_bounds
+from ringdp.transport.records import Call, RankRecord, read_call, read_record
 
 SLAB_BYTES = 64 << 10  # a FIFO slot; three of them and the caller's chunk fit an L2 of 1 MiB
 FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
@@ -65,11 +66,12 @@ class ShmTransport:
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
         self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process)
 
-    def start(self, program: Program, buffer: Tensor, op: Op, number: int, kind: int) -> int:
+    def start(self, program: Program, buffer: Tensor, op: Op, call: Call) -> int:
         if buffer.device.type != "cpu":
             raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
         self._check_process()
         self._release()
+        number, kind, _, site = call
         bounds = _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
             program.rows.ctypes.data,
@@ -82,8 +84,9 @@ class ShmTransport:
             OPS.index(op),
             number,
             kind,
+            site,
         )
-        self._kept[ticket] = (buffer, program, bounds)
+        self._kept[ticket] = (buffer, program, bounds, site)
         return ticket
 
     def wait(self, ticket: int, timeout: float) -> bool:
@@ -97,19 +100,23 @@ class ShmTransport:
         found = self._core.failed()
         if found is None:
             return None
-        kind, rank, reported, *_ = found
-        return Failure(FailureKind(kind), rank, reported, found[3:6], found[6:9])
+        kind, rank, reporter, *_ = found
+        reporter = self.rank if reporter < 0 else reporter
+        known = kind in [k.value for k in FailureKind] and {rank, reporter} <= set(
+            range(self.ranks)
+        )
+        if not known:
+            return Failure(FailureKind.DAMAGED, self.rank, self.rank, (0, 0, 0), (0, 0, 0))
+        return Failure(FailureKind(kind), rank, reporter, found[3:6], found[6:9])
 
-    def fail(self, kind: FailureKind) -> None:
-        self._core.fail(kind.value, self.rank)
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        self._core.fail(kind.value, rank)
 
-    def position(self) -> tuple[int, int, int]:
-        number, round_, peer = self._core.position()
-        return number, round_, peer
+    def record(self, rank: int) -> RankRecord:
+        return read_record(self._core, rank)
 
-    def progress(self) -> list[Progress | None]:
-        records = [self._core.record(r) for r in range(self.ranks)]
-        return [Progress(begun - 1, *call) if begun else None for begun, *call in records]
+    def call(self, rank: int, number: int) -> Call | None:
+        return read_call(self._core, rank, number)
 
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())
