@@ -71,7 +71,7 @@ class Direct {
   }
 
   void run() {
-    peers_.position.round.store(0, std::memory_order_relaxed);
+    peers_.round(0);
     switch (path_) {
       case Path::alone: finish_whole(); break;
       case Path::lines: run_lines(); break;
@@ -82,7 +82,6 @@ class Direct {
     const auto scattered = gathers() ? 0 : all - own;
     const auto gathered = job_.collective == Collective::reduce_scatter ? 0 : own * (ranks_ - 1);
     peers_.sent_bytes.fetch_add(scattered + gathered, std::memory_order_relaxed);
-    peers_.position.round.store(-1, std::memory_order_relaxed);
   }
 
  private:
@@ -300,7 +299,7 @@ class Direct {
   void collect(std::size_t t) {
     const auto tile = tiles_ + t;
     if (job_.collective == Collective::all_reduce && !all_registered_) {
-      peers_.position.round.store(1, std::memory_order_relaxed);
+      peers_.round(1);
       for (int i = 1; i < ranks_; ++i) {
         const int r = (rank_ + i) % ranks_;
         await(r, &Board::taken, tile + 1);

@@ -61,7 +61,6 @@ class Interpreter {
       for (int c = 0; c < job_.chunks; ++c) round(c);
       row_ = 0;
     }
-    peers_.position.round.store(-1, std::memory_order_relaxed);
   }
 
  private:
@@ -71,7 +70,7 @@ class Interpreter {
   };
 
   void run_row(const Row& row) {
-    peers_.position.round.store(row.round, std::memory_order_relaxed);
+    peers_.round(row.round);
     const auto size = dtype_.size;
     const bool receives = row.recv_peer >= 0, sends = row.send_peer >= 0;
     std::byte* out = sends ? outgoing(row.send_peer) : nullptr;

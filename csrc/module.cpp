@@ -3,14 +3,46 @@
 #include <nanobind/stl/tuple.h>
 
 #include "progress.hpp"
+#include "watch.hpp"
 
 namespace nb = nanobind;
 using namespace ringdp;
+
+namespace {
+
+// The same two questions to a communicator's own segment and to one seen from outside.
+template <class Source>
+const RankRecord& record_of(Source& source, int rank) {
+  if (rank < 0 || rank >= source.ranks())
+    throw nb::index_error(("rank " + std::to_string(rank) + " of " + std::to_string(source.ranks())).c_str());
+  return source.record(rank);
+}
+
+nb::tuple where(const RankRecord& r) {
+  return nb::make_tuple(r.pid.load(), r.begun.load(std::memory_order_acquire), r.finished.load(),
+                        r.round.load(), r.peer.load(), r.changed.load());
+}
+
+nb::object call(const RankRecord& r, std::uint64_t number) {
+  const auto info = r.call(number);
+  if (!info) return nb::none();
+  const auto* site = reinterpret_cast<const char*>(info->site.data());
+  return nb::make_tuple(info->kind, info->elements, nb::bytes(site, strnlen(site, kSite)));
+}
+
+const char* checked(const nb::bytes& site) {
+  if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
+  return site.c_str();
+}
+
+}  // namespace
 
 NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // an exit with an error keeps frames, and so transports, alive
   m.def("segment_size", &Segment::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of a shared segment.");
+  m.attr("SITE_BYTES") = kSite;
+  m.attr("CALLS") = kCalls;
 
   nb::class_<Progress>(m, "Progress")
       .def(
@@ -30,46 +62,55 @@ NB_MODULE(_core, m) {
           "start",
           [](Progress& self, std::uintptr_t rows, std::size_t row_count, std::uintptr_t bounds,
              int chunks, int scratch, std::uintptr_t buffer, int dtype_code, int op,
-             std::uint64_t number, std::uint64_t kind, bool background) {
+             std::uint64_t number, std::uint64_t kind, nb::bytes site, bool background) {
             const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
             const Rows what{reinterpret_cast<const Row*>(rows), row_count, cuts, chunks, scratch,
                             reinterpret_cast<std::byte*>(buffer)};
-            return self.start({what, dtype(dtype_code, op), number, kind, cuts[chunks]}, background);
+            return self.start({what, dtype(dtype_code, op), number, kind, cuts[chunks], checked(site)},
+                              background);
           })
       .def(
           "exchange",
           [](Progress& self, int collective, std::uintptr_t bounds, std::uintptr_t whole,
              std::uintptr_t part, int dtype_code, int op, std::uint64_t number, std::uint64_t kind,
-             bool background) {
+             nb::bytes site, bool background) {
             const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
             const Exchange what{Collective(collective), cuts, reinterpret_cast<std::byte*>(whole),
                                 reinterpret_cast<std::byte*>(part)};
             const auto elements = cuts[self.segment().ranks()];
-            return self.start({what, dtype(dtype_code, op), number, kind, elements}, background);
+            return self.start({what, dtype(dtype_code, op), number, kind, elements, checked(site)},
+                              background);
           })
       .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
       .def("failed",
            [](Progress& self) -> nb::object {
              auto f = self.failed();
              if (!f) return nb::none();
-             return nb::make_tuple(int(f->failure), f->rank, f->reported, f->expected.number,
+             return nb::make_tuple(int(f->failure), f->rank, f->reporter, f->expected.number,
                                    f->expected.kind, f->expected.bytes, f->found.number,
                                    f->found.kind, f->found.bytes);
            })
       .def("fail", [](Progress& self, int kind, int rank) { self.fail(Failure(kind), rank); })
-      .def("position",
-           [](Progress& self) {
-             auto& p = self.peers().position;
-             return nb::make_tuple(p.number.load(), p.round.load(), p.peer.load());
-           })
       .def("finished", &Progress::finished)
-      .def("record",
-           [](Progress& self, int rank) {
-             auto& r = self.segment().record(rank);
-             return nb::make_tuple(r.begun.load(), r.kind.load(), r.elements.load());
+      .def("record", [](Progress& self, int rank) { return where(record_of(self.segment(), rank)); })
+      .def("call", [](Progress& self, int rank, std::uint64_t number) {
+             return call(record_of(self.segment(), rank), number);
+           })
+      .def("gone", [](Progress& self, int rank) {
+             record_of(self.segment(), rank);
+             return self.segment().gone(rank);
            })
       .def("sent_bytes", [](Progress& self) { return self.peers().sent_bytes.load(); })
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Watch>(m, "Watch")
+      .def(nb::init<int>(), nb::arg("fd"))
+      .def_prop_ro("ranks", &Watch::ranks)
+      .def_prop_ro("failed", [](Watch& self) { return self.header().failed.load(); })
+      .def("record", [](Watch& self, int rank) { return where(record_of(self, rank)); })
+      .def("call", [](Watch& self, int rank, std::uint64_t number) {
+        return call(record_of(self, rank), number);
+      });
   m.def("abandon", [](nb::object core) { core.release(); }, nb::arg("core"),
         "Never destroy `core`: a forked child holds it without its thread and its memory.");
 }

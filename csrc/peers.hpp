@@ -14,24 +14,18 @@ namespace ringdp {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped };
+enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped, aborted };
 
 // Thrown through a collective; becomes a Python error at the edge.
 struct Failed {
   Failure failure;
-  int rank = -1;                // the rank at fault, or that gave up first
-  Stamp expected{}, found{};    // of a mismatch
-  bool reported = false;        // by another rank
+  int rank = -1;              // the rank at fault, or that gave up first
+  Stamp expected{}, found{};  // of a message that is none of ours; else zeros
+  int reporter = -1;          // the rank that found it; -1 is this one
 };
 
 // Thrown through a collective whose time slice is over: it goes on where it was, when asked to.
 struct Later {};
-
-// Where the collective is, for whoever asks why it takes so long.
-struct Position {
-  std::atomic<std::uint64_t> number{0};
-  std::atomic<std::int32_t> round{-1}, peer{-1};  // peer: whom it waits for, or -1
-};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -49,12 +43,11 @@ inline std::uint64_t now() {
 class Peers {
  public:
   Peers(Segment& segment, int rank, const std::atomic<bool>& stop)
-      : segment_(segment), rank_(rank), stop_(stop) {
+      : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {
     // More ranks than cores: whoever spins keeps the core from the rank that it waits for.
     crowded_ = segment.ranks() > long(sysconf(_SC_NPROCESSORS_ONLN));
   }
 
-  Position position;
   std::atomic<std::uint64_t> sent_bytes{0};
 
   // How to wait from now on: until when, and whether somebody else wants this core.
@@ -63,21 +56,20 @@ class Peers {
     spins_ = background || crowded_ ? 0 : kSpins;
   }
 
-  void begin(std::uint64_t number, std::uint64_t kind, std::uint64_t elements) {
-    position.number.store(number, std::memory_order_relaxed);
-    number_ = number, kind_ = kind, elements_ = elements;
-    RankRecord& record = segment_.record(rank_);
-    record.kind.store(kind, std::memory_order_relaxed);
-    record.elements.store(elements, std::memory_order_relaxed);
-    record.begun.store(number + 1, std::memory_order_release);  // release: what it is of first
-  }
+  void round(int round) { record_.round.store(round, std::memory_order_relaxed); }
 
   // What another rank has given up for.
   std::optional<Failed> reported() {
     // acquire: pairs with Progress::announce
     const auto f = segment_.header().failed.load(std::memory_order_acquire);
     if (f == 0) return std::nullopt;
-    return Failed{Failure(f >> 16), int(f & 0xffff) - 1, {}, {}, true};
+    Failed failed{Failure(f >> 32), int(f & 0xffff) - 1, {}, {}, int(f >> 16 & 0xffff) - 1};
+    if (failed.reporter >= 0 && failed.reporter < segment_.ranks()) {
+      const Finding& finding = segment_.record(failed.reporter).finding;
+      failed.expected = finding.expected;
+      failed.found = finding.found;
+    }
+    return failed;
   }
 
   // Spins a little, then yields, then sleeps, so that more ranks than cores make progress; looks
@@ -88,10 +80,10 @@ class Peers {
       if (ready()) return;
       pause();
     }
-    position.peer.store(peer, std::memory_order_relaxed);
+    record_.peer.store(peer, std::memory_order_relaxed);
     while (!wait_on(peer, ready)) {
     }
-    position.peer.store(-1, std::memory_order_relaxed);
+    record_.peer.store(-1, std::memory_order_relaxed);
   }
 
   // Sleeps until a moment, a slice at a time.
@@ -124,34 +116,17 @@ class Peers {
       if (auto f = reported()) throw *f;    // it ended because of what it reported
       throw Failed{Failure::lost, peer};
     }
-    if (!ready() && elsewhere(peer) && !ready()) throw at_odds(peer);
     if (!ready() && Clock::now() >= end_) throw Later{};
     return false;
   }
 
-  // Whether `peer` is in the same collective by number, but not by kind or length: what it sends may
-  // then take a way on which we never look.
-  bool elsewhere(int peer) {
-    const RankRecord& theirs = segment_.record(peer);
-    // acquire: what it is of was written before
-    if (theirs.begun.load(std::memory_order_acquire) != number_ + 1) return false;
-    return theirs.kind.load(std::memory_order_relaxed) != kind_ ||
-           theirs.elements.load(std::memory_order_relaxed) != elements_;
-  }
-  Failed at_odds(int peer) {
-    const RankRecord& theirs = segment_.record(peer);
-    return {Failure::mismatch, peer, {number_, elements_, kind_, 0},
-            {number_, theirs.elements.load(std::memory_order_relaxed),
-             theirs.kind.load(std::memory_order_relaxed), 0}};
-  }
-
   Segment& segment_;
+  RankRecord& record_;
   int rank_;
   const std::atomic<bool>& stop_;
   bool crowded_;
   Clock::time_point end_ = Clock::time_point::max();
   int spins_ = 0;
-  std::uint64_t number_ = 0, kind_ = 0, elements_ = 0;
 };
 
 }  // namespace ringdp

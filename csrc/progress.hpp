@@ -20,6 +20,7 @@ struct Job {
   Dtype dtype;
   std::uint64_t number, kind;
   std::int64_t elements;
+  const char* site;  // [kSite]
 };
 
 struct Shape {
@@ -75,8 +76,8 @@ class Progress {
     return failed_ ? failed_ : peers_.reported();
   }
 
-  // Give up on this rank and tell the others.
-  void fail(Failure failure, int rank) { announce(failure, rank); }
+  // Give up on `rank`, or as `rank` itself, and tell the others.
+  void fail(Failure failure, int rank) { announce({failure, rank}); }
 
   void close() {
     if (closed_) return;
@@ -128,6 +129,7 @@ class Progress {
       if (!begun_) begin(job);
       begun_ = true;
       std::holds_alternative<Rows>(job.what) ? interpreter_.run() : direct_.run();
+      segment_.record(rank_).end();
       ended = true;
     } catch (const Later&) {
     } catch (const Failed& f) {
@@ -142,26 +144,30 @@ class Progress {
     }
     if (failed && !failed_) failed_ = failed;  // first: `failed` prefers what this rank has seen
     done_.notify_all();
-    if (failed && !failed->reported && failed->failure != Failure::stopped)
-      announce(failed->failure, failed->rank);
+    if (failed && failed->reporter < 0 && failed->failure != Failure::stopped) announce(*failed);
     if (!background && !jobs_.empty() && thread_.joinable()) work_.notify_one();
   }
 
   void begin(const Job& job) {
-    peers_.begin(job.number, job.kind, job.elements);
+    segment_.record(rank_).begin(job.number, job.kind, job.elements, job.site);
     if (auto* rows = std::get_if<Rows>(&job.what))
       interpreter_.begin(*rows, job.dtype, job.number, job.kind);
     else
       direct_.begin(std::get<Exchange>(job.what), job.dtype, job.number, job.kind);
   }
 
-  void announce(Failure failure, int rank) {
-    std::uint32_t none = 0;
-    // release: the messages sent before it; the first to fail stays
+  void announce(const Failed& failed) {
+    if (announced_.exchange(true)) return;  // what others may be reading stays as it is
+    segment_.record(rank_).finding = {failed.expected, failed.found};
+    std::uint64_t none = 0;
+    // release: the finding, and the messages sent before it; the first to fail stays
     segment_.header().failed.compare_exchange_strong(
-        none, std::uint32_t(failure) << 16 | std::uint32_t(rank + 1), std::memory_order_acq_rel);
+        none,
+        std::uint64_t(failed.failure) << 32 | std::uint64_t(rank_ + 1) << 16 | (failed.rank + 1),
+        std::memory_order_acq_rel);
   }
 
+  std::atomic<bool> announced_{false};
   std::atomic<bool> stop_{false};
   Segment segment_;
   int rank_;

@@ -27,27 +27,19 @@
 #include <string>
 #include <vector>
 
+#include "record.hpp"
+
 namespace ringdp {
 
-constexpr std::uint64_t kMagic = 0x72696e6764703031;  // "ringdp01"
-constexpr std::size_t kLine = 64;                     // bytes of a cache line
-
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // else not valid across processes
+constexpr std::uint64_t kMagic = 0x72696e6764703032;  // "ringdp02": another layout, another number
 
 struct alignas(kLine) Header {
-  std::uint64_t magic, token;
-  std::uint32_t ranks, depth;
+  std::uint64_t magic, token, bytes;  // bytes: of the whole segment
+  std::uint32_t ranks, record_bytes, depth;
   std::uint64_t slab;
-  // 0, or (kind of failure << 16 | rank + 1) of what failed first. Everyone gives up then. The rank
-  // is the one at fault, or for a timeout the one that gave up.
-  std::atomic<std::uint32_t> failed;
-};
-
-// What a rank is doing, readable by the others even when it is stuck.
-struct alignas(kLine) RankRecord {
-  std::atomic<std::uint64_t> begun;           // how many collectives; the last of them:
-  std::atomic<std::uint64_t> kind, elements;
-  std::atomic<std::int32_t> pid;              // 0 before it has attached, -1 once it has closed
+  // What failed first; everyone gives up then. 0, or kind << 32 | reporter + 1 << 16 | rank + 1: the
+  // reporter's `finding` says more. The rank is the one at fault, or for a timeout the reporter.
+  std::atomic<std::uint64_t> failed;
 };
 
 // Single producer, single consumer. `head` counts messages written, `tail` messages read; each has a
@@ -55,14 +47,6 @@ struct alignas(kLine) RankRecord {
 struct Cursors {
   alignas(kLine) std::atomic<std::uint64_t> head;
   alignas(kLine) std::atomic<std::uint64_t> tail;
-};
-
-// What a message belongs to; the receiver compares it with what it expects.
-struct alignas(kLine) Stamp {
-  std::uint64_t number;
-  std::uint64_t bytes;
-  std::uint64_t kind;
-  std::uint64_t arrival;  // over an emulated link: not to be read before, in ns
 };
 
 constexpr std::size_t kTiny = 4 << 10;    // bytes of the longest message sent in lines
@@ -115,10 +99,12 @@ class Segment {
       throw std::runtime_error(std::string("mmap of the shared segment: ") + std::strerror(errno));
     base_ = static_cast<std::byte*>(at);
     madvise(base_, bytes_, MADV_DONTFORK);  // a data loader's worker is no rank, and may outlive one
-    if (rank == 0) new (base_) Header{kMagic, token, std::uint32_t(ranks), std::uint32_t(depth), slab, {}};
+    if (rank == 0)
+      new (base_) Header{kMagic, token, bytes_, std::uint32_t(ranks), sizeof(RankRecord),
+                         std::uint32_t(depth), slab, {}};
     const Header& h = header();
-    if (h.magic != kMagic || h.token != token || int(h.ranks) != ranks || int(h.depth) != depth ||
-        h.slab != slab) {
+    if (h.magic != kMagic || h.token != token || h.bytes != bytes_ || int(h.ranks) != ranks ||
+        h.record_bytes != sizeof(RankRecord) || int(h.depth) != depth || h.slab != slab) {
       munmap(base_, bytes_);
       throw std::runtime_error("the shared segment belongs to another job or version");
     }

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ringdp.comm.guard import TAGS, Call, Guard, supported
+from ringdp.comm.call import TAGS, call_site, fingerprint
+from ringdp.comm.guard import Guard, supported
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError, ScheduleError, UsageError
 from ringdp.schedule import (
@@ -33,7 +34,8 @@ from ringdp.schedule import (
     proved,
 )
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import OPS, Direct, Link, Op, Transport, shard_bounds
+from ringdp.transport.base import OPS, Direct, Link, Transport, shard_bounds
+from ringdp.transport.records import Call
 from ringdp.transport.shm import ShmTransport
 
 Started = tuple[int, Callable[[], None]]  # a ticket, and what is left to do at the end
@@ -57,6 +59,7 @@ class Communicator:
         *,
         name: str,
         timeout: float,
+        warn_after: float,
         arena: Arena | None = None,
         link: Link | None = None,
     ) -> None:
@@ -65,7 +68,7 @@ class Communicator:
         self._copies = self._issued = 0
         prefixed = None if store is None else PrefixStore(name, store)
         self._transport: Transport = ShmTransport(prefixed, rank, size, arena=arena, link=link)
-        self._guard = Guard(self._transport, timeout)
+        self._guard = Guard(self._transport, timeout, warn_after)
         self._closed = False
 
     def all_reduce(
@@ -156,10 +159,10 @@ class Communicator:
         name = f"{self._name}.{self._copies}"
         return Communicator(
             self._store,
-            self.rank,
-            self.size,
+            *(self.rank, self.size),
             name=name,
             timeout=self.timeout,
+            warn_after=self._guard.warn_after,
             arena=self._transport.arena,
             link=self.link,
         )
@@ -201,13 +204,12 @@ class Communicator:
             raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
         if self._closed:
             raise CommunicationError(f"{collective} on a communicator that has been closed")
-        op_: Op = "sum" if op == "avg" else op
-        call = Call(self._issued, collective, whole.dtype, op_, whole.numel(), tag)
+        kind = tag << 24 | fingerprint(collective, whole.dtype, op, root)
+        call = (self._issued, kind, whole.numel(), call_site(3))
         self._guard.check(call)
-        prepared = (
-            self._exchange if self._transport.exchanges and algorithm == "direct" else self._run
-        )
-        ticket, finish = prepared(call, whole, part, op == "avg", algorithm, root, async_op)
+        direct = algorithm == "direct" and collective in EXCHANGES and self._transport.exchanges
+        begin = self._exchange if direct else self._run
+        ticket, finish = begin(collective, call, whole, part, op, algorithm, root, async_op)
         self._issued += 1
         work = Work(self._guard, call, ticket, finish)
         if not async_op:
@@ -216,10 +218,11 @@ class Communicator:
 
     def _exchange(
         self,
+        collective: Collective,
         call: Call,
         whole: Tensor,
         part: Tensor | None,
-        average: bool,
+        op: ReduceOp,
         algorithm: str | Builder,
         root: int,
         background: bool,
@@ -227,63 +230,61 @@ class Communicator:
         """Direct, in the transport's own way."""
         buffer, copied = _flat(whole)
         piece, piece_copied = (None, False) if part is None else _flat(part)
-        if average and call.collective == "reduce_scatter" and not copied:
+        if op == "avg" and collective == "reduce_scatter" and not copied:
             buffer = buffer * (1 / self.size)
-        elif average:
+        elif op == "avg":
             buffer.mul_(1 / self.size)
-        if call.collective == "broadcast":  # an all_gather where only the root has anything
-            shards = tuple(call.elements if r > root else 0 for r in range(self.size + 1))
+        if collective == "broadcast":  # an all_gather where only the root has anything
+            shards = tuple(whole.numel() if r > root else 0 for r in range(self.size + 1))
             piece = buffer if self.rank == root else None
         else:
-            shards = shard_bounds(call.elements, self.size)
+            shards = shard_bounds(whole.numel(), self.size)
 
         def finish() -> None:
-            if copied and call.collective != "reduce_scatter":
+            if copied and collective != "reduce_scatter":
                 whole.detach().copy_(buffer.view(whole.shape))
-            if piece_copied and call.collective == "reduce_scatter":
+            if piece_copied and collective == "reduce_scatter":
                 assert part is not None
                 assert piece is not None
                 part.detach().copy_(piece.view(part.shape))
 
         ticket = self._transport.exchange(
-            EXCHANGES[call.collective],
+            EXCHANGES[collective],
             shards,
             buffer,
             piece,
-            call.op,
-            call.number,
-            call.kind,
+            "sum" if op == "avg" else op,
+            call,
             background=background,
         )
         return ticket, finish
 
     def _run(
         self,
+        collective: Collective,
         call: Call,
         whole: Tensor,
         part: Tensor | None,
-        average: bool,
+        op: ReduceOp,
         algorithm: str | Builder,
         root: int,
         background: bool,
     ) -> Started:
         """A schedule's program, in place on the whole buffer."""
-        program = _program(
-            call.collective, algorithm, self.size, self.rank, root, self._transport.depth
-        )
+        program = _program(collective, algorithm, self.size, self.rank, root, self._transport.depth)
         buffer, copied = _flat(whole)
         mine = buffer[self._part(buffer)] if part is not None else buffer
         elsewhere = part is not None and not _same(mine, part)
-        if call.collective == "reduce_scatter" and elsewhere and not copied:
+        if collective == "reduce_scatter" and elsewhere and not copied:
             buffer = buffer.clone()
-        if call.collective == "all_gather" and elsewhere:
+        if collective == "all_gather" and elsewhere:
             assert part is not None
             mine.copy_(part.detach().reshape(-1))
-        if average:
+        if op == "avg":
             buffer.mul_(1 / self.size)
 
         def finish() -> None:
-            if call.collective == "reduce_scatter":
+            if collective == "reduce_scatter":
                 if elsewhere:
                     assert part is not None
                     part.detach().copy_(buffer[self._part(buffer)].view(part.shape))
@@ -291,7 +292,7 @@ class Communicator:
                 whole.detach().copy_(buffer.view(whole.shape))
 
         ticket = self._transport.start(
-            program, buffer, call.op, call.number, call.kind, background=background
+            program, buffer, "sum" if op == "avg" else op, call, background=background
         )
         return ticket, finish
 

@@ -1,15 +1,19 @@
-"""What a failed collective says: who is missing, in which collective and round.
+"""Why a collective does not end: the error that names the rank, the collective and the lines.
 
-Every message carries its collective's number and `kind`, a small code of what it is. The receiver
-compares them with its own, so ranks that disagree learn it from the first message.
+Every message carries its collective's number and fingerprint, and every rank's record says what it
+called where. So ranks that disagree learn it from the first message, or, where each waits for the
+other's, from a look at the records; and every rank can say what all the others do.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn, get_args
+import logging
+from typing import NoReturn
 
 from torch import dtype
 
+from ringdp.comm.call import collective_of, named, tag_of, told
+from ringdp.comm.table import process_state, table
 from ringdp.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -17,54 +21,28 @@ from ringdp.errors import (
     PeerLost,
     UsageError,
 )
-from ringdp.schedule import Collective
-from ringdp.transport.base import (
-    DTYPES,
-    OPS,
-    Failure,
-    FailureKind,
-    Op,
-    Progress,
-    Stamp,
-    Transport,
-)
+from ringdp.transport.base import DTYPES, Failure, FailureKind, Stamp, Transport
+from ringdp.transport.records import CALLS, Call
 
-TAGS = 1 << 39  # how many there are: with the codes below them they fit 63 bits
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+log = logging.getLogger("ringdp")
 
-
-class Call(NamedTuple):
-    """One call of a collective: the number-th of its communicator."""
-
-    number: int
-    collective: Collective
-    dtype: dtype
-    op: Op
-    elements: int
-    tag: int
-
-    @property
-    def kind(self) -> int:
-        codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), OPS.index(self.op)
-        return self.tag << 24 | codes[0] << 16 | codes[1] << 8 | codes[2]
-
-    def __str__(self) -> str:
-        return f"{describe((self.number, self.kind, 0))} of {self.elements} elements"
-
-
-def describe(stamp: Stamp) -> str:
-    """`all_reduce #12 (float32, sum, tag 0)`."""
-    number, kind, _ = stamp
-    tag, collective = kind >> 24, COLLECTIVES[kind >> 16 & 0xFF]
-    dtype_, op = DTYPES[kind >> 8 & 0xFF], OPS[kind & 0xFF]
-    return f"{collective} #{number} ({str(dtype_).removeprefix('torch.')}, {op}, tag {tag})"
+ERRORS: dict[FailureKind, type[CommunicationError]] = {
+    FailureKind.LOST: PeerLost,
+    FailureKind.ABORTED: PeerLost,
+    FailureKind.TIMEOUT: CollectiveTimeout,
+    FailureKind.MISMATCH: CollectiveMismatch,
+    FailureKind.STOPPED: CommunicationError,
+    FailureKind.DAMAGED: CommunicationError,
+}
+UNEVEN = {"all_to_all_v"}  # whose lengths may differ between ranks
 
 
 class Guard:
-    """Turns a transport's failures into errors that name the rank, the collective and the round."""
+    """Turns a transport's failures into errors, and looks for their causes while a rank waits."""
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
-        self.transport, self.timeout = transport, timeout
+    def __init__(self, transport: Transport, timeout: float, warn_after: float) -> None:
+        """`timeout` and `warn_after`: seconds that a collective may last, and until it is told."""
+        self.transport, self.timeout, self.warn_after = transport, timeout, warn_after
         self.error: CommunicationError | None = None
 
     def check(self, call: Call) -> None:
@@ -74,56 +52,112 @@ class Guard:
         if self.error is not None:
             raise self.error
 
+    def look(self, call: Call) -> None:
+        """Raise if it cannot end: a failure, or a rank that is in another collective instead."""
+        self.check(call)
+        rank = self.transport.rank
+        here = self.transport.record(rank)
+        mine = here and self.transport.call(rank, here.begun - 1)
+        if mine is None:
+            return
+        for r in range(self.transport.ranks):
+            theirs = self.transport.call(r, mine[0])
+            if theirs is not None and _differ(mine, theirs):
+                self.transport.fail(FailureKind.MISMATCH, r)
+                self.check(call)
+
+    def warn(self, call: Call, waited: float) -> None:
+        """Say that a collective takes long, and who is missing."""
+        log.warning(
+            "rank %d has waited %.1f s for %s; %s\n%s",
+            *(self.transport.rank, waited, told(call), self._missing(call), table(self.transport)),
+        )
+
     def give_up(self, call: Call, waited: float) -> NoReturn:
         """Tell the other ranks, and raise CollectiveTimeout."""
-        self.transport.fail(FailureKind.TIMEOUT)
-        self.error = CollectiveTimeout(f"{self._here(call)} for {waited:g} s\n{self._table()}")
+        self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
+        self.error = CollectiveTimeout(
+            f"{self._here(call)} for {waited:g} s; {self._missing(call)}\n{table(self.transport)}"
+        )
         raise self.error
 
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
-        here, who = self._here(call), f"rank {failure.rank}"
+        if failure.kind is FailureKind.MISMATCH:
+            text = self._disagreement(failure)
+        else:
+            text = f"{self._here(call)}; {self._cause(call, failure)}"
+        return ERRORS[failure.kind](f"{text}\n{table(self.transport)}")
+
+    def _cause(self, call: Call, failure: Failure) -> str:
+        who = f"rank {failure.rank}"
         match failure.kind:
-            case FailureKind.STOPPED:
-                return CommunicationError(f"{here}, but its communicator was closed")
-            case FailureKind.MISMATCH if failure.reported:
-                text = f"{who} is at odds with another rank"
-            case FailureKind.MISMATCH:
-                found, expected = _sized(failure.found), _sized(failure.expected)
-                text = f"{who} is in {found}, this rank expects {expected}"
             case FailureKind.LOST:
-                text = f"{who} has ended"
+                record = self.transport.record(failure.rank)
+                why = process_state(record.pid) if record else ""
+                return f"{who} has ended" + f" ({why})" * bool(why)
+            case FailureKind.ABORTED:
+                return f"{who} has aborted"
             case FailureKind.TIMEOUT:
-                text = f"{who} gave up waiting"
-        kind = {
-            FailureKind.LOST: PeerLost,
-            FailureKind.TIMEOUT: CollectiveTimeout,
-            FailureKind.MISMATCH: CollectiveMismatch,
-        }[failure.kind]
-        return kind(f"{here}: {text}\n{self._table()}")
+                return f"{who} gave up waiting; {self._missing(call)}"
+            case FailureKind.STOPPED:
+                return "its communicator was closed"
+            case _:
+                return "the shared memory between the ranks is damaged"
+
+    def _disagreement(self, failure: Failure) -> str:
+        """Both calls of the first collective that is not the same, else the message as it was."""
+        pair = failure.reporter, failure.rank
+        here, there = [self._calls(r) for r in pair]
+        for number in sorted(here.keys() & there.keys()):
+            if _differ(here[number], there[number]):
+                calls = (
+                    f"  rank {r}: {told(c[number])}"
+                    for r, c in zip(pair, (here, there), strict=True)
+                )
+                return "\n".join([f"ranks {pair[0]} and {pair[1]} called differently:", *calls])
+        return (
+            f"rank {pair[0]} expected {_message(failure.expected)} from rank {pair[1]}, "
+            f"and found {_message(failure.found)}"
+        )
+
+    def _calls(self, rank: int) -> dict[int, Call]:
+        """What the rank called last, by number."""
+        record = self.transport.record(rank)
+        begun = record.begun if record else 0
+        calls = (self.transport.call(rank, k) for k in range(max(0, begun - CALLS), begun))
+        return {call[0]: call for call in calls if call}
 
     def _here(self, call: Call) -> str:
-        number, round_, peer = self.transport.position()
-        where = f", which is in #{number}" if number != call.number else ""
-        where += f", round {round_}" if round_ >= 0 else ""
-        where += f", waiting for rank {peer}" if peer >= 0 else ""
-        return f"rank {self.transport.rank} waited for {call}{where}"
+        queued = f", queued behind #{self._stuck(call)}," * (self._stuck(call) < call[0])
+        return f"rank {self.transport.rank} waited for {told(call)}{queued}"
 
-    def _table(self) -> str:
-        rows = [f"  rank {r}: {_begun(p)}" for r, p in enumerate(self.transport.progress())]
-        return "\n".join(["collectives begun last:", *rows])
+    def _missing(self, call: Call) -> str:
+        """Which ranks have not begun it, and what keeps them if their processes say so."""
+        number, late = self._stuck(call), []
+        for r in range(self.transport.ranks):
+            record = self.transport.record(r)
+            if record is not None and record.begun <= number:
+                state = "this rank" if r == self.transport.rank else process_state(record.pid)
+                late.append(f"rank {r}" + f" ({state})" * bool(state))
+        if not late:
+            return f"every rank has called #{number}"
+        return f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called #{number}"
+
+    def _stuck(self, call: Call) -> int:
+        """The collective under way: this one, or the one that it is queued behind."""
+        here = self.transport.record(self.transport.rank)
+        return min(call[0], here.finished) if here else call[0]
 
 
-def _begun(progress: Progress | None) -> str:
-    if progress is None:
-        return "none"
-    return f"{describe((progress.number, progress.kind, 0))} of {progress.elements} elements"
+def _differ(one: Call, other: Call) -> bool:
+    (_, kind, elements, _), (_, other_kind, other_elements, _) = one, other
+    even = collective_of(kind) not in UNEVEN
+    return kind != other_kind or (even and elements != other_elements)
 
 
-def _sized(stamp: Stamp) -> str:
-    try:
-        return f"{describe(stamp)}, a message of {stamp[2]} bytes"
-    except IndexError:
-        return f"an unknown collective #{stamp[0]}"
+def _message(stamp: Stamp) -> str:
+    number, kind, size = stamp
+    return f"a message of {size} bytes of {named(number, kind)}, tag {tag_of(kind)}"
 
 
 def supported(given: dtype) -> None:

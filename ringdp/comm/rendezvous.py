@@ -18,16 +18,19 @@ _worlds = count()
 _world: Communicator | None = None
 
 
-def init(*, timeout: float = 1800.0, link: Link | None = None) -> Communicator:
+def init(
+    *, timeout: float = 1800.0, warn_after: float = 5.0, link: Link | None = None
+) -> Communicator:
     """The communicator of all ranks that torchrun started, or of one rank without it.
 
     Collective: every rank must call it, and call it equally often. `timeout` is how long a
-    collective may wait for another rank, in seconds. With a `link` the ranks of one host talk as
-    over that network: messages come late, at no cost of cores. Raises UsageError if torchrun's
-    variables are set in part only.
+    collective may wait for another rank, in seconds; after `warn_after` of them the logger `ringdp`
+    warns once of a collective that does not end. With a `link` the ranks of one host talk as over
+    that network: messages come late, at no cost of cores. Raises UsageError if torchrun's variables
+    are set in part only, or are not what torchrun sets.
     """
     global _world
-    _world = _connect(timeout, link)
+    _world = _connect(timeout, warn_after, link)
     return _world
 
 
@@ -38,11 +41,13 @@ def world() -> Communicator:
     return _world
 
 
-def _connect(timeout: float, link: Link | None) -> Communicator:
+def _connect(timeout: float, warn_after: float, link: Link | None) -> Communicator:
     found = [v for v in VARIABLES if v in os.environ]
     name = f"ringdp/{next(_worlds)}"
     if not {"RANK", "WORLD_SIZE"} & set(found):
-        return Communicator(None, 0, 1, name=name, timeout=timeout, link=link)
+        return Communicator(
+            None, 0, 1, name=name, timeout=timeout, warn_after=warn_after, link=link
+        )
     if missing := [v for v in VARIABLES if v not in found]:
         raise UsageError(
             f"{', '.join(found)} set, but not {', '.join(missing)}: start the ranks with torchrun, "
@@ -50,5 +55,10 @@ def _connect(timeout: float, link: Link | None) -> Communicator:
         )
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     return Communicator(
-        PrefixStore("ringdp", store), rank, ranks, name=name, timeout=timeout, link=link
+        PrefixStore("ringdp", store),
+        *(rank, ranks),
+        name=name,
+        timeout=timeout,
+        warn_after=warn_after,
+        link=link,
     )

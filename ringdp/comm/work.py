@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
-from ringdp.comm.guard import Call, Guard
+from ringdp.comm.guard import Guard
 from ringdp.errors import CommunicationError
+from ringdp.transport.records import Call
 
 SLICE = 0.1  # seconds between looks at Ctrl-C
 
@@ -30,15 +32,20 @@ class Work:
         if self._done:
             return
         allowed = self._guard.timeout if timeout is None else timeout
-        deadline = time.monotonic() + allowed
+        start, tell = time.monotonic(), self._guard.warn_after
+        waited = 0.0
         try:
             # Python sees signals between slices only: the wait itself holds no GIL.
             while not self._guard.transport.wait(
-                self._ticket, max(0.0, min(SLICE, deadline - time.monotonic()))
+                self._ticket, max(0.0, min(SLICE, allowed - waited))
             ):
-                self._guard.check(self._call)
-                if time.monotonic() >= deadline:
+                self._guard.look(self._call)
+                waited = time.monotonic() - start
+                if waited >= allowed:
                     self._guard.give_up(self._call, allowed)
+                if waited >= tell:
+                    self._guard.warn(self._call, waited)
+                    tell = math.inf
         except CommunicationError as e:
             self._error = e
             raise

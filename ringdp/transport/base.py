@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
+from ringdp.transport.records import Call, RankRecord
 
 Op = Literal["sum", "prod", "min", "max"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -31,36 +32,35 @@ DTYPES = (
 )
 
 
+# What `exchange` takes, in csrc's order.
+Direct = Literal["all_reduce", "reduce_scatter", "all_gather"]
+DIRECT: tuple[Direct, ...] = get_args(Direct)
+
+
 class FailureKind(Enum):
-    """Why a program did not end (csrc's enum Failure)."""
+    """Why a program did not end (csrc's enum Failure, but for the last)."""
 
     LOST = 1
     TIMEOUT = 2
     MISMATCH = 3
     STOPPED = 4
+    ABORTED = 5
+    DAMAGED = 6
 
-
-# What `exchange` takes, in csrc's order.
-Direct = Literal["all_reduce", "reduce_scatter", "all_gather"]
-DIRECT: tuple[Direct, ...] = get_args(Direct)
 
 Stamp = tuple[int, int, int]  # number, kind, bytes of one message
 
 
-class Progress(NamedTuple):
-    """The collective that a rank began last."""
-
-    number: int
-    kind: int
-    elements: int
-
-
 class Failure(NamedTuple):
-    """`rank` is the one at fault, or for a timeout the one that gave up. `reported`: by another."""
+    """`rank` is the one at fault, or for a timeout or an abort the one that gave up.
+
+    `reporter` is the rank that found it. The stamps are those of a message that is none of ours,
+    zeros where no message told of the failure.
+    """
 
     kind: FailureKind
     rank: int
-    reported: bool
+    reporter: int
     expected: Stamp
     found: Stamp
 
@@ -75,8 +75,8 @@ class Link(NamedTuple):
 class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
-    `number` and `kind` go with every message: a receiver that expects others fails (MISMATCH).
-    After a failure, of this rank or reported by another, no program ends any more.
+    A call's `number` and `kind` go with every message: a receiver that expects others fails
+    (MISMATCH). After a failure, of this rank or reported by another, no program ends any more.
     """
 
     @property
@@ -91,7 +91,7 @@ class Transport(Protocol):
         ...
 
     def start(
-        self, program: Program, buffer: Tensor, op: Op, number: int, kind: int, *, background: bool
+        self, program: Program, buffer: Tensor, op: Op, call: Call, *, background: bool
     ) -> int:
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
@@ -99,9 +99,6 @@ class Transport(Protocol):
         it runs at once; else it may leave the work to whoever waits for it.
         """
         ...
-
-    @property
-    def arena(self) -> Arena | None: ...
 
     @property
     def exchanges(self) -> bool:
@@ -115,8 +112,7 @@ class Transport(Protocol):
         whole: Tensor,
         part: Tensor | None,
         op: Op,
-        number: int,
-        kind: int,
+        call: Call,
         *,
         background: bool,
     ) -> int:
@@ -126,6 +122,9 @@ class Transport(Protocol):
         the output of a reduce_scatter or the input of an all_gather, and None in an all_reduce.
         """
         ...
+
+    @property
+    def arena(self) -> Arena | None: ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor in memory that this transport moves best."""
@@ -137,16 +136,16 @@ class Transport(Protocol):
 
     def failure(self) -> Failure | None: ...
 
-    def fail(self, kind: FailureKind) -> None:
-        """Give up, and tell the other ranks."""
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        """Tell the other ranks that `rank` is at fault, or that it gives up."""
         ...
 
-    def position(self) -> tuple[int, int, int]:
-        """(collective number, round, rank waited for or -1) of the running program."""
+    def record(self, rank: int) -> RankRecord | None:
+        """What that rank does; None where it cannot be seen from here."""
         ...
 
-    def progress(self) -> list[Progress | None]:
-        """What each rank began last, or None."""
+    def call(self, rank: int, number: int) -> Call | None:
+        """That rank's call of collective `number`, unless it has not begun it, or forgot it."""
         ...
 
     def sent_bytes(self) -> int:

@@ -33,9 +33,9 @@ from ringdp.transport.base import (
     FailureKind,
     Link,
     Op,
-    Progress,
     chunk_bounds,
 )
+from ringdp.transport.records import Call, RankRecord, read_call, read_record
 
 FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
 
@@ -111,9 +111,10 @@ class ShmTransport:
         self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process)
 
     def start(
-        self, program: Program, buffer: Tensor, op: Op, number: int, kind: int, *, background: bool
+        self, program: Program, buffer: Tensor, op: Op, call: Call, *, background: bool
     ) -> int:
         self._check(buffer)
+        number, kind, _, site = call
         bounds = _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
             program.rows.ctypes.data,
@@ -126,9 +127,10 @@ class ShmTransport:
             OPS.index(op),
             number,
             kind,
+            site,
             background,
         )
-        self._kept[ticket] = (buffer, program, bounds)
+        self._kept[ticket] = (buffer, program, bounds, site)
         return ticket
 
     def exchange(
@@ -138,12 +140,12 @@ class ShmTransport:
         whole: Tensor,
         part: Tensor | None,
         op: Op,
-        number: int,
-        kind: int,
+        call: Call,
         *,
         background: bool,
     ) -> int:
         self._check(whole)
+        number, kind, _, site = call
         bounds = _array(shards)
         ticket: int = self._core.exchange(
             DIRECT.index(collective),
@@ -154,9 +156,10 @@ class ShmTransport:
             OPS.index(op),
             number,
             kind,
+            site,
             background,
         )
-        self._kept[ticket] = (whole, part, bounds)
+        self._kept[ticket] = (whole, part, bounds, site)
         return ticket
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -173,19 +176,23 @@ class ShmTransport:
         found = self._core.failed()
         if found is None:
             return None
-        kind, rank, reported, *_ = found
-        return Failure(FailureKind(kind), rank, reported, found[3:6], found[6:9])
+        kind, rank, reporter, *_ = found
+        reporter = self.rank if reporter < 0 else reporter
+        known = kind in [k.value for k in FailureKind] and {rank, reporter} <= set(
+            range(self.ranks)
+        )
+        if not known:
+            return Failure(FailureKind.DAMAGED, self.rank, self.rank, (0, 0, 0), (0, 0, 0))
+        return Failure(FailureKind(kind), rank, reporter, found[3:6], found[6:9])
 
-    def fail(self, kind: FailureKind) -> None:
-        self._core.fail(kind.value, self.rank)
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        self._core.fail(kind.value, rank)
 
-    def position(self) -> tuple[int, int, int]:
-        number, round_, peer = self._core.position()
-        return number, round_, peer
+    def record(self, rank: int) -> RankRecord:
+        return read_record(self._core, rank)
 
-    def progress(self) -> list[Progress | None]:
-        records = [self._core.record(r) for r in range(self.ranks)]
-        return [Progress(begun - 1, *call) if begun else None for begun, *call in records]
+    def call(self, rank: int, number: int) -> Call | None:
+        return read_call(self._core, rank, number)
 
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())

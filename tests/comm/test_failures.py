@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,24 +136,31 @@ def test_a_late_rank_is_a_timeout_on_all(ranks, issues):
     for rank, h in enumerate(ranks(3)(late, issues)):
         assert h.error == h.again == "CollectiveTimeout", h
         assert h.seconds < 1.0
-        assert "rank 1: all_reduce #0 (int32, sum, tag 0) of 1 elements" in h.text, "who is behind"
+        behind = "rank 1 has not called #1" in h.text or "rank 1 (this rank) has not" in h.text
         if rank == 2 or issues == "all_reduce":  # the broadcast's root waits for nobody
-            assert f"rank {rank} waited for {issues} #1 (float32, sum, tag 5) of 1000" in h.text
+            assert behind, h.text
+            assert f"rank {rank} waited for {issues} #1 (float32, " in h.text
+            assert " of 1000 elements, tag 5, at " in h.text
 
 
+HERE = __file__
+LINES = Path(__file__).read_text().splitlines()
 CALLS = {
+    "nothing": lambda c, x: c.all_reduce(x),
     "collective": lambda c, x: c.broadcast(x),
     "dtype": lambda c, x: c.all_reduce(x.int()),
     "op": lambda c, x: c.all_reduce(x, "max"),
     "length": lambda c, x: c.all_reduce(x[:-1]),
     "tag": lambda c, x: c.all_reduce(x, tag=7),
+    "average": lambda c, x: c.all_reduce(x, "avg"),
 }
 SHOWN = {
-    "collective": "broadcast #1 (float32, sum, tag 0) of 100 elements",
-    "dtype": "all_reduce #1 (int32, sum, tag 0) of 100 elements",
-    "op": "all_reduce #1 (float32, max, tag 0) of 100 elements",
-    "length": "all_reduce #1 (float32, sum, tag 0) of 99 elements",
-    "tag": "all_reduce #1 (float32, sum, tag 7) of 100 elements",
+    "collective": "rank 1: broadcast #1 (float32, root 0) of 100 elements, tag 0, at ",
+    "dtype": "rank 1: all_reduce #1 (int32, sum) of 100 elements, tag 0, at ",
+    "op": "rank 1: all_reduce #1 (float32, max) of 100 elements, tag 0, at ",
+    "length": "rank 1: all_reduce #1 (float32, sum) of 99 elements, tag 0, at ",
+    "tag": "rank 1: all_reduce #1 (float32, sum) of 100 elements, tag 7, at ",
+    "average": "rank 1: all_reduce #1 (float32, avg) of 100 elements, tag 0, at ",
 }
 
 
@@ -161,15 +169,32 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
     x = torch.ones(100)
     if comm.rank == 1:
         return hear(comm, lambda: CALLS[what](comm, x), comm.barrier)
-    return hear(comm, lambda: comm.all_reduce(x), comm.barrier)
+    return hear(comm, lambda: CALLS["nothing"](comm, x), comm.barrier)
 
 
-@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("what", SHOWN)
 def test_a_mismatch_shows_both_calls_to_all(ranks, what):
     for h in ranks(3)(mistaken, what):
         assert h.error == h.again == "CollectiveMismatch", h
-        assert "all_reduce #1 (float32, sum, tag 0) of 100 elements" in h.text
+        assert ": all_reduce #1 (float32, sum) of 100 elements, tag 0, at " in h.text
         assert SHOWN[what] in h.text
+        places = re.findall(r"^  rank \d: .* at (.*):(\d+)$", h.text, re.M)
+        assert [(f, LINES[int(line) - 1].count("lambda c, x: ")) for f, line in places] == [
+            (HERE, 1)
+        ] * 2
+
+
+@fallible
+def other_roots(comm: Communicator) -> Heard | None:
+    """Every rank waits for another one: no message tells them that they disagree."""
+    root = (comm.rank + 1) % comm.size
+    return hear(comm, lambda: comm.broadcast(torch.ones(100), root))
+
+
+def test_different_roots_are_a_mismatch_and_not_a_timeout(ranks):
+    for h in ranks(3)(other_roots):
+        assert h.error == h.again == "CollectiveMismatch", h
+        assert len(set(re.findall(r"^  rank \d: broadcast .*(root \d)\)", h.text, re.M))) == 2
 
 
 @fallible

@@ -26,6 +26,7 @@ using namespace ringdp;
 
 constexpr int kDepth = 4, kTimes = 20;
 constexpr std::size_t kSlab = 256;
+constexpr char kNowhere[kSite] = "a test";
 
 void check(bool right, const char* what) {
   if (right) return;
@@ -51,7 +52,7 @@ struct Plan {
   Job job(float* buffer, std::uint64_t number, std::uint64_t kind = 0) const {
     const Rows what{rows.data(), rows.size(), bounds.data(), chunks, scratch,
                     reinterpret_cast<std::byte*>(buffer)};
-    return {what, dtype(0, 0), number, kind, bounds.back()};
+    return {what, dtype(0, 0), number, kind, bounds.back(), kNowhere};
   }
 };
 
@@ -89,7 +90,10 @@ void results(int n, char** paths, float expected) {
       for (int i = 0; i < kTimes; ++i) last = ranks[r]->start(plans[i].job(buffers[i].data(), i), i % 3 != 0);
       while (!ranks[r]->wait(last, 0.01)) {
         check(!ranks[r]->failed(), "no failure");
-        ranks[r]->peers().position.round.load();
+        for (int q = 0; q < n; ++q) {  // as another rank's table does, all the while
+          const auto call = ranks[r]->segment().record(q).call(kTimes / 2);
+          check(!call || call->elements == kTimes / 2 * kTimes / 2 * 3, "a call is read whole");
+        }
       }
       for (auto& b : buffers)
         for (float x : b) check(x == expected, "the result");
@@ -122,7 +126,7 @@ void direct(int n) {
             for (int r = 0; r <= n; ++r) bounds.push_back(shard * r);
             const Exchange what{collective, bounds.data(), reinterpret_cast<std::byte*>(whole),
                                 reinterpret_cast<std::byte*>(own)};
-            const auto ticket = ranks[me]->start({what, dtype(0, 0), number, 0, n * shard}, number % 4 == 0);
+            const auto ticket = ranks[me]->start({what, dtype(0, 0), number, 0, n * shard, kNowhere}, number % 4 == 0);
             ++number;
             while (!ranks[me]->wait(ticket, 0.01)) check(!ranks[me]->failed(), "no failure");
             const float sum = float(n * (n + 1) / 2);

@@ -1,0 +1,64 @@
+// A segment seen from outside the job: mapped read-only, and only once its header, its size and its
+// seal say that every record lies inside it and stays there.
+#pragma once
+
+#include "segment.hpp"
+
+namespace ringdp {
+
+class Watch {
+ public:
+  explicit Watch(int fd) {
+    struct stat status;
+    if (fstat(fd, &status) != 0) refuse("it cannot be examined: " + std::string(std::strerror(errno)));
+    // What may shrink under a mapping kills whoever reads it.
+    const int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK)) refuse("it is not sealed against truncation");
+    bytes_ = std::size_t(status.st_size);
+    if (bytes_ < sizeof(Header)) refuse("its " + std::to_string(bytes_) + " bytes hold no header");
+    void* at = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) refuse("it cannot be mapped: " + std::string(std::strerror(errno)));
+    base_ = static_cast<const std::byte*>(at);
+    try {
+      check();
+    } catch (...) {
+      munmap(at, bytes_);
+      throw;
+    }
+  }
+  ~Watch() { munmap(const_cast<std::byte*>(base_), bytes_); }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  int ranks() const { return ranks_; }
+  const Header& header() const { return *reinterpret_cast<const Header*>(base_); }
+  const RankRecord& record(int rank) const {
+    return reinterpret_cast<const RankRecord*>(base_ + sizeof(Header))[rank];
+  }
+
+ private:
+  void check() {
+    const Header& h = header();
+    if (h.magic != kMagic) refuse("it is of another version of ringdp, or not ringdp's");
+    if (h.record_bytes != sizeof(RankRecord))
+      refuse("its records have " + std::to_string(h.record_bytes) + " bytes; this version's have " +
+             std::to_string(sizeof(RankRecord)));
+    if (h.bytes != bytes_)
+      refuse("it has " + std::to_string(bytes_) + " bytes; its header says " +
+             std::to_string(h.bytes));
+    const std::size_t most = (bytes_ - sizeof(Header)) / sizeof(RankRecord);
+    if (h.ranks == 0 || h.ranks > most)
+      refuse("its header says " + std::to_string(h.ranks) + " ranks; it has room for " +
+             std::to_string(most));
+    ranks_ = int(h.ranks);  // a copy: the job could change what was checked
+  }
+  [[noreturn]] static void refuse(const std::string& why) {
+    throw std::runtime_error("not a segment to read: " + why);
+  }
+
+  const std::byte* base_ = nullptr;
+  std::size_t bytes_ = 0;
+  int ranks_ = 0;
+};
+
+}  // namespace ringdp

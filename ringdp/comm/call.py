@@ -1,0 +1,123 @@
+"""One collective as the user called it: its fingerprint, its file:line, and how to say both.
+
+A fingerprint is one number, since it goes with every message and into every rank's record:
+
+    tag << 24 | root << 14 | collective << 9 | dtype << 4 | op
+
+Ranks whose fingerprints of the same collective differ have made a mistake. Reading one trusts
+nothing: a code that stands for nothing is said to be unknown.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from types import CodeType, FrameType
+from typing import get_args
+
+import torch
+
+from ringdp.schedule import Collective
+from ringdp.transport.base import DTYPES, OPS
+from ringdp.transport.records import SITE_BYTES, Call
+
+TAGS = 1 << 39  # how many there are: with the codes below them they fit 63 bits
+ROOTS = 1 << 10  # and so many ranks may be roots
+
+COLLECTIVES: tuple[str, ...] = get_args(Collective)
+CALLED_OPS: tuple[str, ...] = (*OPS, "avg")  # what users say; `avg` runs as a scaled sum
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+
+
+@cache
+def fingerprint(collective: str, dtype: torch.dtype, op: str, root: int) -> int:
+    """All of it but the tag, which `Communicator` adds."""
+    codes = COLLECTIVES.index(collective), DTYPES.index(dtype), CALLED_OPS.index(op)
+    return root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
+
+
+def tag_of(kind: int) -> int:
+    return kind >> 24
+
+
+def collective_of(kind: int) -> str:
+    return _name(COLLECTIVES, kind >> 9 & 31)
+
+
+def named(number: int, kind: int) -> str:
+    """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1)`."""
+    name = collective_of(kind)
+    parts = [_name(DTYPES, kind >> 4 & 31).removeprefix("torch.")]
+    parts += [_name(CALLED_OPS, kind & 15)] * (name in REDUCING)
+    parts += [f"root {kind >> 14 & ROOTS - 1}"] * (name in ROOTED)
+    return f"{name} #{number} ({', '.join(parts)})"
+
+
+def told(call: Call) -> str:
+    """`all_reduce #12 (float32, sum) of 100 elements, tag 3, at train.py:40`."""
+    number, kind, elements, site = call
+    return f"{named(number, kind)} of {elements} elements, tag {tag_of(kind)}, at {place(site)}"
+
+
+def place(site: bytes) -> str:
+    """The file:line in it, whatever else another process may have written there."""
+    text = site.rstrip(b"\0").decode(errors="replace")
+    return "".join(c if c.isprintable() else "?" for c in text) or "an unknown line"
+
+
+def _name(names: tuple[object, ...], code: int) -> str:
+    return str(names[code]) if code < len(names) else f"unknown {code}"
+
+
+# Note [the user's line]
+# Asking a frame for its line walks the function's line table, microseconds in a long function; so
+# the text is made once for each place of a call, which the code object and the last instruction
+# identify: a call costs 0.12 µs.
+_sites: dict[
+    tuple[int, int], bytes
+] = {}  # (id of code, instruction) -> site; empty: not the user's
+_codes: list[CodeType] = []  # theirs: as long as they live, no other code gets their ids
+_MOST_SITES = 4096  # then all are forgotten: code from exec, again and again, must not pile up
+_HERE = os.path.dirname(__file__)
+_OURS = tuple(
+    os.path.join(directory, "")
+    for directory in (
+        _HERE,
+        os.path.join(os.path.dirname(_HERE), "parallel"),
+        os.path.dirname(torch.__file__),
+    )
+)
+_NOWHERE = b"a thread without the user's code".ljust(SITE_BYTES, b"\0")
+
+
+def call_site(depth: int) -> bytes:
+    """Where the user called: file:line of the first frame from `depth` up that is not ours.
+
+    SITE_BYTES bytes, zeros at the end; the head of a long path is cut.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        site = _sites.get((id(frame.f_code), frame.f_lasti))
+        if site is None:
+            site = _learn(frame)
+        if site:
+            return site
+        frame = frame.f_back
+    return _NOWHERE
+
+
+def _learn(frame: FrameType) -> bytes:
+    code, site = frame.f_code, b""
+    if len(_sites) >= _MOST_SITES:
+        _sites.clear()
+        _codes.clear()
+    if not code.co_filename.startswith((*_OURS, "<frozen ")):
+        site = f"{code.co_filename}:{frame.f_lineno}".encode(errors="replace")
+        if len(site) > SITE_BYTES:
+            site = b"..." + site[3 - SITE_BYTES :]
+        site = site.ljust(SITE_BYTES, b"\0")
+    _sites[id(code), frame.f_lasti] = site
+    _codes.append(code)
+    return site

@@ -1,0 +1,85 @@
+"""The table of all ranks: what each one does, and did last, as errors and `ringdp doctor` print it.
+
+It is read from the ranks' records, so a rank is in it even if it is stopped, or stuck elsewhere.
+What a record cannot say, its process may: that it is stopped, or no more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from ringdp.comm.call import named, place, tag_of
+from ringdp.transport.records import CLOSED, Call, RankRecord
+
+HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
+
+
+class Observed(Protocol):
+    """Where records are read: a transport, or the doctor's view of a job."""
+
+    @property
+    def ranks(self) -> int: ...
+    def record(self, rank: int) -> RankRecord | None: ...
+    def call(self, rank: int, number: int) -> Call | None: ...
+
+
+def table(observed: Observed) -> str:
+    """Aligned columns; those that are empty for every rank are left out."""
+    rows = [HEADINGS, *(row(observed, r) for r in range(observed.ranks))]
+    columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = zip(*columns, strict=True)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def row(observed: Observed, rank: int) -> tuple[str, ...]:
+    """The cells of one rank, below HEADINGS."""
+    record = observed.record(rank)
+    if record is None:
+        return (str(rank), "cannot be seen from here", *[""] * (len(HEADINGS) - 2))
+    if record.pid == 0:
+        return (str(rank), "has not attached", *[""] * (len(HEADINGS) - 2))
+    now = None
+    doing = "user code"
+    tag = round_ = waits = at = ""
+    if record.begun > record.finished:
+        doing = f"#{record.begun - 1}, called too long ago"
+        now = observed.call(rank, record.begun - 1)
+        round_ = str(record.round) if record.round >= 0 else ""
+        waits = f"rank {record.waits_for}" if record.waits_for >= 0 else ""
+    if now is not None:
+        number, kind, elements, site = now
+        doing = f"{named(number, kind)} of {elements}"
+        tag, at = str(tag_of(kind) or ""), place(site)
+    if state := process_state(record.pid):
+        doing = f"{doing}; {state}"
+    since = f"{record.seconds:.1f} s" if record.begun else ""
+    return (str(rank), doing, tag, round_, waits, since, at, _last(observed, rank, record))
+
+
+def process_state(pid: int) -> str:
+    """What keeps a process from going on; empty if nothing does."""
+    if pid == CLOSED:
+        return "it has closed"
+    try:
+        # "pid (name) state ...", where the name may hold anything
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return f"process {pid} has ended"
+    if state in "ZX":
+        return f"process {pid} has ended"
+    return f"process {pid} is stopped" if state in "Tt" else ""
+
+
+def _last(observed: Observed, rank: int, record: RankRecord) -> str:
+    if not record.finished:
+        return "none"
+    last = observed.call(rank, record.finished - 1)
+    if last is None:
+        return f"#{record.finished - 1}"
+    number, kind, _, site = last
+    return f"{named(number, kind)} at {place(site)}"

@@ -1,0 +1,51 @@
+"""What a rank does and did last, as its peers and `ringdp doctor` read it, even while it is stuck.
+
+csrc/record.hpp writes it: numbers, and text of a fixed size. Whatever else another process wrote
+there, reading it here gives numbers and so many bytes, or nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, Protocol
+
+from ringdp._core import CALLS as CALLS  # how many calls a rank remembers
+from ringdp._core import SITE_BYTES as SITE_BYTES
+
+CLOSED = -1  # for a pid: the rank has closed its communicator
+
+
+# One collective as a rank called it: its number, its fingerprint (comm/call.py), its elements, and
+# the user's file:line in SITE_BYTES bytes, zeros at the end. Plain: a named tuple costs 0.2 µs.
+Call = tuple[int, int, int, bytes]
+
+
+class RankRecord(NamedTuple):
+    """`begun` and `finished` count collectives; the one between them is under way."""
+
+    pid: int  # 0: not attached yet; CLOSED
+    begun: int
+    finished: int
+    round: int  # of the collective under way, or -1
+    waits_for: int  # a rank, or -1
+    seconds: float  # since it began, or since the last one finished
+
+
+class Source(Protocol):
+    """csrc's view of a segment: a communicator's own, or one from outside."""
+
+    def record(self, rank: int, /) -> tuple[int, int, int, int, int, int]: ...
+    def call(self, rank: int, number: int, /) -> tuple[int, int, bytes] | None: ...
+
+
+def read_record(source: Source, rank: int) -> RankRecord:
+    pid, begun, finished, round_, waits_for, changed = source.record(rank)
+    seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - changed / 1e9 if changed else 0.0
+    return RankRecord(pid, begun, finished, round_, waits_for, max(0.0, seconds))
+
+
+def read_call(source: Source, rank: int, number: int) -> Call | None:
+    found = source.call(rank, number) if number >= 0 else None
+    if found is None:
+        return None
+    return (number, *found)
