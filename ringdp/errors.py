@@ -2,6 +2,7 @@
 
     RingdpError
     ├── UsageError              a bad argument: what was given, what is allowed (also ValueError)
+    │   └── ModelError          a model or a loop that does not fit (also RuntimeError, as torch's)
     ├── ScheduleError           a schedule breaks a rule: names round, transfer, rank and chunk
     └── CommunicationError      a collective could not finish
         ├── PeerLost            a rank that it waited for has died
@@ -19,6 +20,10 @@ class RingdpError(Exception):
 
 class UsageError(RingdpError, ValueError):
     """A bad argument. The message says what was given and what is allowed."""
+
+
+class ModelError(UsageError, RuntimeError):
+    """DistributedDataParallel cannot serve this model or this training loop."""
 
 
 class ScheduleError(RingdpError):

@@ -1,7 +1,7 @@
 """What a user holds: a communicator, its collectives and their work handles."""
 
 from ringdp.comm.communicator import Communicator
-from ringdp.comm.rendezvous import init, world
+from ringdp.comm.rendezvous import init, over, world
 from ringdp.comm.work import Work
 
-__all__ = ["Communicator", "Work", "init", "world"]
+__all__ = ["Communicator", "Work", "init", "over", "world"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import timedelta
 from itertools import count
 
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -14,12 +16,14 @@ from ringdp.errors import UsageError
 from ringdp.transport.base import Link
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 _worlds = count()
+_overs: Counter[str] = Counter()  # communicators made over a torch.distributed group, by its name
 _world: Communicator | None = None
 
 
 def init(
-    *, timeout: float = 1800.0, warn_after: float = 5.0, link: Link | None = None
+    *, timeout: float = TIMEOUT, warn_after: float = WARN_AFTER, link: Link | None = None
 ) -> Communicator:
     """The communicator of all ranks that torchrun started, or of one rank without it.
 
@@ -39,6 +43,18 @@ def world() -> Communicator:
     if _world is None:
         raise UsageError("no communicator: call ringdp.init() first, or pass comm=")
     return _world
+
+
+def over(group: ProcessGroup) -> Communicator:
+    """A communicator of the ranks of a torch.distributed group, of which only the store is used.
+
+    Collective over the group.
+    """
+    _overs[group.group_name] += 1
+    name = f"ringdp/{group.group_name}/{_overs[group.group_name]}"
+    store = PrefixStore(name, group.get_group_store())
+    rank, ranks = group.rank(), group.size()
+    return Communicator(store, rank, ranks, name=name, timeout=TIMEOUT, warn_after=WARN_AFTER)
 
 
 def _connect(timeout: float, warn_after: float, link: Link | None) -> Communicator:

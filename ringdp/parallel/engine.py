@@ -30,14 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from ringdp.comm import Communicator, world
 from ringdp.errors import UsageError
@@ -45,7 +43,9 @@ from ringdp.parallel import memory
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger, Memory
+from ringdp.parallel.outputs import tensors
 from ringdp.parallel.reducing import Reducing
+from ringdp.parallel.replicas import broadcast
 from ringdp.parallel.stages import Keep, stage_of
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.units import UnitRule, find_units, like
@@ -72,8 +72,7 @@ class Engine:
             FlatUnit(i, plan, [p for _, p in f.parameters], self.stage, comm, self.ledger, empty)
             for i, (plan, f) in enumerate(zip(self.plan, found, strict=True))
         ]
-        for buffer in model.buffers():
-            _broadcast(comm, buffer)
+        broadcast(comm, model.buffers())
         self.ledger.peak = self.ledger.now.copy()
         self.itemsize = empty.element_size()
         self.gathering = Gathering(self.units, comm.duplicate(), prefetch_bytes)
@@ -116,14 +115,14 @@ class Engine:
         self._use(index)
 
     def _after_forward(self, index: int, output: Any) -> None:
-        tensors = [t for t in _tensors(output) if t.requires_grad]
+        made = [t for t in tensors(output) if t.requires_grad]
         free = index != 0 and not self._awaiting and not self._held
         self.gathering.done_with(index, free=free)
-        for t in tensors:
+        for t in made:
             t.register_hook(  # type: ignore[no-untyped-call]
                 lambda _g: self._before_backward(index)
             )
-        if index == 0 and not tensors and not self._held:
+        if index == 0 and not made and not self._held:
             self._rest(learn=False)
 
     def _use(self, index: int) -> None:
@@ -284,22 +283,6 @@ class Engine:
             handle.remove()
         self.gathering.comm.close()
         self.reducing.comm.close()
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returned: in containers and, as in torch's DDP, dataclasses."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def _broadcast(comm: Communicator, tensor: Tensor) -> None:
-    """As bytes: a buffer may have a dtype, such as bool, that no collective reduces."""
-    flat = tensor.detach().contiguous().view(-1)
-    comm.broadcast(flat.view(torch.uint8))
-    tensor.copy_(flat.view(tensor.shape))
 
 
 def shard(

@@ -1,0 +1,46 @@
+"""Which gradients are reduced together: gradients in the order they come -> buckets. Pure.
+
+A bucket takes gradients of one kind (dtype and device) until it holds `cap` bytes or more, the
+first of each kind until it holds `first`: a small one, so that communication starts early. Buckets
+come in the order in which they will be whole. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+MIB = 1 << 20
+FIRST_BYTES, CAP_BYTES = 1 * MIB, 25 * MIB  # torch's
+
+
+class Gradient(NamedTuple):
+    """What a bucket needs to know of one."""
+
+    bytes: int
+    kind: Hashable
+    sparse: bool = False  # goes alone: it has no fixed size
+
+
+def assign(
+    gradients: Sequence[Gradient], order: Iterable[int], *, first: int, cap: int
+) -> list[list[int]]:
+    """Indices of `gradients`, which become ready in `order`, by bucket."""
+    whole: list[list[int]] = []
+    growing: dict[Hashable, list[int]] = {}
+    held: dict[Hashable, int] = {}  # bytes
+    limit: dict[Hashable, int] = {}
+    place: dict[int, int] = {}
+    for at, index in enumerate(order):
+        place[index] = at
+        gradient = gradients[index]
+        if gradient.sparse:
+            whole.append([index])
+            continue
+        kind = gradient.kind
+        growing.setdefault(kind, []).append(index)
+        held[kind] = held.get(kind, 0) + gradient.bytes
+        if held[kind] >= limit.setdefault(kind, first):
+            whole.append(growing.pop(kind))
+            held[kind], limit[kind] = 0, cap
+    return sorted([*whole, *growing.values()], key=lambda bucket: place[bucket[-1]])

@@ -1,0 +1,74 @@
+"""What a communication hook is given, and what it may return: torch's contract for DDP.
+
+    hook(state, bucket) -> torch.futures.Future of the reduced bucket
+
+The gradients in the bucket are those of this rank, not divided. torch's own hooks
+(torch.distributed.algorithms.ddp_comm_hooks) run unchanged; they move data over the
+torch.distributed group in their state, which the user has made, and not over ringdp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ringdp.errors import UsageError
+from ringdp.parallel.ddp.bucket import Bucket
+
+
+class GradBucket:
+    """As torch.distributed.GradBucket, of which Python can make none."""
+
+    def __init__(self, bucket: Bucket, *, last: bool) -> None:
+        self._slots, self._index, self._last = bucket.slots, bucket.index, last
+        self._buffer = bucket.tensor()
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last of this backward."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat; of a sparse parameter, its gradient."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """In the parameters' shapes, as views of the buffer."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        return [self._buffer.as_strided(p.shape, stride, at) for p, at, stride in self._slots]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [slot.parameter for slot in self._slots]
+
+
+class CommHook(NamedTuple):
+    state: object
+    call: Callable[[Any, Any], Any]
+
+    def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
+        """As `Bucket.start`."""
+        future = self.call(self.state, GradBucket(bucket, last=last))
+        name = getattr(self.call, "__qualname__", repr(self.call))
+        if not isinstance(future, torch.futures.Future):
+            raise UsageError(
+                f"the communication hook {name} returned {type(future).__name__}; it must return "
+                "a torch.futures.Future of one tensor"
+            )
+
+        def finish() -> None:
+            value = future.wait()
+            tensors = value if isinstance(value, list | tuple) else [value]
+            if len(tensors) != 1 or not isinstance(tensors[0], Tensor):
+                raise UsageError(f"the communication hook {name} must give one tensor, not {value}")
+            bucket.store(tensors[0])
+
+        return finish

@@ -1,0 +1,327 @@
+"""WHEN gradients are reduced in DDP: as soon as a bucket of them is whole, while backward goes on.
+
+    forward ends       arm: every bucket waits for its gradients
+    a gradient exists  moved into its bucket, times 1/n; a bucket that is whole is started, once
+                       those before it are, so that every rank starts the same ones in one order
+    backward ends      wait; p.grad is the average
+
+It is the row of stage 0 in `stages.STAGES`: nothing is gathered, so hooks on parameters suffice
+and the model's forward need not be known. Each bucket is reduced with what p.grad held before, as
+torch's DDP does it; `shard` adds the average of the new gradients alone.
+
+Note [gradients that never come]
+    By default every parameter must get a gradient; a bucket that stays incomplete is told of when
+    the next iteration starts. With find_unused_parameters, what has not come when backward ends
+    counts as zero; a map, reduced too, then says which parameters no rank has used, and their
+    p.grad stays untouched. With static_graph this is found out in the first backward, in which
+    everything is reduced at the end, and holds from then on; so does how often each gradient is
+    made (reentrant checkpoints make some in several parts).
+    Where the end of backward must be known, the outputs' hooks, which run before all others, ask
+    for a callback. By default the start of the last bucket does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ringdp.comm import Communicator
+from ringdp.errors import ModelError
+from ringdp.parallel.ddp.assign import Gradient, assign
+from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
+from ringdp.parallel.ddp.hook import CommHook
+from ringdp.parallel.ddp.sparse import SparseBucket
+
+
+class Trainable(NamedTuple):
+    """A parameter that is trained; `sparse`: its gradient will be."""
+
+    name: str
+    parameter: nn.Parameter
+    sparse: bool
+
+
+class Settings(NamedTuple):
+    """DDP's arguments of the same names; the caps in bytes."""
+
+    first_bucket: int
+    bucket_cap: int
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+
+
+class Reducer:
+    """Over a communicator of its own. `divisor`: what gradients are divided by before the sum."""
+
+    def __init__(
+        self, parameters: Sequence[Trainable], comm: Communicator, settings: Settings
+    ) -> None:
+        self.parameters, self.comm, self.settings = parameters, comm, settings
+        self.divisor = comm.size
+        self.hook: CommHook | None = None
+        self.rebuilt = False
+        self._armed = self._running = self._ending = False
+        self._learning = settings.static_graph
+        self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
+        self._left: list[int] = []  # of them, still to come in this backward
+        self._order: dict[int, None] = {}  # parameters, as gradients came in the first backward
+        self._flights: list[Callable[[], object]] = []
+        self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
+        self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
+        self._build(reversed(range(len(parameters))))
+        # torch keeps a node only as long as somebody else does, and its hooks with it.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(t.parameter).node for t in parameters]
+        for index, node in enumerate(self._nodes):
+            node.register_hook(_listener(weakref.ref(self), index))
+
+    def _build(self, order: Iterable[int]) -> None:
+        facts = [
+            Gradient(p.numel() * p.element_size(), (p.dtype, p.device), sparse)
+            for _, p, sparse in self.parameters
+        ]
+        s = self.settings
+        self._members = assign(facts, order, first=s.first_bucket, cap=s.bucket_cap)
+        self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(self._members)]
+        self._places: dict[int, tuple[Bucket, Slot]] = {
+            index: (bucket, slot)
+            for bucket, members in zip(self.buckets, self._members, strict=True)
+            for index, slot in zip(members, bucket.slots, strict=True)
+        }
+
+    def _bucket(self, index: int, members: Sequence[int]) -> Bucket:
+        first = self.parameters[members[0]]
+        if first.sparse:
+            return SparseBucket(index, first.name, first.parameter, self.comm)
+        parameters = [self.parameters[i].parameter for i in members]
+        shared = self.settings.gradient_as_bucket_view
+        return FlatBucket(index, parameters, self.comm, shared=shared)
+
+    # ---- forward
+
+    def before_forward(self) -> None:
+        """Raise ModelError if the last backward is not through. Collective once: see `rebuild`."""
+        if self._running:
+            raise ModelError(self._unfinished())
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Once, after the first backward, buckets follow the order in which gradients came there.
+
+        It is rank 0's order. Collective. With unused parameters no order would be a good one.
+        """
+        if self.rebuilt or not self._order or self._finds_unused:
+            return
+        everything = range(len(self.parameters))
+        order = torch.tensor([*self._order, *(i for i in everything if i not in self._order)])
+        self.comm.broadcast(order)
+        self._build(order.tolist())
+        self.rebuilt = True
+
+    def arm(self, outputs: Iterable[Tensor]) -> None:
+        """A forward has ended whose backward shall reduce."""
+        self._armed, self._ending, self._next = True, False, 0
+        self._left = list(self._expected)
+        for bucket in self.buckets:
+            bucket.arm()
+        if self._learning or self._finds_unused:
+            for tensor in outputs:
+                if tensor.requires_grad:
+                    tensor.register_hook(_ender(weakref.ref(self)))  # type: ignore[no-untyped-call]
+
+    def disarm(self) -> None:
+        """A forward has ended whose backward shall not reduce."""
+        self._armed = False
+
+    # ---- backward
+
+    def made(self, index: int) -> None:
+        """Called when a part of a gradient has been added to p.grad."""
+        if self._finds_unused and self.parameters[index].parameter.grad is None:
+            return  # autograd came by with nothing
+        if not self._armed:
+            self._used.add(index)
+            return
+        if not self._running:
+            self._begin()
+        if not self.rebuilt:
+            self._order.pop(index, None)
+            self._order[index] = None
+        self._left[index] -= 1
+        if self._left[index] == 0 and not self._learning:
+            self._ready(index)
+        elif self._left[index] < 0 and not self._learning:
+            raise ModelError(_once_more(self.parameters[index].name, self.settings))
+
+    def _begin(self) -> None:
+        self._running = True
+        for index, parts in enumerate(self._expected):
+            if parts == 0:
+                self._ready_unused(index)
+
+    def _ready(self, index: int) -> None:
+        bucket, slot = self._places[index]
+        bucket.take(slot, self._scale)
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            self._issue()
+
+    def _ready_unused(self, index: int) -> None:
+        bucket, slot = self._places[index]
+        bucket.take_unused(slot, self._scale)
+        bucket.pending -= 1
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.hook else 1 / self.divisor
+
+    def _issue(self) -> None:
+        """Start every bucket that is whole, and has none before it that is not."""
+        while self._next < len(self.buckets):
+            if self.buckets[self._next].pending:
+                return
+            self._start(self.buckets[self._next])
+            self._next += 1
+        self.end_later()
+
+    def _start(self, bucket: Bucket) -> None:
+        if self.hook:
+            last = bucket.index == len(self.buckets) - 1
+            self._flights.append(self.hook.start(bucket, last=last))
+        else:
+            self._flights.append(bucket.start())
+
+    def end_later(self) -> None:
+        """Ask for `_end` at the end of this backward."""
+        if self._armed and not self._ending:
+            self._ending = self._running = True
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        missing = self._missing()
+        if self._learning:
+            self._expected = [1 - left for left in self._left]
+            for index in self._order:
+                self._ready(index)
+        if self._learning or self._finds_unused:
+            for index in missing:
+                self._ready_unused(index)
+            self._issue()
+        if self._next < len(self.buckets):
+            return  # `before_forward` tells of it
+        if self._learning or self._finds_unused:
+            self._untouched = self._unused_everywhere(missing)
+        self._land()
+        for index in missing:
+            if index not in self._untouched:
+                bucket, slot = self._places[index]
+                bucket.hand_out(slot)
+        self._used.clear()
+        self._armed = self._running = self._learning = False
+
+    def _missing(self) -> list[int]:
+        """Parameters that have got no gradient in this backward, or never do (static_graph)."""
+        return [
+            i
+            for i, (left, parts) in enumerate(zip(self._left, self._expected, strict=True))
+            if parts == 0 or left == parts
+        ]
+
+    @property
+    def _finds_unused(self) -> bool:
+        """In every backward anew."""
+        return self.settings.find_unused_parameters and not self.settings.static_graph
+
+    def _unused_everywhere(self, missing: Sequence[int]) -> set[int]:
+        used = torch.ones(len(self.parameters), dtype=torch.int32)
+        used[[i for i in missing if i not in self._used]] = 0
+        self.comm.all_reduce(used, "max", tag=len(self.buckets))
+        return {i for i, by_someone in enumerate(used.tolist()) if not by_someone}
+
+    def _land(self) -> None:
+        while self._flights:
+            self._flights.pop(0)()
+
+    def shadow(self) -> None:
+        """Take part in the backward of the other ranks with zeros. Collective."""
+        for bucket in self.buckets:
+            bucket.arm()
+            bucket.blank()
+            self._start(bucket)
+        if self._learning or self._finds_unused:
+            self._unused_everywhere(range(len(self.parameters)))
+        self._land()
+        self._learning = False
+        self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
+
+    def _unfinished(self) -> str:
+        came = {i for i, left in enumerate(self._left) if left <= 0}
+        lost = [i for i in range(len(self.parameters)) if i not in came]
+        rank = self.comm.rank
+        return (
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"{_advice(self.settings)}\nParameters which did not receive grad for rank {rank}: "
+            f"{', '.join(self.parameters[i].name for i in lost)}\n"
+            f"Parameter indices which did not receive grad for rank {rank}: "
+            f"{' '.join(map(str, lost))}"
+        )
+
+
+def _advice(settings: Settings) -> str:
+    if settings.static_graph:
+        return (
+            "This error indicates that your training graph has changed in this iteration: a "
+            "parameter that was used in the first one was not. That is not compatible with "
+            "static_graph=True."
+        )
+    outputs = "making sure all `forward` function outputs participate in calculating loss"
+    if settings.find_unused_parameters:
+        return (
+            "Since find_unused_parameters=True is enabled, this means that backward raised, or "
+            "that no tensors were found in what forward returned: return them in containers or "
+            f"dataclasses; otherwise by {outputs}."
+        )
+    return (
+        "This error indicates that your module has parameters that were not used in producing "
+        "loss, or that backward raised. You can enable unused parameter detection by passing "
+        f"find_unused_parameters=True to DistributedDataParallel, and by {outputs}."
+    )
+
+
+def _once_more(name: str, settings: Settings) -> str:
+    if settings.static_graph:
+        return (
+            "Your training graph has changed in this iteration, which is not compatible with "
+            f"static_graph=True: parameter {name} got more gradients than in the first one."
+        )
+    return (
+        f"Expected to mark a variable ready only once: parameter {name} got a second gradient in "
+        "one backward, as a module does that is used twice under reentrant checkpointing, or in "
+        "several backwards of one forward. Pass use_reentrant=False to torch.utils.checkpoint, or "
+        "static_graph=True to DistributedDataParallel."
+    )
+
+
+def _listener(ref: weakref.ref[Reducer], index: int) -> Callable[..., None]:
+    """A hook that does not keep the reducer alive."""
+
+    def made(*_: object) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.made(index)
+
+    return made
+
+
+def _ender(ref: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
+    def end(_: Tensor) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.end_later()
+
+    return end

@@ -1,0 +1,91 @@
+"""Replicas start equal: the same parameters on every rank, with rank 0's values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ringdp.comm import Communicator
+from ringdp.errors import ModelError
+
+PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goes alone
+Facts = Sequence[tuple[str, str]]  # of every parameter: its name, what must be equal
+
+
+def check_equal(comm: Communicator, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ModelError, on every rank, unless all ranks have the same shapes, strides and dtypes.
+
+    Collective.
+    """
+    mine = [
+        (name, f"sizes {list(p.shape)}, strides {list(p.stride())}, {p.dtype}")
+        for name, p in parameters
+    ]
+    first, *others = gather_json(comm, mine)
+    for rank, facts in enumerate(others, start=1):
+        if problem := _difference(first, facts, rank):
+            raise ModelError(f"DDP expects same model across all ranks, but {problem}")
+
+
+def _difference(first: Facts, facts: Facts, rank: int) -> str | None:
+    for index, (zero, here) in enumerate(zip_longest(first, facts)):
+        if zero is None or here is None:
+            return (
+                f"Rank 0 has {len(first)} params, while rank {rank} has inconsistent {len(facts)} "
+                f"params: {(zero or here)[0]!r} is on one of them only"
+            )
+        if zero[1] != here[1]:
+            return (
+                f"params[{index}], {here[0]!r} with {here[1]} on rank {rank}, appears not to match "
+                f"sizes of the same param in process 0: {zero[0]!r} with {zero[1]}"
+            )
+    return None
+
+
+def gather_json(comm: Communicator, value: object) -> list[Any]:
+    """Every rank's value, which must be JSON. Collective."""
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor([data.numel()]))
+    most = int(sizes.max())
+    whole = torch.empty(comm.size * most, dtype=torch.uint8)
+    comm.all_gather(whole, torch.cat([data, data.new_zeros(most - data.numel())]))
+    parts = whole.view(comm.size, most)
+    return [json.loads(bytes(p[:n].tolist())) for p, n in zip(parts, sizes.tolist(), strict=True)]
+
+
+def broadcast(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -> None:
+    """Every tensor takes the root's values; many go in one message. Collective.
+
+    As bytes: a tensor may have a dtype, such as bool, that no collective reduces. Autograd does not
+    see the write, so that a forward may still wait for its backward.
+    """
+    piece: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if held + size > PIECE:
+            _broadcast(comm, piece, root)
+            piece, held = [], 0
+        piece.append(tensor.detach())
+        held += size
+    _broadcast(comm, piece, root)
+
+
+def _broadcast(comm: Communicator, tensors: Sequence[Tensor], root: int) -> None:
+    if not tensors:
+        return
+    flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
+    comm.broadcast(flat, root)
+    if comm.rank == root:
+        return
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        for t, part in zip(tensors, torch.split(flat, sizes), strict=True):
+            t.copy_(part.clone().view(t.dtype).view(t.shape))  # a clone, to be aligned

@@ -1,0 +1,64 @@
+"""DistributedDataParallel against torch's over gloo: the same bits in every gradient, parameter and
+buffer, at 2 ranks, where torch's order of additions is ours too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator
+from tests.parallel.ddp_cases import CASES, Case, Wrap
+
+pytestmark = pytest.mark.process
+
+STEPS = 4
+
+
+def gloo() -> None:
+    """torch's default group over the pool's ranks."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def dense(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+
+def train(case: Case, wrap: Wrap, rank: int) -> tuple[list[Tensor | None], list[Tensor]]:
+    """(every gradient of every step, what the model holds after each)."""
+    torch.manual_seed(rank)  # rank 0's values must win
+    net = wrap(case.make(rank), **case.options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    gradients: list[Tensor | None] = []
+    states: list[Tensor] = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        case.step(net, step, rank)
+        gradients += [dense(p.grad) for p in net.parameters()]
+        optimizer.step()
+        states += [t.clone() for t in net.state_dict().values()]
+    return gradients, states
+
+
+def compare(comm: Communicator, name: str) -> None:
+    gloo()
+    gradients, states = train(CASES[name], ringdp.DistributedDataParallel, comm.rank)
+    theirs, expected = train(CASES[name], nn.parallel.DistributedDataParallel, comm.rank)
+    for i, (mine, other) in enumerate(zip(gradients, theirs, strict=True)):
+        assert (mine is None) == (other is None), f"gradient {i}"
+        if mine is not None and other is not None:
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other), f"gradient {i}"
+            assert mine.stride() == other.stride(), f"gradient {i}"
+    for mine, other in zip(states, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_equal_torchs(ranks, name):
+    ranks(2)(compare, name)
