@@ -1,1 +1,1 @@
-"""Measurements: rows are dataclasses, written as JSON; what README shows is made from them."""
+"""Measurements: `suite` writes them, `readme` makes tables and plots of them."""

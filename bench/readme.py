@@ -1,6 +1,6 @@
-"""Writes what README shows but nobody types: the figure of a ring and the tables of results.
+"""Writes what README shows but nobody types: figures, and the tables of results.
 
-    python -m bench.readme
+    python -m bench.readme        # needs matplotlib, the extra `plot`
 
 A part of README between `<!-- name -->` and `<!-- /name -->` is replaced by what PARTS[name] says.
 """
@@ -12,12 +12,21 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.rows import Row, read
+from bench.required import (
+    REQUIRED,
+    RESULTS,
+    Reached,
+    beside_gloo,
+    median,
+    minimum,
+    reached,
+)
+from ringdp.cli.bench.rows import read
 from ringdp.schedule import schedule, svg
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench" / "results"
 FIGURE = RESULTS / "ring.svg"
+ALL_REDUCE = RESULTS / "all_reduce.json"
 
 
 def figure() -> str:
@@ -39,29 +48,74 @@ def stages() -> str:
     return "\n".join(lines)
 
 
-def all_reduce() -> str:
-    """Times relative to gloo's in the same run, minimum and median."""
-    rows = {(r.algorithm, r.bytes): r for r in read(RESULTS / "all_reduce.json")}
-    sizes = sorted({size for _, size in rows})
-
-    def ratio(algorithm: str, size: int, of: Callable[[Row], float]) -> str:
-        return f"{of(rows['gloo', size]) / of(rows[algorithm, size]):.1f}"
-
+def ratios() -> str:
+    """Required and reached, at the worst size of each case."""
     lines = [
-        "| bytes | direct, min | direct, median | ring, min | ring, median |",
-        "|" + "---:|" * 5,
+        "| case | at least | by medians | by minima |",
+        "|---|" + "---:|" * 3,
     ]
-    for size in sizes:
-        cells = [
-            ratio(algorithm, size, of)
-            for algorithm in ("direct", "ring")
-            for of in (lambda r: r.min_us, lambda r: r.p50_us)
-        ]
-        lines.append(f"| {size:,} | " + " | ".join(cells) + " |")
+    for required in REQUIRED:
+        cells = [_cell(reached(required, time)) for time in (median, minimum)]
+        lines.append(f"| {required.case} | {required.ratio} | " + " | ".join(cells) + " |")
+    cells = [_cell(beside_gloo(time)) for time in (median, minimum)]
+    lines.append(
+        "| everything measured, 2 to 8 ranks, gloo alone | 1.0 | " + " | ".join(cells) + " |"
+    )
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[], str]] = {"stages": stages, "all_reduce": all_reduce}
+def _cell(found: Reached | None) -> str:
+    return "not measured" if found is None else f"{found.ratio:.2f} ({_bytes(found.size)})"
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def all_reduce() -> str:
+    """Medians in µs."""
+    if not ALL_REDUCE.exists():
+        return "Not measured."
+    rows = read(ALL_REDUCE).rows
+    labels = list(dict.fromkeys((r.transport, r.label) for r in rows))
+    lines = [
+        "| bytes | " + " | ".join(_heading(*label) for label in labels) + " | bound |",
+        "|" + "---:|" * (len(labels) + 2),
+    ]
+    for size in sorted({r.bytes for r in rows}):
+        here = {(r.transport, r.label): r for r in rows if r.bytes == size}
+        cells = [f"{here[label].p50_us:,.1f}" for label in labels]
+        bound = min(r.bound_us for r in here.values())
+        lines.append(f"| {size:,} | " + " | ".join(cells) + f" | {bound:,.1f} |")
+    return "\n".join(lines)
+
+
+def _heading(transport: str, label: str) -> str:
+    return (
+        label
+        if label == transport
+        else label.replace("auto", "ringdp").replace("reg", "registered")
+    )
+
+
+def machine() -> str:
+    if not ALL_REDUCE.exists():
+        return "Not measured."
+    found = read(ALL_REDUCE)
+    on = found.machine
+    with_ = "; ".join(found.contenders.values())
+    return (
+        f"On {on['cores']} cores of an {on['cpu']} ({on['caches']}), kernel {on['kernel']}, load "
+        f"{on['load'].split()[0]} when it began: {with_}."
+    )
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "stages": stages,
+    "all_reduce": all_reduce,
+    "ratios": ratios,
+    "machine": machine,
+}
 
 
 def render(text: str) -> str:
@@ -73,6 +127,9 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
+    from bench import plots
+
     FIGURE.write_text(figure())
+    plots.write()
     readme = ROOT / "README.md"
     readme.write_text(render(readme.read_text()))

@@ -40,7 +40,7 @@ OUTSIDE = {
     "transport": {"numpy", "torch"},
     "comm": {"torch"},
     "parallel": {"torch"},
-    "cli": {"torch", "numpy", "typer", "rich", "click"},
+    "cli": {"torch", "numpy", "typer", "rich", "click", "mpi4py"},
     "": set(),
 }
 

@@ -16,6 +16,9 @@ import typer
 from rich.console import Console
 
 from ringdp.cli import show as showing
+from ringdp.cli.bench import command as benching
+from ringdp.cli.bench import options as bench_options
+from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
 from ringdp.cli.options import Options, default_batch, parse_stages
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
@@ -113,6 +116,46 @@ def show(
         )
     )
     return 0
+
+
+@app.command()
+def bench(
+    collective: Annotated[str, typer.Argument(help=", ".join(CASES))],
+    ranks: Annotated[int, typer.Option(help="processes of each contender")] = 2,
+    min: Annotated[str, typer.Option(help="smallest buffer in bytes, as in 1K")] = "1K",
+    max: Annotated[str, typer.Option(help="largest")] = "64M",
+    factor: Annotated[int, typer.Option(help="from one size to the next")] = 4,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
+    op: Annotated[str, typer.Option(help=", ".join(FOLDS))] = "sum",
+    algorithm: Annotated[
+        str, typer.Option(help="auto, names that show --list lists, FILE.py:function; with commas")
+    ] = "auto",
+    transport: Annotated[str, typer.Option(help="how ranks exchange bytes: shm")] = "shm",
+    registered: Annotated[
+        bool, typer.Option("--registered", help="our inputs lie in shared memory (comm.empty)")
+    ] = False,
+    peer: Annotated[str, typer.Option(help="also time some of gloo,mpich,openmpi")] = "",
+    rounds: Annotated[int, typer.Option(help="of each contender, interleaved")] = 10,
+    json: Annotated[Path | None, typer.Option(help="write rows and machine here")] = None,
+) -> int:
+    """Time a collective beside other libraries, the cost model's prediction and the physical bound,
+    with every result checked."""
+    options = bench_options.Options(
+        collective=collective,
+        ranks=ranks,
+        min=bench_options.parse_bytes("--min", min),
+        max=bench_options.parse_bytes("--max", max),
+        factor=factor,
+        dtype=dtype,
+        op=op,
+        algorithms=bench_options.names(algorithm),
+        transport=transport,
+        registered=(registered,),
+        peers=bench_options.names(peer),
+        rounds=rounds,
+        json=json,
+    )
+    return benching.bench(options, Console(highlight=False))
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

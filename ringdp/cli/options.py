@@ -48,11 +48,11 @@ def parse_stages(given: str) -> tuple[int, ...]:
 
 def check(options: Options) -> None:
     """Raise UsageError for the first number or path that cannot work."""
-    _between("--ranks", options.ranks, 1, MOST_RANKS)
-    _between("--steps", options.steps, 1, 1_000_000)
-    _between("--seed", options.seed, 0, 2**63 - 1)
-    _between("--batch", options.batch, 1, 65_536)
-    _between("--context", options.context, 1, 65_536)
+    between("--ranks", options.ranks, 1, MOST_RANKS)
+    between("--steps", options.steps, 1, 1_000_000)
+    between("--seed", options.seed, 0, 2**63 - 1)
+    between("--batch", options.batch, 1, 65_536)
+    between("--context", options.context, 1, 65_536)
     if options.batch % options.ranks:
         raise UsageError(
             f"--batch is {options.batch}; allowed: a multiple of --ranks, which is {options.ranks}"
@@ -60,15 +60,15 @@ def check(options: Options) -> None:
     if not (math.isfinite(options.learning_rate) and 0 < options.learning_rate <= 1):
         raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
     if options.json is not None:
-        _check_writable(options.json)
+        check_writable(options.json)
 
 
-def _between(name: str, value: int, least: int, most: int) -> None:
+def between(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Open it as the end of the run will, and leave nothing behind that was not there."""
     existed = path.exists()
     try:

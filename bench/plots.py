@@ -1,0 +1,158 @@
+"""Plots of results: busbw by size beside prediction and bound, and where algorithms cross over.
+
+Needs matplotlib (the extra `plot`). Files are the same, byte for byte, for the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullLocator
+
+from bench.required import RESULTS
+from ringdp.cli.bench.rows import Report, Row, read
+
+mpl.rcParams.update({"svg.hashsalt": "ringdp", "svg.fonttype": "none", "font.size": 10.5})
+INK, GRID = "#333333", "#dddddd"
+OURS = ("#b5179e", "#1d6fd1", "#d9480f", "#2b8a3e", "#6741d9", "#0b7285")
+PEERS = {"gloo": "#adb5bd", "mpich": "#868e96", "openmpi": "#495057"}
+INCHES = (8, 5)
+Value = Callable[[Row], float | None]
+
+
+def bandwidth(report: Report) -> Figure:
+    """busbw by size: ours measured, predicted and bound, and the peers'."""
+    rows = report.rows
+    first = rows[0]
+    figure, axes = _axes(rows, f"{first.collective}, {first.ranks} ranks, {first.dtype}")
+    axes.set_ylabel("busbw, GB/s")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    labels = list(dict.fromkeys(r.label for r in rows if r.ours))
+    for label, color in zip(labels, OURS, strict=False):
+        mine = [r for r in rows if r.ours and r.label == label]
+        name = _name(mine[0])
+        _line(axes, mine, lambda r: r.busbw, label=name, color=color, marker="o", lw=2.2)
+        predicted = [(r, r.predicted_us) for r in mine]
+        _line(
+            axes,
+            [r for r, p in predicted if p],
+            _at(lambda r: r.predicted_us),
+            label=f"{name}, predicted",
+            color=color,
+            ls="--",
+            lw=1.2,
+        )
+        large = [r for r in mine if r.bytes >= BOUND_FROM]
+        _line(
+            axes,
+            large,
+            _at(lambda r: r.bound_us),
+            label=f"{name}, bound",
+            color=color,
+            ls=":",
+            lw=1.6,
+        )
+    for peer, color in PEERS.items():
+        theirs = [r for r in rows if r.transport == peer]
+        if theirs:
+            _line(axes, theirs, lambda r: r.busbw, label=peer, color=color, marker=".", lw=1.4)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
+    return figure
+
+
+def crossovers(report: Report) -> Figure:
+    """The time of each algorithm over the fastest one's at that size."""
+    rows = report.rows
+    first = rows[0]
+    best = {size: min(r.p50_us for r in rows if r.bytes == size) for size in _sizes(rows)}
+    figure, axes = _axes(
+        rows, f"{first.collective} on {first.ranks} ranks: time over the fastest's"
+    )
+    axes.set_ylabel("median time / fastest")
+    for label, color in zip(dict.fromkeys(r.label for r in rows), OURS, strict=False):
+        mine = [r for r in rows if r.label == label]
+        _line(
+            axes,
+            mine,
+            lambda r: r.p50_us / best[r.bytes],
+            label=label,
+            color=color,
+            marker="o",
+            lw=2,
+        )
+    axes.set_ylim(bottom=0.9)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+BOUND_FROM = 16 << 10  # bytes: below, the bound counts no latency and would squeeze the rest
+
+
+def write() -> None:
+    for name, make, result in PLOTS:
+        if (RESULTS / f"{result}.json").exists():
+            save(make(read(RESULTS / f"{result}.json")), RESULTS / f"{name}.svg")
+
+
+PLOTS: Sequence[tuple[str, Callable[[Report], Figure], str]] = (
+    ("all_reduce", bandwidth, "all_reduce"),
+    ("all_gather", bandwidth, "all_gather"),
+    ("crossovers", crossovers, "algorithms_4"),
+)
+
+
+def save(figure: Figure, path: Path, **kwargs: float) -> None:
+    figure.savefig(
+        path,
+        bbox_inches="tight",
+        metadata={"Date": None} if path.suffix == ".svg" else {},
+        **kwargs,
+    )
+
+
+def _axes(rows: Sequence[Row], title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=INCHES)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", color=INK, fontsize=12)
+    axes.set_xscale("log", base=2)
+    sizes = _sizes(rows)
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_major_formatter(FixedFormatter([_bytes(s) for s in sizes]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("bytes")
+    axes.grid(color=GRID, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _line(axes: Axes, rows: Sequence[Row], value: Value, **style: object) -> None:
+    axes.plot([r.bytes for r in rows], [value(r) for r in rows], **style)
+
+
+def _at(time: Value) -> Value:
+    """busbw if a call took `time` µs."""
+    return lambda r: r.busbw * r.p50_us / (time(r) or 1)
+
+
+def _name(row: Row) -> str:
+    return (
+        "ringdp"
+        + ("" if row.algorithm == "auto" else f" {row.algorithm}")
+        + (", registered" if row.registered else "")
+    )
+
+
+def _sizes(rows: Sequence[Row]) -> list[int]:
+    return sorted({r.bytes for r in rows})
+
+
+def _bytes(size: int) -> str:
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if size >= unit:
+            return f"{size / unit:g}{name}"
+    return str(size)

@@ -1,0 +1,94 @@
+"""What ringdp promises to be faster by, and what the results of `bench.suite` say of it.
+
+A ratio is the best peer's time over ours at one size, of the same interleaved run; what counts is
+the worst size of a case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ringdp.cli.bench.rows import Row, read
+
+K, M = 1 << 10, 1 << 20
+RESULTS = Path(__file__).parent / "results"
+
+
+class Required(NamedTuple):
+    case: str
+    results: str  # a file of RESULTS
+    registered: bool
+    least: int  # bytes
+    most: int
+    ratio: float
+
+
+REQUIRED = (
+    Required("all_reduce, 1-64 KiB", "all_reduce", False, K, 64 * K, 1.8),
+    Required("all_reduce, 256 KiB-1 MiB", "all_reduce", False, 256 * K, M, 1.4),
+    Required("all_reduce, 4-16 MiB", "all_reduce", False, 4 * M, 16 * M, 1.3),
+    Required("all_reduce, 64 MiB", "all_reduce", False, 64 * M, 64 * M, 2.0),
+    Required("all_reduce, registered, 1-16 MiB", "all_reduce", True, M, 16 * M, 3.5),
+    Required("all_reduce, bfloat16, 4-64 MiB, gloo", "all_reduce_bf16", False, 4 * M, 64 * M, 6.0),
+    Required("reduce_scatter, 4 KiB-64 MiB", "reduce_scatter", False, 4 * K, 64 * M, 1.2),
+    Required("all_gather, registered, 64 KiB-64 MiB", "all_gather", True, 64 * K, 64 * M, 1.2),
+    Required("all_reduce, 4 ranks, 1 KiB-64 MiB", "all_reduce_4", False, K, 64 * M, 1.5),
+)
+
+
+class Reached(NamedTuple):
+    """The worst ratio, and the size where it is."""
+
+    ratio: float
+    size: int
+
+
+Time = Callable[[Row], float]
+
+
+def median(row: Row) -> float:
+    return row.p50_us
+
+
+def minimum(row: Row) -> float:
+    return row.min_us
+
+
+def reached(required: Required, time: Time) -> Reached | None:
+    """None where the case has not been measured."""
+    file = RESULTS / f"{required.results}.json"
+    rows = read(file).rows if file.exists() else []
+    return worst(
+        [r for r in rows if required.least <= r.bytes <= required.most],
+        lambda r: r.registered == required.registered,
+        lambda r: True,
+        time,
+    )
+
+
+def beside_gloo(time: Time) -> Reached | None:
+    """Over every collective, size, dtype and number of ranks measured, private buffers."""
+    found = [
+        worst(read(file).rows, lambda r: not r.registered, lambda r: r.transport == "gloo", time)
+        for file in sorted(RESULTS.glob("*.json"))
+        if file.stem != "train"
+    ]
+    return min((f for f in found if f is not None), default=None)
+
+
+def worst(
+    rows: list[Row], ours: Callable[[Row], bool], peers: Callable[[Row], bool], time: Time
+) -> Reached | None:
+    return min(_ratios(rows, ours, peers, time), default=None)
+
+
+def _ratios(
+    rows: list[Row], ours: Callable[[Row], bool], peers: Callable[[Row], bool], time: Time
+) -> Iterator[Reached]:
+    for row in rows:
+        if row.ours and ours(row):
+            others = [time(r) for r in rows if r.bytes == row.bytes and not r.ours and peers(r)]
+            if others:
+                yield Reached(min(others) / time(row), row.bytes)

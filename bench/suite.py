@@ -1,0 +1,61 @@
+"""The comparisons that README reports, one file of bench/results each.
+
+    pip install 'ringdp[bench]'
+    python -m bench.suite                  # all, some 20 minutes
+    python -m bench.suite all_reduce --rounds 4 --max 4M
+
+Nothing else should run meanwhile: each file says how loaded the machine was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ringdp.cli.bench.cases import CASES
+from ringdp.cli.bench.command import bench
+from ringdp.cli.bench.options import Options, parse_bytes
+from ringdp.cli.bench.peers import PEERS
+from ringdp.cli.main import exit_code
+from ringdp.errors import UsageError
+
+RESULTS = Path(__file__).parent / "results"
+BOTH = (False, True)  # our buffers: private, and in shared memory
+
+RUNS: dict[str, Options] = {
+    "all_reduce": Options("all_reduce", registered=BOTH, peers=PEERS),
+    "all_reduce_bf16": Options("all_reduce", dtype="bfloat16", registered=BOTH, peers=("gloo",)),
+    "reduce_scatter": Options("reduce_scatter", registered=BOTH, peers=PEERS),
+    "all_gather": Options("all_gather", registered=BOTH, peers=PEERS),
+    "broadcast": Options("broadcast", registered=BOTH, peers=PEERS),
+    "all_reduce_4": Options("all_reduce", ranks=4, registered=BOTH, peers=PEERS),
+    **{f"{name}_8": Options(name, ranks=8, peers=("gloo",)) for name in CASES},
+    "algorithms_4": Options(
+        "all_reduce", ranks=4, algorithms=("direct", "ring", "halving", "doubling", "tree")
+    ),
+}
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join(RUNS))] = None,
+    rounds: Annotated[int, typer.Option(help="of each contender")] = Options.rounds,
+    max: Annotated[str, typer.Option(help="no buffer is larger")] = "64M",
+) -> int:
+    most = parse_bytes("--max", max)
+    codes = [0]
+    for name in names or RUNS:
+        if name not in RUNS:
+            raise UsageError(f"no run {name!r}; there are {', '.join(RUNS)}")
+        options = replace(RUNS[name], rounds=rounds, max=most, json=RESULTS / f"{name}.json")
+        codes.append(bench(options, Console(highlight=False)))
+    return sorted(codes)[-1]
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(main)
+    raise SystemExit(exit_code(lambda: app(standalone_mode=False)))

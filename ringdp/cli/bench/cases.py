@@ -1,0 +1,171 @@
+"""What each collective takes and gives, and which bytes it must move: one row of CASES each.
+
+Sizes are nccl-tests': `count` elements, S bytes, are the larger of a rank's two buffers, so
+all_gather takes count/n and gives count. busbw = algbw × `bus`, the share of S that every rank must
+send, so that it can be held against a link's speed. The root is rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to measure, as every rank of a contender is told it."""
+
+    collective: str
+    algorithm: str  # of ours; "auto" leaves the choice to the communicator
+    registered: bool
+    dtype: str
+    op: str
+    count: int  # elements
+
+
+class Moves(NamedTuple):
+    """Shares of S that the busiest rank cannot avoid moving, see `bound`."""
+
+    fetched: float  # read of what other ranks have just written
+    written: float  # by the same pass
+    copied: float = 0.0  # from its own input to its own output
+
+
+Inputs = Callable[[int], Tensor]  # rank -> its input
+Elements = Callable[[int, int], int]  # (count, n) -> of one buffer
+Result = Callable[[Inputs, int, int, str], Tensor | None]  # (inputs, rank, n, op) -> its output
+
+
+class Case(NamedTuple):
+    takes: Elements  # a rank's input
+    gives: Elements | None  # its output; None: the input becomes it
+    bus: Callable[[int], float]
+    moves: Callable[[int, bool], Moves]  # (n, whether the input is in shared memory)
+    result: Result  # None where a rank gets nothing
+
+
+def whole(count: int, n: int) -> int:
+    return count
+
+
+def part(count: int, n: int) -> int:
+    return count // n
+
+
+def others(n: int) -> float:
+    return (n - 1) / n
+
+
+def _folded(inputs: Inputs, n: int, op: str) -> Tensor:
+    return reduce(FOLDS[op], (inputs(q) for q in range(n)))
+
+
+# all_reduce: everyone folds its n-th, fetching n-1 inputs of it. Into registered buffers it can
+# write the result itself; private ones are written by their owners, who fetch what others folded.
+CASES: dict[str, Case] = {
+    "all_reduce": Case(
+        takes=whole,
+        gives=None,
+        bus=lambda n: 2 * others(n),
+        moves=lambda n, registered: Moves(others(n) * (1 if registered else 2), 1.0),
+        result=lambda inputs, rank, n, op: _folded(inputs, n, op),
+    ),
+    "reduce_scatter": Case(
+        takes=whole,
+        gives=part,
+        bus=others,
+        moves=lambda n, registered: Moves(others(n), 1 / n),
+        result=lambda inputs, rank, n, op: _folded(inputs, n, op).chunk(n)[rank],
+    ),
+    "all_gather": Case(
+        takes=part,
+        gives=whole,
+        bus=others,
+        moves=lambda n, registered: Moves(others(n), others(n), copied=1 / n),
+        result=lambda inputs, rank, n, op: torch.cat([inputs(q) for q in range(n)]),
+    ),
+    "broadcast": Case(
+        takes=whole,
+        gives=None,
+        bus=lambda n: 1.0,
+        moves=lambda n, registered: Moves(1.0, 1.0),
+        result=lambda inputs, rank, n, op: inputs(0),
+    ),
+}
+
+
+def _probe(gives: Elements | None, result: Result) -> Case:
+    return Case(whole, gives, lambda n: 0.0, lambda n, registered: Moves(0.0, 0.0), result)
+
+
+# What `bound` is made of, measured as if they were collectives: each core copies what its peer has
+# just written, reads it only, or copies within its own buffers.
+PROBES: dict[str, Case] = {
+    "pull": _probe(whole, lambda inputs, rank, n, op: inputs((rank + 1) % n)),
+    "read": _probe(None, lambda inputs, rank, n, op: None),
+    "copy": _probe(whole, lambda inputs, rank, n, op: inputs(rank)),
+}
+
+
+def elements(case: Case, dtype: str, size: int, n: int) -> int:
+    """How many elements `size` bytes are; where ranks own parts, a multiple of n."""
+    count = size // itemsize(dtype)
+    shared = part in (case.takes, case.gives)
+    return count // n * n if shared else count
+
+
+def itemsize(dtype: str) -> int:
+    return torch_dtype(dtype).itemsize
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+# ---- inputs whose result is known exactly: sums of ones and twos round in no dtype
+
+
+def pattern(rank: int, count: int, dtype: str) -> Tensor:
+    """Differs from place to place and from rank to rank."""
+    random = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 3, (count,), dtype=torch.uint8, generator=random).to(torch_dtype(dtype))
+
+
+def constant(rank: int, call: int) -> int:
+    """What rank fills its input with before a timed call: 2 where bit rank % 4 of `call` is set."""
+    return 1 + (call >> rank % 4 & 1)
+
+
+def wrong_pattern(case: Case, output: Tensor, task: Task, rank: int, n: int) -> int:
+    """Elements of `output` that are not what patterns must give."""
+    size = case.takes(task.count, n)
+    right = case.result(lambda q: pattern(q, size, task.dtype), rank, n, task.op)
+    return 0 if right is None else int((output != right).sum())
+
+
+def wrong_constant(case: Case, output: Tensor, task: Task, call: int, rank: int, n: int) -> int:
+    """The same for constants. One element stands for each n-th part of a buffer."""
+    small = case.takes(n, n)
+    dtype = torch_dtype(task.dtype)
+    right = case.result(
+        lambda q: torch.full((small,), constant(q, call), dtype=dtype), rank, n, task.op
+    )
+    if right is None:
+        return 0
+    parts = zip(output.tensor_split(len(right)), right, strict=True)
+    return sum(int((here != value).sum()) for here, value in parts)

@@ -1,0 +1,73 @@
+"""`ringdp bench`: measure, show progress meanwhile, then the table; write the file."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ringdp.cli.bench.options import Options, check
+from ringdp.cli.bench.rows import Report, write
+from ringdp.cli.bench.run import Step, measure
+from ringdp.cli.bench.table import show
+from ringdp.cli.launch import SignalError
+from ringdp.errors import RingdpError
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def bench(options: Options, console: Console) -> int:
+    """The exit code: 0 where every result is right, 1 where one is not."""
+    check(options)
+    with _signals_raised():
+        report = watch(options, console)
+    show(console, report, options.op)
+    if options.json is not None:
+        try:
+            write(options.json, report)
+        except OSError as error:  # it was writable before
+            raise RingdpError(f"ringdp: cannot write {options.json}: {error.strerror}") from None
+    return 1 if any(row.wrong for row in report.rows) else 0
+
+
+def watch(options: Options, console: Console) -> Report:
+    """A bar on a terminal; elsewhere a line for each size."""
+    if not console.is_terminal:
+        sizes: set[int] = set()
+
+        def line(step: Step) -> None:
+            if step.size not in sizes:
+                sizes.add(step.size)
+                console.print(f"measuring {step.size:,} bytes", soft_wrap=True)
+
+        return measure(options, line)
+    parts = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*parts, console=console, transient=True) as progress:
+        bar = progress.add_task("starting the ranks of every contender", total=None)
+
+        def update(step: Step) -> None:
+            says = f"{options.collective} {step.size:>13,} bytes  {step.entry:<12}"
+            progress.update(bar, description=says, completed=step.done, total=1)
+
+        return measure(options, update)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """The first of ENDING raises SignalError, which ends the ranks; while they end, others wait."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        for other in ENDING:
+            signal.signal(other, signal.SIG_IGN)
+        raise SignalError(signum)
+
+    before = {signum: signal.signal(signum, end) for signum in ENDING}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

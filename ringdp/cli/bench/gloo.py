@@ -1,0 +1,48 @@
+"""torch.distributed over gloo as a contender: one thread a rank, as torchrun sets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ringdp.cli.bench.cases import Case, Task
+from ringdp.cli.bench.contender import Buffers, plain_buffers
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+CALLS: dict[str, Callable[[Buffers, str], Callable[[], object]]] = {
+    "all_reduce": lambda b, op: partial(dist.all_reduce, b.input, OPS[op]),
+    "reduce_scatter": lambda b, op: partial(dist.reduce_scatter_tensor, b.output, b.input, OPS[op]),
+    "all_gather": lambda b, op: partial(dist.all_gather_into_tensor, b.output, b.input),
+    "broadcast": lambda b, op: partial(dist.broadcast, b.input, 0),
+}
+
+
+class Gloo:
+    version = f"gloo of torch {torch.__version__}"
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    def buffers(self, task: Task, case: Case) -> Buffers:
+        return plain_buffers(task, case, self.ranks)
+
+    def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
+        return CALLS[task.collective](buffers, task.op)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+connect = Gloo

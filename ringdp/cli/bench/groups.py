@@ -1,0 +1,226 @@
+"""The processes of the contenders: one group each, which live for the whole run.
+
+    start ──► saying hello ──► sleeping ◄──► in a round ──► ended
+
+Each rank connects to a socket of its group and says who it is; MPI launchers hand only rank 0 an
+input, so pipes would not do. A rank that fails or dies ends the run with a RankError that says so.
+Whatever ends the run, every process is gone when `Groups` is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ringdp.cli.bench import peers, probe
+from ringdp.cli.bench.contender import Failure, Hello, Round, Times
+from ringdp.cli.launch import RankError
+
+START_TIMEOUT = 180.0  # s: imports of many ranks on few cores
+ROUND_TIMEOUT = 600.0  # s: only a hang reaches it
+GRACE = 10.0  # s that a group has to end by itself
+
+
+class Groups:
+    """All groups of a run, by name."""
+
+    def __init__(
+        self, names: Sequence[str], ranks: int, cores: Sequence[int], largest: int
+    ) -> None:
+        """`largest` is the size in bytes of the largest buffer."""
+        self._names, self._ranks, self._cores, self._largest = names, ranks, cores, largest
+        self._groups: dict[str, _Group] = {}
+
+    def __enter__(self) -> Self:
+        self._directory = tempfile.TemporaryDirectory(prefix="ringdp-")
+        try:
+            for name in self._names:
+                ranks = probe_ranks(self._ranks, self._cores) if name == "probe" else self._ranks
+                self._groups[name] = _Group(
+                    name, ranks, self._cores, self._largest, Path(self._directory.name)
+                )
+            for group in self._groups.values():
+                group.await_hello()
+        except BaseException:
+            self._end(quietly=False)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(quietly=kind is None)
+
+    def versions(self) -> dict[str, str]:
+        return {name: group.version for name, group in self._groups.items() if name != "probe"}
+
+    def run(self, name: str, command: Round) -> list[Times]:
+        """One round of one group, while all others sleep: what each rank says."""
+        return self._groups[name].run(command)
+
+    def _end(self, *, quietly: bool) -> None:
+        for group in self._groups.values():
+            group.ask_to_end(quietly=quietly)
+        for group in self._groups.values():
+            group.end()
+        self._directory.cleanup()
+
+
+def probe_ranks(ranks: int, cores: Sequence[int]) -> int:
+    return min(ranks, len(cores))
+
+
+class _Group:
+    def __init__(
+        self, name: str, ranks: int, cores: Sequence[int], largest: int, directory: Path
+    ) -> None:
+        self.name, self.ranks, self.version = name, ranks, ""
+        self._log = (directory / f"{name}.log").open("w+")
+        self._pipes: dict[int, Connection] = {}
+        self._pids: list[int] = []
+        address = str(directory / name)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(address)
+        self._socket.listen(ranks)
+        worker = ["ringdp.cli.bench.worker", name, address, ",".join(map(str, cores))]
+        python = [sys.executable, "-m", *worker]
+        shared = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+        self._launchers: list[subprocess.Popen[bytes]] = []
+        if name in peers.MPIS:
+            launch = peers.launch(name, ranks, len(cores))
+            self._start([*launch.command, *python], shared | launch.environment)
+            return
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared |= {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's
+        }
+        descriptors = []
+        if name == "probe":
+            descriptors = [probe.shared_file(ranks, largest)]
+            shared[probe.FILE_VARIABLE] = str(descriptors[0])
+        for rank in range(ranks):
+            self._start(python, shared | {"RANK": str(rank)}, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _start(
+        self, command: list[str], environment: dict[str, str], descriptors: Sequence[int] = ()
+    ) -> None:
+        self._launchers.append(
+            subprocess.Popen(
+                command,
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the controller alone, which ends the ranks
+                pass_fds=descriptors,
+            )
+        )
+
+    def await_hello(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        self._socket.settimeout(0.1)
+        while len(self._pipes) < self.ranks:
+            try:
+                accepted, _ = self._socket.accept()
+            except TimeoutError:
+                self._check_started(deadline)
+                continue
+            accepted.setblocking(True)
+            pipe: Connection = Connection(accepted.detach())
+            hello = self._receive(pipe, "as it started")
+            assert isinstance(hello, Hello)
+            self._pipes[hello.rank] = pipe
+            self._pids.append(hello.pid)
+            self.version = hello.version
+        self._socket.close()
+
+    def run(self, command: Round) -> list[Times]:
+        for pipe in self._pipes.values():
+            pipe.send(command)
+        waiting = {pipe: rank for rank, pipe in self._pipes.items()}
+        deadline = time.monotonic() + ROUND_TIMEOUT
+        times: dict[int, Times] = {}
+        what = f"in {command.task.collective} of {command.task.count} {command.task.dtype}"
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                raise RankError(f"{self.name}: ranks {late} {what}: no end in {ROUND_TIMEOUT} s")
+            for pipe in [p for p in waiting if p in ready]:
+                found = self._receive(pipe, what)
+                assert isinstance(found, Times)
+                times[waiting.pop(pipe)] = found
+        return [times[rank] for rank in range(self.ranks)]
+
+    def ask_to_end(self, *, quietly: bool) -> None:
+        """Between rounds a rank ends by itself; in a round it must be killed."""
+        self._socket.close()
+        for pipe in self._pipes.values():
+            if quietly:
+                with suppress(BrokenPipeError):
+                    pipe.send(None)
+        if not quietly:
+            self._signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        deadline = time.monotonic() + GRACE
+        for launcher in self._launchers:
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.0, deadline - time.monotonic()))
+        self._signal(signal.SIGKILL)
+        for launcher in self._launchers:
+            launcher.wait()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._log.close()
+
+    def _signal(self, signum: int) -> None:
+        """To launchers that still run, with all they started, and to ranks in other sessions."""
+        running = [launcher.pid for launcher in self._launchers if launcher.poll() is None]
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signum)
+        if running:
+            for pid in self._pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def _receive(self, pipe: Connection, what: str) -> Any:
+        try:
+            found = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise RankError(f"{self._said()}\nringdp: a rank of {self.name} died {what}") from None
+        if isinstance(found, Failure):
+            raise RankError(f"{found.traceback}ringdp: a rank of {self.name} failed {what}")
+        return found
+
+    def _check_started(self, deadline: float) -> None:
+        ended = [launcher.returncode for launcher in self._launchers if launcher.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            how = f"exited with {ended[0]}" if ended else f"said nothing for {START_TIMEOUT} s"
+            raise RankError(f"{self._said()}\nringdp: {self.name} did not start: it {how}")
+
+    def _said(self) -> str:
+        self._log.flush()
+        return Path(self._log.name).read_text(errors="replace").strip()

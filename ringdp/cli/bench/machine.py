@@ -1,0 +1,48 @@
+"""What results were measured on, in words that go with them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+CPU = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def describe(cores: int) -> dict[str, str]:
+    """Of this machine now; `cores` are those that ranks are pinned to."""
+    return {
+        "cpu": _field(Path("/proc/cpuinfo"), "model name"),
+        "cores": str(cores),
+        "caches": ", ".join(_caches()),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "pages": f"{os.sysconf('SC_PAGE_SIZE')} bytes, huge ones {_huge()}",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+    }
+
+
+def _field(file: Path, name: str) -> str:
+    for line in file.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return platform.machine()
+
+
+def _caches() -> list[str]:
+    found = []
+    for index in sorted(CPU.glob("index*")):
+        level, kind, size = ((index / f).read_text().strip() for f in ("level", "type", "size"))
+        if kind != "Instruction":
+            found.append(f"L{level} {size}")
+    return found
+
+
+def _huge() -> str:
+    file = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return file.read_text().split("[")[1].split("]")[0] if file.exists() else "unknown"

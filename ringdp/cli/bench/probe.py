@@ -1,0 +1,70 @@
+"""The machine itself as a contender: how fast two cores copy and read, for `bound`.
+
+Its ranks share a file in memory, whose descriptor the controller hands down in PROBE_FILE: a page
+of flags for the barrier, then a buffer for each rank.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from ringdp.cli.bench.cases import Case, Task, torch_dtype
+from ringdp.cli.bench.contender import Buffers
+
+FILE_VARIABLE = "RINGDP_PROBE_FILE"
+LINE = 8  # int64s between the flags of two ranks
+
+
+class Probe:
+    version = "copies and reads of this machine"
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._shared = mmap.mmap(int(os.environ[FILE_VARIABLE]), 0)
+        self._flags = np.frombuffer(self._shared, np.int64, self.ranks * LINE)[::LINE]
+        self._passed = 0
+
+    def buffers(self, task: Task, case: Case) -> Buffers:
+        taken = self._part(task, self.rank)
+        if case.gives is None:
+            return Buffers(taken, taken)
+        return Buffers(taken, torch.empty_like(taken))
+
+    def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
+        peer = self._part(task, (self.rank + 1) % self.ranks)
+        if task.collective == "read":
+            return partial(torch.sum, peer)
+        source = peer if task.collective == "pull" else buffers.input
+        return partial(np.copyto, buffers.output.numpy(), source.numpy())
+
+    def barrier(self) -> None:
+        """Spins: there are no more of these ranks than cores."""
+        self._passed += 1
+        self._flags[self.rank] = self._passed
+        while (self._flags < self._passed).any():
+            pass
+
+    def close(self) -> None:
+        """The mapping ends with the process: tensors still point into it."""
+
+    def _part(self, task: Task, rank: int) -> torch.Tensor:
+        dtype = torch_dtype(task.dtype)
+        room = (len(self._shared) - mmap.PAGESIZE) // self.ranks
+        offset = mmap.PAGESIZE + rank * room
+        return torch.frombuffer(self._shared, dtype=dtype, count=task.count, offset=offset)
+
+
+def shared_file(ranks: int, size: int) -> int:
+    """The descriptor of a file with room for `size` bytes, a whole number of pages, a rank."""
+    descriptor = os.memfd_create("ringdp-probe")
+    os.ftruncate(descriptor, mmap.PAGESIZE + ranks * size)
+    return descriptor
+
+
+connect = Probe

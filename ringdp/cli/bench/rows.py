@@ -1,0 +1,137 @@
+"""What a benchmark writes: one row per (contender, size), and what it was measured on.
+
+algbw = S / time, of the median; busbw as nccl-tests define it (`cases`). `predicted_us` is what the
+α-β-γ model says of our algorithms once it is fitted to the medians of this very run: it tells how
+well the model explains them, and where it does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from ringdp.errors import UsageError
+from ringdp.schedule import Collective, proved
+from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
+
+OURS = ("shm",)  # transports of ringdp; a peer's transport and algorithm are its name
+DEFAULT = "direct"  # what "auto" is priced as
+
+
+@dataclass(frozen=True)
+class Row:
+    collective: str
+    algorithm: str
+    transport: str
+    registered: bool
+    ranks: int
+    bytes: int
+    dtype: str
+    min_us: float
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    algbw: float  # GB/s
+    busbw: float
+    predicted_us: float | None  # None for a peer
+    bound_us: float
+    wrong: int  # elements
+
+    @property
+    def ours(self) -> bool:
+        return self.transport in OURS
+
+    @property
+    def label(self) -> str:
+        return self.algorithm + (" reg" if self.registered else "")
+
+
+def measured(
+    what: tuple[str, str, str, bool],  # collective, algorithm, transport, registered
+    ranks: int,
+    size: int,
+    dtype: str,
+    times: Sequence[float],  # s, of single calls
+    bus: float,
+    bound: float,  # s
+    wrong: int,
+) -> Row:
+    us = np.array(times) * 1e6
+    least, p20, p50, p80 = (round(float(x), 3) for x in np.percentile(us, (0, 20, 50, 80)))
+    algbw = size / p50 / 1e3
+    return Row(
+        *what,
+        ranks=ranks,
+        bytes=size,
+        dtype=dtype,
+        min_us=least,
+        p20_us=p20,
+        p50_us=p50,
+        p80_us=p80,
+        algbw=round(algbw, 3),
+        busbw=round(algbw * bus, 3),
+        predicted_us=None,
+        bound_us=round(bound * 1e6, 3),
+        wrong=wrong,
+    )
+
+
+def predicted(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their predictions: one fit for private buffers, one for registered ones."""
+    machines = {
+        registered: fit(
+            (priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6)
+            for r in rows
+            if r.ours and r.registered == registered
+        )
+        for registered in {r.registered for r in rows if r.ours}
+    }
+    return [_with_prediction(r, machines[r.registered]) if r.ours else r for r in rows]
+
+
+def _with_prediction(row: Row, machine: Machine) -> Row:
+    time = seconds(priced(row.collective, row.algorithm, row.ranks), machine, row.bytes)
+    return replace(row, predicted_us=round(time * 1e6, 3))
+
+
+def priced(collective: str, algorithm: str, n: int) -> Price:
+    """Raises UsageError or ScheduleError for an algorithm that there is not, or that is wrong."""
+    name = DEFAULT if algorithm == "auto" else algorithm
+    kind = cast(Collective, collective)
+    if (collective, name) in CLOSED:
+        return closed(kind, name, n)
+    return price(proved(name, kind, n))
+
+
+@dataclass(frozen=True)
+class Report:
+    """A file of results."""
+
+    machine: dict[str, str]
+    contenders: dict[str, str]  # name -> version and settings
+    rows: list[Row]
+
+
+def write(path: Path, report: Report) -> None:
+    path.write_text(json.dumps(asdict(report), indent=1) + "\n")
+
+
+def read(path: Path) -> Report:
+    """Raises UsageError where it is no file of results."""
+    try:
+        found = json.loads(path.read_text())
+        rows = [Row(**r) for r in found.pop("rows")]
+        return Report(**found, rows=rows)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path} holds no results of `ringdp bench --json`: {error}") from error
+
+
+def best_peer(rows: Iterable[Row], row: Row) -> Row | None:
+    """The peer with the least median at the same size."""
+    peers = [r for r in rows if not r.ours and r.bytes == row.bytes]
+    return min(peers, key=lambda r: r.p50_us, default=None)

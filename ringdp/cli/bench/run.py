@@ -1,0 +1,156 @@
+"""`ringdp bench`: rounds of all contenders in turn, and rows of what they took.
+
+For each size: one round of every contender to warm up, then `rounds` times one round of each, in
+an order that rotates, so that a slow phase of the machine hits all of them. The time of a call is
+the slowest rank's. A round takes as many calls as fit ROUND_SECONDS. The probes of the bound are
+contenders too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from ringdp.cli.bench.bound import LEAST, Speeds, bound
+from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
+from ringdp.cli.bench.contender import Round
+from ringdp.cli.bench.groups import Groups
+from ringdp.cli.bench.machine import describe
+from ringdp.cli.bench.options import Options
+from ringdp.cli.bench.peers import MPIS, launch
+from ringdp.cli.bench.rows import Report, Row, measured, predicted
+
+ROUND_SECONDS = 0.03  # of timed calls
+FEWEST, MOST = 3, 50  # calls in a round
+PAGE = 4096
+
+
+class Entry(NamedTuple):
+    """Something measured: a group of processes, and what of its own it runs."""
+
+    group: str
+    task: Task
+
+
+class Step(NamedTuple):
+    """What is being measured, for the person who waits."""
+
+    done: float  # of 1
+    size: int  # bytes
+    entry: str
+
+
+@dataclass
+class Samples:
+    """Of one entry at one size."""
+
+    calls: int = FEWEST
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
+    """Raises RankError where a contender fails."""
+    cores = sorted(os.sched_getaffinity(0))
+    machine = describe(len(cores))
+    names = ["ours", *options.peers, "probe"]
+    largest = -(-max(options.max, LEAST) // PAGE) * PAGE
+    rows: list[Row] = []
+    with Groups(names, options.ranks, cores, largest) as groups:
+        contenders = {"ours": groups.versions()["ours"]} | {
+            peer: _described(peer, groups.versions()[peer], options.ranks, len(cores))
+            for peer in options.peers
+        }
+        for place, size in enumerate(options.sizes):
+            count = elements(CASES[options.collective], options.dtype, size, options.ranks)
+            entries = _entries(options, count, max(size, LEAST))
+            note = partial(_note, on_step, size, place, len(options.sizes))
+            samples = _interleave(groups, entries, options.rounds, note)
+            rows += _rows(options, count, len(cores), samples)
+    machine["load after"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    return Report(machine, contenders, predicted(rows))
+
+
+def _note(
+    on_step: Callable[[Step], None], size: int, place: int, sizes: int, done: float, label: str
+) -> None:
+    on_step(Step((place + done) / sizes, size, label))
+
+
+def _entries(options: Options, count: int, probed: int) -> list[Entry]:
+    def task(collective: str, algorithm: str, registered: bool) -> Task:
+        return Task(collective, algorithm, registered, options.dtype, options.op, count)
+
+    return [
+        *(
+            Entry("ours", task(options.collective, algorithm, registered))
+            for registered in options.registered
+            for algorithm in options.algorithms
+        ),
+        *(Entry(peer, task(options.collective, peer, False)) for peer in options.peers),
+        *(Entry("probe", Task(p, p, False, "float32", "sum", probed // 4)) for p in PROBES),
+    ]
+
+
+def _interleave(
+    groups: Groups, entries: list[Entry], rounds: int, note: Callable[[float, str], None]
+) -> dict[Entry, Samples]:
+    samples = {entry: Samples() for entry in entries}
+    done = 0
+    for number in range(rounds + 1):
+        turn = number % len(entries)
+        for entry in entries[turn:] + entries[:turn]:
+            note(done / len(entries) / (rounds + 1), _label(entry))
+            done += 1
+            found = samples[entry]
+            ranks = groups.run(entry.group, Round(entry.task, number, found.calls))
+            slowest = [
+                max(times) / 1e9 for times in zip(*(r.nanoseconds for r in ranks), strict=True)
+            ]
+            found.wrong += sum(r.wrong for r in ranks)
+            if number:
+                found.seconds += slowest
+            else:  # the warm-up
+                found.calls = min(MOST, max(FEWEST, int(ROUND_SECONDS / min(slowest))))
+    return samples
+
+
+def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples]) -> Iterable[Row]:
+    case = CASES[options.collective]
+    size = count * itemsize(options.dtype)
+    speeds = Speeds(
+        **{
+            e.task.collective: min(s.seconds) / (4 * e.task.count)
+            for e, s in samples.items()
+            if e.group == "probe"
+        }
+    )
+    for entry, found in samples.items():
+        if entry.group == "probe":
+            continue
+        task = entry.task
+        transport = options.transport if entry.group == "ours" else entry.group
+        least = bound(
+            case.moves(options.ranks, task.registered), options.ranks, cores, size, speeds
+        )
+        yield measured(
+            (task.collective, task.algorithm, transport, task.registered),
+            options.ranks,
+            size,
+            task.dtype,
+            found.seconds,
+            case.bus(options.ranks),
+            least,
+            found.wrong,
+        )
+
+
+def _label(entry: Entry) -> str:
+    return entry.task.algorithm + (" reg" if entry.task.registered else "")
+
+
+def _described(peer: str, version: str, ranks: int, cores: int) -> str:
+    return f"{version}; {launch(peer, ranks, cores).settings}" if peer in MPIS else version

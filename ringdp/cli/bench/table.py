@@ -1,0 +1,89 @@
+"""The table at the end of `ringdp bench`: nccl-tests' columns, prediction, bound, and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from ringdp.cli.bench.cases import itemsize
+from ringdp.cli.bench.rows import Report, Row, best_peer
+
+MOST_WIDTH = 10_000  # characters: no terminal is wider
+
+
+class Column(NamedTuple):
+    heading: str
+    cell: Callable[[Row], str]
+    needed: bool = True  # also where the console is narrow
+
+
+def columns(rows: Sequence[Row], op: str) -> list[Column]:
+    found = [
+        Column("bytes", lambda r: f"{r.bytes:,}"),
+        Column("count", lambda r: f"{r.bytes // itemsize(r.dtype):,}", needed=False),
+        Column("type", lambda r: r.dtype, needed=False),
+        Column("redop", lambda r: op, needed=False),
+        Column("algorithm", lambda r: r.label),
+        Column("p50 µs", lambda r: _us(r.p50_us)),
+        Column("min", lambda r: _us(r.min_us), needed=False),
+        Column("p20", lambda r: _us(r.p20_us), needed=False),
+        Column("p80", lambda r: _us(r.p80_us), needed=False),
+        Column("algbw", lambda r: f"{r.algbw:.2f}", needed=False),
+        Column("busbw", lambda r: f"{r.busbw:.2f}"),
+        Column("#wrong", lambda r: f"{r.wrong:,}"),
+        Column("predicted", lambda r: "-" if r.predicted_us is None else _us(r.predicted_us)),
+        Column("bound", lambda r: _us(r.bound_us)),
+        Column("of it", lambda r: f"{100 * r.bound_us / r.p50_us:.0f} %"),
+    ]
+    if any(not r.ours for r in rows):
+        found.append(Column("× best peer", lambda r: _ratio(rows, r)))
+    return found
+
+
+def _us(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _ratio(rows: Sequence[Row], row: Row) -> str:
+    peer = best_peer(rows, row)
+    return "-" if peer is None or not row.ours else f"{peer.p50_us / row.p50_us:.2f}"
+
+
+def table(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = [c for c in columns(rows, op) if wide or c.needed]
+    for column in shown:
+        left = column.heading in ("algorithm", "type", "redop")
+        made.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.bytes != row.bytes:
+            made.add_section()
+        made.add_row(*(column.cell(row) for column in shown), style="" if row.ours else "dim")
+    return made
+
+
+def show(console: Console, report: Report, op: str) -> None:
+    """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
+    rows = report.rows
+    wide = table(rows, op, wide=True)
+    needs = Measurement.get(console, console.options.update(width=MOST_WIDTH), wide).maximum
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(needs, console.width), highlight=False)
+    first = rows[0]
+    console.print(
+        f"\n{first.collective}, {first.ranks} ranks on {report.machine['cores']} cores "
+        f"({report.machine['cpu']}), {first.dtype} {op}. Times are the slowest rank's, in µs; "
+        "bandwidths in GB/s.",
+        soft_wrap=True,
+    )
+    console.print(wide if needs <= console.width else table(rows, op, wide=False))
+    for row in rows:
+        if row.wrong:
+            says = f"WRONG: {row.label} at {row.bytes:,} bytes: {row.wrong:,} elements"
+            console.print(Text(says, style="bold red"), soft_wrap=True)

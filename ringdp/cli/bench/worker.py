@@ -1,0 +1,105 @@
+"""One rank of a contender: waits for rounds, rewrites, times and checks.
+
+    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES
+
+CORES are the numbers of the cores between commas; rank r takes one, r mod their count, before any
+thread starts. Between rounds it sleeps in a read, so that other contenders have the cores. Where
+the controller dies, the read ends and so does the rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Client, Connection
+
+import torch
+
+from ringdp.cli.bench.cases import (
+    CASES,
+    PROBES,
+    Case,
+    Task,
+    constant,
+    pattern,
+    wrong_constant,
+    wrong_pattern,
+)
+from ringdp.cli.bench.contender import Buffers, Contender, Failure, Hello, Round, Times
+
+RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun's, MPICH's, OpenMPI's
+
+
+def main() -> None:
+    name, address, cores = sys.argv[1:]
+    rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
+    choice = [int(core) for core in cores.split(",")]
+    os.sched_setaffinity(0, {choice[rank % len(choice)]})
+    torch.set_num_threads(1)
+    with Client(address, "AF_UNIX") as pipe:
+        try:
+            module = {"mpich": "mpi", "openmpi": "mpi"}.get(name, name)
+            contender: Contender = import_module(f"ringdp.cli.bench.{module}").connect()
+            pipe.send(Hello(rank, os.getpid(), contender.version))
+            serve(contender, pipe)
+            contender.close()
+        except Exception:
+            pipe.send(Failure(traceback.format_exc()))
+
+
+def serve(contender: Contender, pipe: Connection) -> None:
+    prepared: dict[Task, Buffers] = {}  # of one size; algorithms share theirs
+    while True:
+        try:
+            command: Round | None = pipe.recv()
+        except EOFError:
+            return
+        if command is None:
+            return
+        key = replace(command.task, algorithm="")
+        if any(key.count != other.count for other in prepared):
+            prepared.clear()
+        if key not in prepared:
+            prepared[key] = contender.buffers(command.task, case_of(command.task))
+        pipe.send(run(contender, command, prepared[key]))
+
+
+def case_of(task: Task) -> Case:
+    return CASES[task.collective] if task.collective in CASES else PROBES[task.collective]
+
+
+def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
+    """A round: one call on a pattern, checked and not timed, then timed ones on constants.
+
+    The result of the last is checked too.
+    """
+    task, rank, ranks = command.task, contender.rank, contender.ranks
+    case = case_of(task)
+    call = contender.call(task, buffers)
+    first = command.number * command.calls
+    nanoseconds = []
+    gc.collect()
+    gc.disable()
+    if command.number == 0:
+        buffers.input.copy_(pattern(rank, len(buffers.input), task.dtype))
+    contender.barrier()
+    call()
+    wrong = wrong_pattern(case, buffers.output, task, rank, ranks) if command.number == 0 else 0
+    for number in range(first, first + command.calls):
+        buffers.input.fill_(constant(rank, number))
+        contender.barrier()
+        start = time.perf_counter_ns()
+        call()
+        nanoseconds.append(time.perf_counter_ns() - start)
+    gc.enable()
+    wrong += wrong_constant(case, buffers.output, task, number, rank, ranks)
+    return Times(nanoseconds, wrong)
+
+
+if __name__ == "__main__":
+    main()

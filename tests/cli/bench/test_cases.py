@@ -1,0 +1,90 @@
+"""Inputs and the results they must give: each collective against a plain computation, and every
+kind of wrong result counted."""
+
+import numpy as np
+import pytest
+import torch
+
+from ringdp.cli.bench.cases import (
+    CASES,
+    DTYPES,
+    PROBES,
+    Task,
+    constant,
+    elements,
+    pattern,
+    wrong_constant,
+    wrong_pattern,
+)
+
+N, COUNT = 4, 24
+ALL = {**CASES, **PROBES}
+
+
+def reference(collective: str, inputs: list[np.ndarray], rank: int) -> np.ndarray | None:
+    """The result, in numpy, for a sum."""
+    stacked = np.stack(inputs)
+    match collective:
+        case "all_reduce":
+            return stacked.sum(0)
+        case "reduce_scatter":
+            return stacked.sum(0).reshape(N, -1)[rank]
+        case "all_gather":
+            return stacked.reshape(-1)
+        case "broadcast":
+            return stacked[0]
+        case "pull":
+            return stacked[(rank + 1) % N]
+        case "copy":
+            return stacked[rank]
+    return None
+
+
+def task(collective: str, dtype: str = "float32", op: str = "sum") -> Task:
+    return Task(collective, "auto", False, dtype, op, COUNT)
+
+
+@pytest.mark.parametrize("rank", [0, 1, N - 1])
+@pytest.mark.parametrize("name", [n for n in ALL if n != "read"])
+def test_right_results_count_zero_and_wrong_ones_count(name: str, rank: int) -> None:
+    case = ALL[name]
+    size = case.takes(COUNT, N)
+    right = reference(name, [pattern(q, size, "float64").numpy() for q in range(N)], rank)
+    assert right is not None
+    output = torch.from_numpy(right).float()
+    assert wrong_pattern(case, output, task(name), rank, N) == 0
+    output[1] += 1
+    assert wrong_pattern(case, output, task(name), rank, N) == 1
+    call = 5
+    constants = [np.full(size, constant(q, call), np.float64) for q in range(N)]
+    right = reference(name, constants, rank)
+    assert right is not None
+    output = torch.from_numpy(right).float()
+    assert wrong_constant(case, output, task(name), call, rank, N) == 0
+    output[-2:] += 1
+    assert wrong_constant(case, output, task(name), call, rank, N) == 2
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_exact_in_every_dtype(dtype: str, op: str) -> None:
+    n = 64
+    case = CASES["all_reduce"]
+    inputs = np.stack([pattern(q, COUNT, "float64").numpy() for q in range(n)])
+    right = getattr(inputs, op)(0)
+    output = torch.from_numpy(right).to(getattr(torch, dtype))
+    assert wrong_pattern(case, output, task("all_reduce", dtype, op), 0, n) == 0
+
+
+def test_inputs_differ_between_ranks_calls_and_places() -> None:
+    assert not torch.equal(pattern(0, 100, "int32"), pattern(1, 100, "int32"))
+    assert len(pattern(0, 100, "int32").unique()) == 2
+    for rank in range(N):
+        assert {constant(rank, call) for call in range(1 << N)} == {1, 2}
+    assert len({tuple(constant(q, call) for q in range(4)) for call in range(16)}) == 16
+
+
+def test_counts_are_whole_parts() -> None:
+    assert elements(CASES["all_reduce"], "float32", 1024, 3) == 256
+    assert elements(CASES["reduce_scatter"], "float32", 1024, 3) == 255
+    assert elements(CASES["all_gather"], "bfloat16", 1024, 3) == 510

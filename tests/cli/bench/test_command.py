@@ -1,0 +1,138 @@
+"""`ringdp bench` itself: real ranks, bad input, and ends that leave nothing behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.bench import peers
+from ringdp.cli.bench.rows import read
+from ringdp.cli.main import main
+from tests.cli.test_launch import group_of
+
+RINGDP = str(Path(sys.executable).with_name("ringdp"))
+REFUSED = {
+    "collective": (["all_reduc"], "COLLECTIVE is 'all_reduc'; allowed: all_reduce, "),
+    "ranks": (["all_reduce", "--ranks", "1"], "--ranks is 1; allowed: a whole number from 2"),
+    "min": (["all_reduce", "--min", "1X"], "--min is '1X'; allowed: bytes, as in 4096, 1K"),
+    "min zero": (["all_reduce", "--min", "0"], "--min is 0; allowed"),
+    "min small": (["all_gather", "--min", "4"], "--min is 4; allowed: at least one float32"),
+    "max": (["all_reduce", "--max", "512"], "--max is 512; allowed: a whole number from 1024"),
+    "factor": (["all_reduce", "--factor", "1"], "--factor is 1; allowed"),
+    "dtype": (["all_reduce", "--dtype", "int4"], "--dtype is 'int4'; allowed: float32, "),
+    "op": (["all_reduce", "--op", "avg"], "--op is 'avg'; allowed: sum, prod, min, max"),
+    "algorithm": (["all_reduce", "--algorithm", "fast"], "no all_reduce algorithm 'fast'"),
+    "no algorithm": (["all_reduce", "--algorithm", ","], "--algorithm is empty; allowed: auto"),
+    "own": (["all_reduce", "--algorithm", "/no.py:f"], "cannot read /no.py"),
+    "transport": (["all_reduce", "--transport", "tcp"], "--transport is 'tcp'; allowed: shm"),
+    "peer": (["all_reduce", "--peer", "mpi"], "--peer is 'mpi'; allowed: gloo, mpich, openmpi"),
+    "peer dtype": (
+        ["all_reduce", "--peer", "mpich", "--dtype", "bfloat16"],
+        "--peer mpich has no bfloat16; allowed: float32, ",
+    ),
+    "rounds": (["all_reduce", "--rounds", "0"], "--rounds is 0; allowed"),
+    "json": (["all_reduce", "--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
+    "nothing": ([], "collective"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+
+
+@pytest.mark.parametrize("missing", ["mpi4py", "mpich"])
+def test_a_peer_that_is_not_installed_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def distribution(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr(peers, "distribution", distribution)
+    assert main(["bench", "all_reduce", "--peer", "mpich"]) == 2
+    assert f"--peer mpich: {missing} is not installed" in (error := capsys.readouterr().err)
+    assert "pip install 'ringdp[bench]'" in error
+
+
+@pytest.mark.process
+def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = [RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "4K", "--rounds", "2"]
+    run = subprocess.run(
+        [*command, "--peer", "gloo", "--algorithm", "auto,ring", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "× best peer" in run.stdout
+    report = read(out)
+    assert list(report.contenders) == ["ours", "gloo"]
+    assert [(r.algorithm, r.bytes) for r in report.rows] == [
+        (name, size) for size in (1024, 4096) for name in ("auto", "ring", "gloo")
+    ]
+    for r in report.rows:
+        assert 0 < r.min_us <= r.p20_us <= r.p50_us <= r.p80_us
+        assert r.bound_us > 0
+        assert (r.predicted_us is None) == (r.transport == "gloo")
+        assert r.wrong == 0
+    assert json.loads(out.read_text())["machine"]["cores"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_rank(signum: int) -> None:
+    process = subprocess.Popen(
+        [RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "measuring 1,024 bytes\n"
+    ranks = children(process.pid)
+    assert len(ranks) == 4  # ours and the probes
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert stderr == f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended\n"
+    deadline = time.monotonic() + 10
+    while any(group_of(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [rank for rank in ranks if group_of(rank)] == []
+
+
+@pytest.mark.process
+def test_a_rank_that_dies_ends_the_run() -> None:
+    process = subprocess.Popen(
+        [RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "measuring 1,024 bytes\n"
+    ranks = children(process.pid)
+    subprocess.run(["kill", "-9", str(ranks[0])], check=True)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "ringdp: a rank of " in stderr
+    assert [rank for rank in ranks if group_of(rank)] == []
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

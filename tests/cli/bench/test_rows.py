@@ -1,0 +1,79 @@
+"""What a row says of its samples, what the model predicts, and that a file gives back its rows."""
+
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.bench.rows import Report, best_peer, measured, predicted, read, write
+from ringdp.errors import UsageError
+from ringdp.schedule.cost import Machine, closed, seconds
+from tests.cli.bench.rows import peer, row
+
+WHAT = ("all_reduce", "ring", "shm", False)
+
+
+def test_percentiles_and_bandwidths() -> None:
+    times = [k * 1e-6 for k in range(1, 102)]  # 1 to 101 µs
+    r = measured(WHAT, 4, 51_000, "float32", times, bus=1.5, bound=2e-6, wrong=3)
+    assert (r.min_us, r.p20_us, r.p50_us, r.p80_us) == (1, 21, 51, 81)
+    assert r.algbw == 1.0  # 51 kB in 51 µs
+    assert r.busbw == 1.5
+    assert (r.bound_us, r.wrong) == (2, 3)
+
+
+def test_the_prediction_is_the_model_that_made_the_times() -> None:
+    machine = Machine(alpha=2e-6, beta=1e-10, gamma=3e-11)
+    made = [
+        row(
+            algorithm=algorithm,
+            ranks=n,
+            bytes=size,
+            p50_us=seconds(closed("all_reduce", algorithm, n), machine, size) * 1e6,
+        )
+        for algorithm in ("ring", "doubling")
+        for n in (3, 4)
+        for size in (1 << 10, 1 << 16, 1 << 22)
+    ]
+    for r in predicted([*made, peer("gloo", 1.0)]):
+        if r.ours:
+            assert r.predicted_us == pytest.approx(r.p50_us, rel=1e-3)
+        else:
+            assert r.predicted_us is None
+
+
+def test_registered_buffers_have_a_fit_of_their_own() -> None:
+    sizes = (1 << 10, 1 << 16, 1 << 22)
+    private = [row(bytes=s, p50_us=1 + s * 1e-4) for s in sizes]
+    shared = [row(bytes=s, p50_us=1 + s * 2e-5, registered=True) for s in sizes]
+    for r in predicted(private + shared):
+        assert r.predicted_us == pytest.approx(r.p50_us, rel=1e-3)
+
+
+def test_own_algorithms_are_priced_by_their_schedule(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from ringdp.schedule import schedule\ndef mine(n):\n"
+        "    return schedule('all_reduce', 'ring', n)\n"
+    )
+    rows = [row(algorithm=f"{tmp_path}/own.py:mine", bytes=s, p50_us=s / 1e3) for s in (1000, 2000)]
+    assert all(r.predicted_us == pytest.approx(r.p50_us, rel=1e-3) for r in predicted(rows))
+
+
+def test_the_best_peer_is_of_the_same_size() -> None:
+    rows = [row(), peer("gloo", 300.0), peer("mpich", 200.0), peer("openmpi", 1.0, size=1024)]
+    best = best_peer(rows, rows[0])
+    assert best is not None
+    assert best.transport == "mpich"
+    assert best_peer(rows[:1], rows[0]) is None
+
+
+def test_a_file_gives_back_its_report(tmp_path: Path) -> None:
+    report = Report({"cpu": "one"}, {"ours": "ringdp 0"}, [row(), peer("gloo", 3.0)])
+    write(tmp_path / "r.json", report)
+    assert read(tmp_path / "r.json") == report
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no", '{"rows": [{}], "machine": {}}'])
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(UsageError, match="holds no results"):
+        read(tmp_path / "r.json")

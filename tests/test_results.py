@@ -1,0 +1,68 @@
+"""Ratios of results against what is required, and the plots made of them."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import required
+from bench.required import Required, beside_gloo, median, minimum, reached
+from ringdp.cli.bench.rows import Report, write
+from tests.cli.bench.rows import peer, row
+
+K = 1 << 10
+ROWS = [
+    row(bytes=K, p50_us=2.0, min_us=1.0),
+    row(bytes=K, p50_us=1.0, min_us=1.0, registered=True),
+    peer("gloo", 100.0, size=K),
+    peer("mpich", 6.0, size=K),
+    row(bytes=4 * K, p50_us=3.0, min_us=2.0),
+    peer("gloo", 90.0, size=4 * K),
+    peer("mpich", 6.0, size=4 * K),
+    row(bytes=64 * K, p50_us=10.0),
+    peer("mpich", 1.0, size=64 * K),
+]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(required, "RESULTS", tmp_path)
+    write(tmp_path / "all_reduce.json", Report({}, {}, ROWS))
+    return tmp_path
+
+
+def test_the_worst_size_of_the_range_against_the_best_peer(results: Path) -> None:
+    case = Required("case", "all_reduce", False, K, 4 * K, 1.8)
+    assert reached(case, median) == (2.0, 4 * K)
+    assert reached(case._replace(registered=True), median) == (6.0, K)
+    assert reached(case, minimum) == (45.0, 4 * K)  # 90 over 2
+    assert reached(case._replace(results="other"), median) is None
+    assert reached(case._replace(least=K << 10, most=K << 10), median) is None
+
+
+def test_gloo_is_compared_over_all_files(results: Path) -> None:
+    assert beside_gloo(median) == (30.0, 4 * K)
+    write(results / "other.json", Report({}, {}, [row(p50_us=5.0), peer("gloo", 4.0)]))
+    assert beside_gloo(median) == (0.8, 1 << 20)
+
+
+def test_every_requirement_is_measured_by_the_suite() -> None:
+    from bench.suite import RUNS
+
+    for case in required.REQUIRED:
+        options = RUNS[case.results]
+        assert case.registered in options.registered
+        assert options.min <= case.least
+        assert case.most <= options.max
+
+
+def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bench import plots
+
+    report = Report({}, {}, ROWS)
+    for make in (plots.bandwidth, plots.crossovers):
+        files = [tmp_path / f"{k}.svg" for k in range(2)]
+        for file in files:
+            plots.save(make(report), file)
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert "<svg" in files[0].read_text()
