@@ -1,17 +1,19 @@
 """The physical bound: the time in which the bytes that must move can move on this machine.
 
 Every owner rewrites its buffer before a call, so what a rank needs of others lies in their caches,
-or in memory. The busiest rank fetches `fetched` · S such bytes and writes `written` · S (`Moves`):
+or in memory. What the busiest rank of a collective must do there with S bytes (`cases.Moves`) are
+shares of four passes:
 
-    bound = S · (min(fetched, written) · pull + max(0, fetched - written) · read + copied · copy)
+    fold   add what another core has just written to what this one has, in place
+    read   read what another core has just written
+    pull   copy what another core has just written to a buffer of one's own
+    copy   copy within one's own buffers
 
-    pull   s/byte to copy what another core has just written
-    read   s/byte to read it only
-    copy   s/byte to copy within a core's own buffers
+    bound = S · (folded · fold + read · read + pulled · pull + copied · copy)
 
-each the fastest seen between the rounds of the same run, at the same S (at least LEAST bytes), two
-cores at once. Where ranks share a core, that core does all of their work, but what one has fetched
-the next finds near: every byte then costs the cheaper of pull and copy.
+in s per byte, each the fastest seen between the rounds of the same run, at the same S (at least
+LEAST bytes), on two cores at once. Where ranks share a core, that core does the work of all, but
+what one has fetched the next finds near: no pass is then priced above `copy`.
 
 Counts bytes only, as if a reader could reach a private buffer (the kernel can, by cross-memory
 attach). Leaves out the crossing of a flag (some 0.1 µs), calls, and Python: below some 16 KiB it is
@@ -28,18 +30,16 @@ LEAST = 256 << 10  # bytes: a shorter copy from Python measures the call
 
 
 class Speeds(NamedTuple):
-    """s per byte."""
+    """s per byte, in the order of `Moves`."""
 
-    pull: float
+    fold: float
     read: float
+    pull: float
     copy: float
 
 
 def bound(moves: Moves, n: int, cores: int, size: int, speeds: Speeds) -> float:
     """Seconds, for a buffer of `size` bytes on n ranks."""
     sharing = -(-n // cores)
-    near = min(speeds.pull, speeds.copy)
-    pull, read = (speeds.pull, speeds.read) if sharing == 1 else (near, min(speeds.read, near))
-    both = min(moves.fetched, moves.written)
-    per_byte = both * pull + (moves.fetched - both) * read + moves.copied * speeds.copy
-    return sharing * size * per_byte
+    each = speeds if sharing == 1 else [min(speed, speeds.copy) for speed in speeds]
+    return sharing * size * sum(share * speed for share, speed in zip(moves, each, strict=True))

@@ -37,11 +37,12 @@ class Task:
 
 
 class Moves(NamedTuple):
-    """Shares of S that the busiest rank cannot avoid moving, see `bound`."""
+    """Shares of S that the busiest rank cannot avoid moving, by the pass that does it: `bound`."""
 
-    fetched: float  # read of what other ranks have just written
-    written: float  # by the same pass
-    copied: float = 0.0  # from its own input to its own output
+    folded: float = 0.0
+    read: float = 0.0
+    pulled: float = 0.0
+    copied: float = 0.0
 
 
 Inputs = Callable[[int], Tensor]  # rank -> its input
@@ -73,50 +74,59 @@ def _folded(inputs: Inputs, n: int, op: str) -> Tensor:
     return reduce(FOLDS[op], (inputs(q) for q in range(n)))
 
 
-# all_reduce: everyone folds its n-th, fetching n-1 inputs of it. Into registered buffers it can
-# write the result itself; private ones are written by their owners, who fetch what others folded.
+# Everyone folds its n-th. Into registered buffers it can write the result itself; a private one is
+# written by its owner, who pulls what others have folded.
 CASES: dict[str, Case] = {
     "all_reduce": Case(
         takes=whole,
         gives=None,
         bus=lambda n: 2 * others(n),
-        moves=lambda n, registered: Moves(others(n) * (1 if registered else 2), 1.0),
+        moves=lambda n, registered: Moves(
+            folded=1 / n, read=(n - 2) / n, pulled=0.0 if registered else others(n)
+        ),
         result=lambda inputs, rank, n, op: _folded(inputs, n, op),
     ),
     "reduce_scatter": Case(
         takes=whole,
         gives=part,
         bus=others,
-        moves=lambda n, registered: Moves(others(n), 1 / n),
+        moves=lambda n, registered: Moves(read=(n - 2) / n, pulled=1 / n),
         result=lambda inputs, rank, n, op: _folded(inputs, n, op).chunk(n)[rank],
     ),
     "all_gather": Case(
         takes=part,
         gives=whole,
         bus=others,
-        moves=lambda n, registered: Moves(others(n), others(n), copied=1 / n),
+        moves=lambda n, registered: Moves(pulled=others(n), copied=1 / n),
         result=lambda inputs, rank, n, op: torch.cat([inputs(q) for q in range(n)]),
     ),
     "broadcast": Case(
         takes=whole,
         gives=None,
         bus=lambda n: 1.0,
-        moves=lambda n, registered: Moves(1.0, 1.0),
+        moves=lambda n, registered: Moves(pulled=1.0),
         result=lambda inputs, rank, n, op: inputs(0),
     ),
 }
 
 
-def _probe(gives: Elements | None, result: Result) -> Case:
-    return Case(whole, gives, lambda n: 0.0, lambda n, registered: Moves(0.0, 0.0), result)
+def _part_folded(inputs: Inputs, rank: int, n: int, op: str) -> Tensor:
+    """Rank r adds its peer's r-th part to its own: no rank writes what another reads."""
+    found = inputs(rank).clone()
+    found.tensor_split(n)[rank].add_(inputs((rank + 1) % n).tensor_split(n)[rank])
+    return found
 
 
-# What `bound` is made of, measured as if they were collectives: each core copies what its peer has
-# just written, reads it only, or copies within its own buffers.
+def _probe(gives: Elements | None, share: Callable[[int], float], result: Result) -> Case:
+    return Case(whole, gives, share, lambda n, registered: Moves(), result)
+
+
+# The passes of `bound`, measured as if they were collectives; `bus` is the share of S they pass.
 PROBES: dict[str, Case] = {
-    "pull": _probe(whole, lambda inputs, rank, n, op: inputs((rank + 1) % n)),
-    "read": _probe(None, lambda inputs, rank, n, op: None),
-    "copy": _probe(whole, lambda inputs, rank, n, op: inputs(rank)),
+    "fold": _probe(None, lambda n: 1 / n, _part_folded),
+    "read": _probe(None, lambda n: 1.0, lambda inputs, rank, n, op: None),
+    "pull": _probe(whole, lambda n: 1.0, lambda inputs, rank, n, op: inputs((rank + 1) % n)),
+    "copy": _probe(whole, lambda n: 1.0, lambda inputs, rank, n, op: inputs(rank)),
 }
 
 

@@ -48,7 +48,9 @@ class Groups:
         self._directory = tempfile.TemporaryDirectory(prefix="ringdp-")
         try:
             for name in self._names:
-                ranks = probe_ranks(self._ranks, self._cores) if name == "probe" else self._ranks
+                ranks = (
+                    probe_ranks(self._ranks, len(self._cores)) if name == "probe" else self._ranks
+                )
                 self._groups[name] = _Group(
                     name, ranks, self._cores, self._largest, Path(self._directory.name)
                 )
@@ -82,8 +84,8 @@ class Groups:
         self._directory.cleanup()
 
 
-def probe_ranks(ranks: int, cores: Sequence[int]) -> int:
-    return min(ranks, len(cores))
+def probe_ranks(ranks: int, cores: int) -> int:
+    return min(ranks, cores)
 
 
 class _Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
-from typing import Any, cast
+from typing import cast
 
 import ringdp
 from ringdp.cli.bench.cases import Case, Task, torch_dtype
@@ -25,14 +25,14 @@ class Ours:
     version = f"ringdp {metadata.version('ringdp')}"
 
     def __init__(self) -> None:
-        self._comm: Any = ringdp.init()
+        self._comm = ringdp.init()
         self.rank, self.ranks = self._comm.rank, self._comm.size
 
     def buffers(self, task: Task, case: Case) -> Buffers:
         plain = plain_buffers(task, case, self.ranks)
         if not task.registered:
             return plain
-        taken = self._comm.empty(plain.input.shape, torch_dtype(task.dtype))
+        taken = self._comm.empty(plain.input.numel(), dtype=torch_dtype(task.dtype))
         return Buffers(taken, taken if case.gives is None else plain.output)
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:

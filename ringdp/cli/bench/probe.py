@@ -38,10 +38,17 @@ class Probe:
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         peer = self._part(task, (self.rank + 1) % self.ranks)
-        if task.collective == "read":
-            return partial(torch.sum, peer)
-        source = peer if task.collective == "pull" else buffers.input
-        return partial(np.copyto, buffers.output.numpy(), source.numpy())
+        match task.collective:
+            case "fold":
+                mine, theirs = (
+                    t.tensor_split(self.ranks)[self.rank].numpy() for t in (buffers.input, peer)
+                )
+                return partial(np.add, mine, theirs, out=mine)
+            case "read":
+                return partial(torch.sum, peer)
+            case "pull":
+                return partial(np.copyto, buffers.output.numpy(), peer.numpy())
+        return partial(np.copyto, buffers.output.numpy(), buffers.input.numpy())
 
     def barrier(self) -> None:
         """Spins: there are no more of these ranks than cores."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ringdp.cli.bench.bound import LEAST, Speeds, bound
 from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
 from ringdp.cli.bench.contender import Round
-from ringdp.cli.bench.groups import Groups
+from ringdp.cli.bench.groups import Groups, probe_ranks
 from ringdp.cli.bench.machine import describe
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.peers import MPIS, launch
@@ -121,13 +121,7 @@ def _interleave(
 def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples]) -> Iterable[Row]:
     case = CASES[options.collective]
     size = count * itemsize(options.dtype)
-    speeds = Speeds(
-        **{
-            e.task.collective: min(s.seconds) / (4 * e.task.count)
-            for e, s in samples.items()
-            if e.group == "probe"
-        }
-    )
+    speeds = _speeds(probe_ranks(options.ranks, cores), samples)
     for entry, found in samples.items():
         if entry.group == "probe":
             continue
@@ -146,6 +140,18 @@ def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples
             least,
             found.wrong,
         )
+
+
+def _speeds(ranks: int, samples: dict[Entry, Samples]) -> Speeds:
+    """Of `ranks` probes."""
+    return Speeds(
+        **{
+            e.task.collective: min(s.seconds)
+            / (itemsize(e.task.dtype) * e.task.count * PROBES[e.task.collective].bus(ranks))
+            for e, s in samples.items()
+            if e.group == "probe"
+        }
+    )
 
 
 def _label(entry: Entry) -> str:

@@ -33,6 +33,10 @@ def reference(collective: str, inputs: list[np.ndarray], rank: int) -> np.ndarra
             return stacked.reshape(-1)
         case "broadcast":
             return stacked[0]
+        case "fold":
+            parts = np.split(stacked[rank].copy(), N)
+            parts[rank] += np.split(stacked[(rank + 1) % N], N)[rank]
+            return np.concatenate(parts)
         case "pull":
             return stacked[(rank + 1) % N]
         case "copy":
