@@ -21,7 +21,7 @@
 
 namespace ringdp {
 
-enum class Op { sum, prod, min, max };  // the order of transport.base.OPS
+enum class Op { sum, prod, min, max, band, bor, bxor };  // the order of transport.base.OPS
 
 struct bfloat16 {
   std::uint16_t bits;
@@ -67,7 +67,11 @@ inline T apply(T a, T b) {
   }
   if constexpr (op == Op::min) return a < b ? a : b;
   if constexpr (op == Op::max) return a > b ? a : b;
-  if constexpr (std::is_integral_v<T>) {  // wraps around, without signed overflow
+  if constexpr (op == Op::band) return a & b;
+  if constexpr (op == Op::bor) return a | b;
+  if constexpr (op == Op::bxor) return a ^ b;
+  if constexpr (std::is_same_v<T, bool>) return op == Op::sum ? a || b : a && b;
+  else if constexpr (std::is_integral_v<T>) {  // wraps around, without signed overflow
     using U = std::conditional_t<(sizeof(T) < 4), std::uint32_t, std::make_unsigned_t<T>>;
     return T(op == Op::sum ? U(a) + U(b) : U(a) * U(b));
   }
@@ -133,8 +137,14 @@ Dtype pick(Op op) {
     case Op::prod: return made<Op::prod, T>();
     case Op::min: return made<Op::min, T>();
     case Op::max: return made<Op::max, T>();
+    default: break;
   }
-  throw std::invalid_argument("unknown op");
+  if constexpr (std::is_integral_v<T>) {
+    if (op == Op::band) return made<Op::band, T>();
+    if (op == Op::bor) return made<Op::bor, T>();
+    if (op == Op::bxor) return made<Op::bxor, T>();
+  }
+  throw std::invalid_argument("no such op for this dtype");
 }
 
 // The order of transport.base.DTYPES.
@@ -148,6 +158,8 @@ inline Dtype dtype(int code, int op) {
     case 5: return pick<std::uint8_t>(Op(op));
     case 6: return pick<std::int32_t>(Op(op));
     case 7: return pick<std::int64_t>(Op(op));
+    case 8: return pick<bool>(Op(op));
+    case 9: return pick<std::int16_t>(Op(op));
   }
   throw std::invalid_argument("unknown dtype code");
 }

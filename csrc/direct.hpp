@@ -57,7 +57,9 @@ class Direct {
 
   void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
     job_ = job, dtype_ = dtype;
-    heading_ = {number, kind, std::uint64_t(job.bounds[ranks_])};
+    heading_ = {number, kind, std::uint64_t(job.bounds[ranks_]), 0};
+    for (int r = 1; r < ranks_; ++r)  // FNV-1a, a number at a time
+      heading_.cuts = (heading_.cuts ^ std::uint64_t(job.bounds[r])) * 0x100000001b3;
     step_ = 0;
     std::size_t longest = 0;
     for (int r = 0; r < ranks_; ++r) longest = std::max(longest, bytes(r));
@@ -190,10 +192,10 @@ class Direct {
 
   void check(int r, const Heading& said) const {
     if (said.number != heading_.number || said.kind != heading_.kind ||
-        said.elements != heading_.elements)
+        said.elements != heading_.elements || said.cuts != heading_.cuts)
       throw Failed{Failure::mismatch, r, stamp(heading_), stamp(said)};
   }
-  Stamp stamp(const Heading& h) const { return {h.number, h.elements * dtype_.size, h.kind, 0}; }
+  Stamp stamp(const Heading& h) const { return {h.number, h.elements * dtype_.size, h.kind, 0, 0}; }
 
   // --- tiles -----------------------------------------------------------------------------------
 

@@ -1,5 +1,8 @@
 // Runs one rank's rows over the FIFO channels, slab by slab: the whole program on the first slab of
 // every chunk, then on the second, ... so that a channel needs `depth` slots and not a chunk's worth.
+// A row ends with the last slab of its chunk. Both ends of a transfer see that by the chunk's length,
+// so ranks need not agree on the lengths of chunks that they do not exchange. It cannot stall: to
+// leave out both ends of a message only takes waits away.
 //
 // It may stop between two rows and go on later: a row waits before it does anything.
 //
@@ -45,19 +48,19 @@ class Interpreter {
   void begin(const Rows& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
     job_ = job, dtype_ = dtype, number_ = number, kind_ = kind;
     slab_ = segment_.slab() / dtype.size;
-    longest_ = 0;
-    for (int c = 0; c < job.chunks; ++c)
-      longest_ = std::max(longest_, std::size_t(job.bounds[c + 1] - job.bounds[c]));
     if (scratch_.size() < job.scratch * segment_.slab()) scratch_.resize(job.scratch * segment_.slab());
-    scratch_count_.assign(job.scratch, 0);
+    scratch_pieces_.assign(job.scratch, {});
+    going_.assign(job.count, true);
+    left_ = job.count;
     sums_.resize(std::max(sums_.size(), std::size_t(job.chunks + job.scratch)));
     for (auto& sum : sums_) sum.clear();
     first_ = row_ = 0;
   }
 
   void run() {
-    for (; first_ == 0 || first_ < longest_; first_ += slab_) {
-      for (; row_ < job_.count; ++row_) run_row(job_.rows[row_]);
+    for (; left_ > 0; first_ += slab_) {
+      for (; row_ < job_.count; ++row_)
+        if (going_[row_] && !run_row(job_.rows[row_])) going_[row_] = false, --left_;
       for (int c = 0; c < job_.chunks; ++c) round(c);
       row_ = 0;
     }
@@ -65,11 +68,13 @@ class Interpreter {
 
  private:
   struct Piece {
-    std::byte* data;
-    std::size_t count;
+    std::byte* data = nullptr;
+    std::size_t count = 0;
+    bool more = false;  // whether its chunk goes on behind it
   };
 
-  void run_row(const Row& row) {
+  // Whether the row has more to do, with the next slab.
+  bool run_row(const Row& row) {
     peers_.round(row.round);
     const auto size = dtype_.size;
     const bool receives = row.recv_peer >= 0, sends = row.send_peer >= 0;
@@ -79,11 +84,13 @@ class Interpreter {
     if (receives) {
       Stamp& stamp = receive(row.recv_peer);
       const bool any = row.dst_chunk >= job_.chunks && !(row.flags & kReduce);
-      const Stamp expected{number_, any ? stamp.bytes : target.count * size, kind_, 0};
+      const Stamp expected{number_, any ? stamp.bytes : target.count * size, kind_, 0,
+                           any ? stamp.more : target.more};
       if (stamp.number != expected.number || stamp.kind != expected.kind ||
-          stamp.bytes != expected.bytes || stamp.bytes > segment_.slab())
+          stamp.bytes != expected.bytes || stamp.more != expected.more ||
+          stamp.bytes > segment_.slab())
         throw Failed{Failure::mismatch, row.recv_peer, expected, stamp};
-      value = {reinterpret_cast<std::byte*>(&stamp + 1), stamp.bytes / size};
+      value = {reinterpret_cast<std::byte*>(&stamp + 1), stamp.bytes / size, stamp.more != 0};
     } else {
       round(row.src_chunk);
       value = piece(row.src_chunk);
@@ -94,12 +101,14 @@ class Interpreter {
       if (row.flags & kStore) store(row.dst_chunk, target, value);
       if (sends) copy_bytes(out, value.data, value.count * size);
     }
-    if (sends) publish(row.send_peer, value.count * size);
+    if (sends) publish(row.send_peer, value.count * size, value.more);
     if (receives) release(row.recv_peer);
+    return value.more;
   }
 
   void store(int chunk, Piece target, Piece value) {
-    if (chunk >= job_.chunks) scratch_count_[chunk - job_.chunks] = value.count;
+    if (chunk >= job_.chunks)
+      scratch_pieces_[chunk - job_.chunks] = {target.data, value.count, value.more};
     sums_[chunk].clear();
     copy_bytes(target.data, value.data, value.count * dtype_.size);
   }
@@ -136,11 +145,11 @@ class Interpreter {
   Piece piece(int chunk) {
     if (chunk >= job_.chunks) {
       const int s = chunk - job_.chunks;
-      return {scratch_.data() + s * segment_.slab(), scratch_count_[s]};
+      return {scratch_.data() + s * segment_.slab(), scratch_pieces_[s].count, scratch_pieces_[s].more};
     }
     const std::size_t length = job_.bounds[chunk + 1] - job_.bounds[chunk];
     const std::size_t begin = std::min(first_, length), end = std::min(first_ + slab_, length);
-    return {job_.buffer + (job_.bounds[chunk] + begin) * dtype_.size, end - begin};
+    return {job_.buffer + (job_.bounds[chunk] + begin) * dtype_.size, end - begin, end < length};
   }
 
   Stamp& receive(int peer) {
@@ -166,10 +175,10 @@ class Interpreter {
     });
     return reinterpret_cast<std::byte*>(&segment_.slot(rank_, peer, head) + 1);
   }
-  void publish(int peer, std::size_t bytes) {
+  void publish(int peer, std::size_t bytes, bool more) {
     Cursors& c = segment_.cursors(rank_, peer);
     const auto head = c.head.load(std::memory_order_relaxed);
-    segment_.slot(rank_, peer, head) = {number_, bytes, kind_, arrival(bytes)};
+    segment_.slot(rank_, peer, head) = {number_, bytes, kind_, arrival(bytes), more};
     c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
     peers_.sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
@@ -190,10 +199,12 @@ class Interpreter {
   Rows job_{};
   Dtype dtype_{};
   std::uint64_t number_ = 0, kind_ = 0;
-  std::size_t slab_ = 0, longest_ = 0;  // in elements
-  std::size_t first_ = 0, row_ = 0;     // where it is: the slab's first element, and the row
+  std::size_t slab_ = 0;             // in elements
+  std::size_t first_ = 0, row_ = 0;  // where it is: the slab's first element, and the row
+  std::size_t left_ = 0;             // rows that have not ended
+  std::vector<char> going_;          // by row: whether it has not
   std::vector<std::byte> scratch_;
-  std::vector<std::size_t> scratch_count_;
+  std::vector<Piece> scratch_pieces_;
   std::vector<std::vector<float>> sums_;  // by chunk; empty: the chunk itself holds the value
 };
 

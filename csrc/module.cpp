@@ -62,11 +62,12 @@ NB_MODULE(_core, m) {
           "start",
           [](Progress& self, std::uintptr_t rows, std::size_t row_count, std::uintptr_t bounds,
              int chunks, int scratch, std::uintptr_t buffer, int dtype_code, int op,
-             std::uint64_t number, std::uint64_t kind, nb::bytes site, bool background) {
+             std::uint64_t number, std::uint64_t kind, std::int64_t elements, nb::bytes site,
+             bool background) {
             const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
             const Rows what{reinterpret_cast<const Row*>(rows), row_count, cuts, chunks, scratch,
                             reinterpret_cast<std::byte*>(buffer)};
-            return self.start({what, dtype(dtype_code, op), number, kind, cuts[chunks], checked(site)},
+            return self.start({what, dtype(dtype_code, op), number, kind, elements, checked(site)},
                               background);
           })
       .def(

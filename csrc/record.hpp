@@ -28,6 +28,7 @@ struct alignas(kLine) Stamp {
   std::uint64_t bytes;
   std::uint64_t kind;
   std::uint64_t arrival;  // over an emulated link: not to be read before, in ns
+  std::uint64_t more;     // whether slabs of this chunk are still to come
 };
 
 // One collective as the user called it.

@@ -31,6 +31,7 @@ class Progress:
         op: int,
         number: int,
         kind: int,
+        elements: int,
         site: bytes,
         background: bool,
         /,

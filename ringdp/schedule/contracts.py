@@ -3,6 +3,7 @@
 The value of a slot is the set of inputs that have been summed into it; an input is named by the
 slot (rank, chunk) that held it. A slot that is not listed is undefined before, and free after.
 Rank r owns chunk c where c // (chunks / n) == r: its shard is contiguous.
+all_to_all exchanges shards in place; in all_to_all_v chunk s * n + d goes from rank s to rank d.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ class Contract(NamedTuple):
     after: State
 
 
-def contract(collective: Collective, n: int, chunks: int) -> Contract:
-    """The contract of `collective` over n ranks (one to all, all to one: rank 0)."""
+def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Contract:
+    """The contract of `collective` over n ranks; `root` counts for one to all and all to one."""
     slots = [(r, c) for r in range(n) for c in range(chunks)]
     own = {(r, c): frozenset({(r, c)}) for r, c in slots}
     total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
-    root = {(0, c): own[0, c] for c in range(chunks)}
+    whole = {(root, c): own[root, c] for c in range(chunks)}
     match collective:  # those that need no owner of a chunk
         case "all_reduce":
             return Contract(own, {(r, c): total[c] for r, c in slots})
         case "broadcast":
-            return Contract(root, {(r, c): own[0, c] for r, c in slots})
+            return Contract(whole, {(r, c): own[root, c] for r, c in slots})
         case "reduce":
-            return Contract(own, {(0, c): total[c] for c in range(chunks)})
+            return Contract(own, {(root, c): total[c] for c in range(chunks)})
     if chunks % n:
         raise ScheduleError(f"{collective} over {n} ranks needs a multiple of {n} chunks: {chunks}")
     each = chunks // n
@@ -45,8 +46,11 @@ def contract(collective: Collective, n: int, chunks: int) -> Contract:
         case "all_gather":
             return Contract(shards, {(r, c): own[c // each, c] for r, c in slots})
         case "scatter":
-            return Contract(root, {(r, c): own[0, c] for r, c in shards})
+            return Contract(whole, {(r, c): own[root, c] for r, c in shards})
         case "gather":
-            return Contract(shards, {(0, c): own[c // each, c] for c in range(chunks)})
+            return Contract(shards, {(root, c): own[c // each, c] for c in range(chunks)})
         case "all_to_all":
             return Contract(own, {(r, c): own[c // each, r * each + c % each] for r, c in slots})
+    if chunks != n * n:
+        raise ScheduleError(f"{collective} over {n} ranks needs {n * n} chunks: {chunks}")
+    return Contract(shards, {(c % n, c): own[c // n, c] for c in range(chunks)})  # all_to_all_v

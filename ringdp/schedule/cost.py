@@ -227,6 +227,16 @@ def _chain(n: int) -> Price:
     return Price(2 * n - 2, 2 * _share(n), Fraction(0), Fraction(n - 1))
 
 
+def _star(n: int) -> Price:
+    """Everyone but the root sends it the whole buffer."""
+    most = Fraction(n - 1)
+    return Price(n - 1, most, most, most)
+
+
+def _star_shards(n: int) -> Price:
+    return Price(n - 1, _share(n), Fraction(0), _share(n))
+
+
 Form = Callable[..., Price]
 
 
@@ -255,8 +265,13 @@ CLOSED: dict[tuple[str, str], Callable[[int], Price]] = {
     ("broadcast", "ring"): _chain,
     ("broadcast", "direct"): _chain,
     ("broadcast", "binomial"): _half(_binomial, reduced=False),
+    ("reduce", "direct"): _star,
     ("reduce", "binomial"): _half(_binomial, reduced=True),
+    ("scatter", "direct"): _star_shards,
     ("scatter", "binomial"): _binomial_shards,
+    ("gather", "direct"): _star_shards,
     ("gather", "binomial"): _binomial_shards,
+    ("all_to_all", "direct"): _half(_ring, reduced=False),
     ("all_to_all", "pairwise"): _half(_ring, reduced=False),
+    ("all_to_all_v", "direct"): lambda n: _ring(n, reduced=False).times(Fraction(1, n)),
 }

@@ -16,22 +16,25 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 
 from ringdp.errors import UsageError
-from ringdp.schedule.algorithms import COLLECTIVES, Collective, schedule
+from ringdp.schedule.algorithms import COLLECTIVES, Collective, rooted, schedule
+from ringdp.schedule.contracts import contract
 from ringdp.schedule.ir import Schedule, Transfer
 from ringdp.schedule.verify import verify
 
 Builder = Callable[[int], Schedule]
 
 
-def proved(algorithm: str | Builder, collective: Collective, n: int) -> Schedule:
+def proved(algorithm: str | Builder, collective: Collective, n: int, root: int = 0) -> Schedule:
     """The algorithm's schedule for n ranks, which keeps the contract of `collective`.
+
+    A function says what happens with root 0; for another `root` the ranks are renamed.
 
     Raises UsageError where there is no such algorithm, or where a function or its file is missing,
     raises, or makes something else than a schedule over n ranks. Raises ScheduleError, with the
     transfer at fault, where the schedule is wrong.
     """
     if isinstance(algorithm, str) and not _is_file(algorithm):
-        made = schedule(collective, algorithm, n)
+        made = schedule(collective, algorithm, n, root)
     else:
         if n < 1:
             raise UsageError(f"a collective needs at least 1 rank, got {n}")
@@ -39,7 +42,8 @@ def proved(algorithm: str | Builder, collective: Collective, n: int) -> Schedule
             raise UsageError(f"no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
         name = algorithm if isinstance(algorithm, str) else _name(algorithm)
         made = _made(load(algorithm) if isinstance(algorithm, str) else algorithm, name, n)
-    verify(made, collective)
+        made = rooted(made, root)
+    verify(made, contract(collective, n, made.chunks, root))
     return made
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,16 @@ class Program:
 
     def with_rows(self, rows: Iterable[Row]) -> Program:
         return Program(self.rank, self.ranks, self.chunks, _table(rows))
+
+    @cached_property
+    def touched(self) -> frozenset[int]:
+        """Chunks that the rows name: the others need not be there."""
+        return frozenset(int(c) for c in self.rows[:, 3:5].flat if 0 <= c < self.chunks)
+
+    @cached_property
+    def changes(self) -> bool:
+        """Whether it stores into a chunk that is not scratch."""
+        return any(c < self.chunks for row in self for c in row.writes)
 
     def sent_chunks(self) -> list[int]:
         """How often each chunk's worth of elements is sent: bytes follow from the chunk sizes.

@@ -6,6 +6,7 @@ so that programs need not know them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -17,7 +18,7 @@ from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
 from ringdp.transport.records import Call, RankRecord
 
-Op = Literal["sum", "prod", "min", "max"]
+Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
 OPS: tuple[Op, ...] = get_args(Op)
 
 DTYPES = (
@@ -29,6 +30,8 @@ DTYPES = (
     torch.uint8,
     torch.int32,
     torch.int64,
+    torch.bool,  # sum, max and bor are "or"; prod, min and band are "and"
+    torch.int16,
 )
 
 
@@ -91,12 +94,21 @@ class Transport(Protocol):
         ...
 
     def start(
-        self, program: Program, buffer: Tensor, op: Op, call: Call, *, background: bool
+        self,
+        program: Program,
+        buffer: Tensor,
+        op: Op,
+        call: Call,
+        *,
+        background: bool,
+        bounds: tuple[int, ...] | None = None,
     ) -> int:
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
-        The transport keeps program and buffer alive as long as it needs them. In the `background`
-        it runs at once; else it may leave the work to whoever waits for it.
+        Chunk c is [bounds[c], bounds[c+1]), by default as `chunk_bounds` cuts. Two ranks must agree
+        on the lengths of the chunks that one sends the other, and on no others. The transport
+        keeps program and buffer alive as long as it needs them. In the `background` it runs at
+        once; else it may leave the work to whoever waits for it.
         """
         ...
 
@@ -168,7 +180,12 @@ def chunk_bounds(elements: int, program: Program) -> list[int]:
     into chunks at once. Pieces of a cut differ by one element at most, the first being the larger.
     """
     shards = program.ranks if program.chunks % program.ranks == 0 else 1
-    cuts = [_cut(size, program.chunks // shards) for size in _cut(elements, shards)]
+    return uneven_bounds(_cut(elements, shards), program.chunks)
+
+
+def uneven_bounds(shards: Sequence[int], chunks: int) -> list[int]:
+    """The same for shards of these sizes."""
+    cuts = [_cut(size, chunks // len(shards)) for size in shards]
     return [0, *accumulate(size for cut in cuts for size in cut)]
 
 

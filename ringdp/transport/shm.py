@@ -111,15 +111,22 @@ class ShmTransport:
         self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process)
 
     def start(
-        self, program: Program, buffer: Tensor, op: Op, call: Call, *, background: bool
+        self,
+        program: Program,
+        buffer: Tensor,
+        op: Op,
+        call: Call,
+        *,
+        background: bool,
+        bounds: tuple[int, ...] | None = None,
     ) -> int:
         self._check(buffer)
-        number, kind, _, site = call
-        bounds = _bounds(buffer.numel(), program)
+        number, kind, elements, site = call
+        cuts = _array(bounds) if bounds else _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
             program.rows.ctypes.data,
             len(program.rows),
-            bounds.ctypes.data,
+            cuts.ctypes.data,
             program.chunks,
             program.scratch,
             buffer.data_ptr(),
@@ -127,10 +134,11 @@ class ShmTransport:
             OPS.index(op),
             number,
             kind,
+            elements,
             site,
             background,
         )
-        self._kept[ticket] = (buffer, program, bounds, site)
+        self._kept[ticket] = (buffer, program, cuts, site)
         return ticket
 
     def exchange(

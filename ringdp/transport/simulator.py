@@ -32,21 +32,32 @@ COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     "prod": torch.mul,
     "min": _minimum,
     "max": _maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 
 
 def simulate(
-    programs: Sequence[Program], buffers: Sequence[Tensor], op: Op = "sum", *, depth: int = 2
+    programs: Sequence[Program],
+    buffers: Sequence[Tensor],
+    op: Op = "sum",
+    *,
+    depth: int = 2,
+    bounds: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Run one program per rank on one flat buffer per rank, in place.
 
+    `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`.
     A chunk of float16 or bfloat16 that is reduced into is float32 until its value is read: sent,
     copied or added elsewhere, or at the end; then it is rounded. Raises ScheduleError, naming each
     rank's row, if the programs stall at this FIFO depth.
     """
     channels: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    cuts = bounds or [chunk_bounds(b.numel(), p) for p, b in zip(programs, buffers, strict=True)]
     ranks = [
-        _Rank(p, buffer, channels, op, depth) for p, buffer in zip(programs, buffers, strict=True)
+        _Rank(p, buffer, cut, channels, op, depth)
+        for p, buffer, cut in zip(programs, buffers, cuts, strict=True)
     ]
     while not all(r.done for r in ranks):
         moved = [r.advance() for r in ranks]
@@ -60,6 +71,7 @@ class _Rank:
         self,
         program: Program,
         buffer: Tensor,
+        bounds: Sequence[int],
         channels: dict[tuple[int, int], deque[Tensor]],
         op: Op,
         depth: int,
@@ -67,7 +79,6 @@ class _Rank:
         self.program, self.channels, self.op, self.depth = program, channels, op, depth
         self.rows = list(program)
         self.next = 0
-        bounds = chunk_bounds(buffer.numel(), program)
         self.chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in range(program.chunks)}
         self.sums: dict[int, Tensor] = {}  # 16-bit chunks that are being summed, in float32
 

@@ -142,7 +142,7 @@ REFUSED = {
     "neither": ([], "either an ALGORITHM or --list"),
     "both": (["ring", "--list"], "either an ALGORITHM or --list"),
     "unknown": (["rng"], "no all_reduce algorithm 'rng'; there are ring, "),
-    "unknown there": (["ring", "--collective", "gather"], "there are binomial"),
+    "unknown there": (["ring", "--collective", "gather"], "there are direct, binomial"),
     "collective": (["ring", "--collective", "sum"], "--collective is 'sum'; allowed: all_reduce"),
     "no ranks": (["ring", "--ranks", "0"], "--ranks is 0; allowed: a whole number from 1 to 256"),
     "many ranks": (["ring", "--ranks", "257"], "--ranks is 257; allowed"),

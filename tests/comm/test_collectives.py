@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm.communicator import _program
+from ringdp.comm.programs import program
 from ringdp.schedule import project, schedule
 
 pytestmark = pytest.mark.process
@@ -247,7 +247,7 @@ def same_lengths(comm: Communicator) -> None:
 def refusals(comm: Communicator) -> list[str]:
     three, six, ten = torch.zeros(3), torch.zeros(6), torch.zeros(10)
     calls: list[Callable[[], Any]] = [
-        lambda: comm.all_reduce(torch.zeros(3, dtype=torch.bool)),
+        lambda: comm.all_reduce(torch.zeros(3, dtype=torch.bool), "avg"),
         lambda: comm.all_reduce(three, "mean"),  # type: ignore[arg-type]
         lambda: comm.all_reduce(torch.zeros(3, dtype=torch.int32), "avg"),
         lambda: comm.all_reduce(three, algorithm="magic"),
@@ -258,9 +258,26 @@ def refusals(comm: Communicator) -> list[str]:
         lambda: comm.broadcast(three, -1),
         lambda: comm.reduce_scatter(three, ten),
         lambda: comm.reduce_scatter(three, six.double()),
-        lambda: comm.reduce_scatter(torch.zeros(8), torch.zeros(4, 4).t()),
         lambda: comm.all_gather(ten, three),
-        lambda: comm.all_gather(torch.zeros(4, 4).t(), torch.zeros(8)),
+        lambda: comm.all_gather_v(ten, three, [3, 3]),
+        lambda: comm.all_gather_v(ten, three, [3, 7, 0]),
+        lambda: comm.all_gather_v(ten, three, [13, -3]),
+        lambda: comm.all_gather_v(ten, three, [3.0, 7.0]),  # type: ignore[list-item]
+        lambda: comm.reduce_scatter_v(six, ten, [7, 3]),
+        lambda: comm.gather(None if comm.rank == 0 else ten, three, root=2),
+        lambda: comm.scatter(three, None, root=comm.rank),
+        lambda: comm.all_to_all(six, ten),
+        lambda: comm.all_to_all(three, three),
+        lambda: comm.all_to_all_v(six, ten, [3, 3], [5, 6]),
+        lambda: comm.all_to_all_v(ten, ten, [6 - 2 * comm.rank] * 2, [5, 5]),
+        lambda: comm.all_to_all_v(ten, ten, [3 + comm.rank, 7 - comm.rank], [5, 5]),
+        lambda: comm.all_reduce(torch.zeros(1).expand(3)),
+        lambda: comm.broadcast(torch.zeros(1).expand(3), 1 - comm.rank),
+        lambda: comm.all_reduce(three, "band"),
+        lambda: comm.all_reduce(three, "max", scale=2),
+        lambda: comm.all_reduce(three.int(), scale=2),
+        lambda: comm.all_reduce(torch.zeros(3, dtype=torch.complex64), "max"),
+        lambda: comm.all_reduce(torch.zeros(3, dtype=torch.uint16)),
     ]
     said = []
     for call in calls:
@@ -275,7 +292,7 @@ def refusals(comm: Communicator) -> list[str]:
 
 def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
     allowed = [
-        ("bool", "bfloat16"),
+        ("bool", "floats"),
         ("mean", "avg"),
         ("int32", "floats"),
         ("magic", "ring"),
@@ -286,9 +303,26 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
         ("root is -1", "0..1"),
         ("10", "2 (ranks) x 3"),
         ("float64", "float32"),
-        ("input", "contiguous"),
         ("10", "2 (ranks) x 3"),
-        ("output", "contiguous"),
+        ("10", "6 (the sum of sizes)"),
+        ("3, 7, 0", "each of 2 ranks"),
+        ("13, -3", "0 or more"),
+        ("3.0, 7.0", "whole numbers"),
+        ("6", "sizes["),
+        ("root is 2", "0..1"),
+        ("input is None on the root", "a tensor"),
+        ("10", "equally many"),
+        ("3", "a multiple of 2"),
+        ("input has 10", "input_sizes has 11"),
+        ("output has 10", "output_sizes has"),
+        ("expects", "the same"),
+        ("expand()", "a place each"),
+        ("expand()", "a place each"),
+        ("band", "integers and bool"),
+        ("max", "op 'sum'"),
+        ("int32", "floats"),
+        ("complex64", "sum and avg"),
+        ("uint16", "bfloat16"),
     ]
     for said in ranks(2)(refusals):
         for text, words in zip(said, allowed, strict=True):
@@ -313,5 +347,5 @@ def test_a_refusal_on_one_rank_is_no_collective(ranks):
 def test_a_program_that_fuses_into_long_fifos_runs_unfused(n):
     """Fused halving needs 4 slots at n = 16 and 6 at n = 24; the plain program needs one."""
     plan = schedule("all_reduce", "halving", n)
-    rows = len(_program("all_reduce", "halving", n, 0, 0, 4).rows)
+    rows = len(program("all_reduce", "halving", n, 0, 0, 4).rows)
     assert (rows == len(project(plan, 0).rows)) == (n == 24)

@@ -28,6 +28,31 @@ def test_it_is_proved(algorithm):
 
 
 @by_name
+def test_it_is_proved_for_every_root(algorithm):
+    """Shards stay in rank order: the contract of the root says so."""
+    if algorithm.collective not in ("broadcast", "reduce", "gather", "scatter"):
+        return
+    for n in SIZES[:9]:
+        for root in range(n):
+            plan = schedule(algorithm.collective, algorithm.name, n, root)
+            verify(plan, contract(algorithm.collective, n, plan.chunks, root))
+            if root:
+                with pytest.raises(ScheduleError):
+                    verify(plan, algorithm.collective)
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_a_direct_reduce_adds_in_rank_order_whatever_the_root(n):
+    for root in range(n):
+        plan = schedule("reduce", "direct", n, root)
+        parts = {0: root} | {1 + r: r for r in range(n) if r != root}
+        local = [t for r in plan.rounds for t in r if t.src == t.dst and t.reduce]
+        order = [parts[t.read] for t in local]
+        start = parts[local[0].write] if local else 0
+        assert sorted([start, *order[:1]]) + order[1:] == list(range(n))
+
+
+@by_name
 def test_the_plain_program_runs_in_one_slot_and_the_fused_one_in_few(algorithm):
     for n in SIZES[:17]:
         plan = schedule(algorithm.collective, algorithm.name, n)

@@ -22,6 +22,7 @@ Collective = Literal[
     "scatter",
     "gather",
     "all_to_all",
+    "all_to_all_v",
 ]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
@@ -32,6 +33,7 @@ class Algorithm(NamedTuple):
     collective: Collective
     name: str
     build: Callable[[int], Schedule]
+    at_root: Callable[[int, int], Schedule] | None = None  # (n, root), where it is no renaming
 
 
 ALGORITHMS = (
@@ -53,16 +55,23 @@ ALGORITHMS = (
     Algorithm("broadcast", "ring", ring.ring_broadcast),
     Algorithm("broadcast", "direct", direct.direct_broadcast),
     Algorithm("broadcast", "binomial", trees.binomial_broadcast),
+    Algorithm("reduce", "direct", direct.direct_reduce, direct.direct_reduce),
     Algorithm("reduce", "binomial", trees.binomial_reduce),
+    Algorithm("scatter", "direct", direct.direct_scatter),
     Algorithm("scatter", "binomial", trees.binomial_scatter),
+    Algorithm("gather", "direct", direct.direct_gather),
     Algorithm("gather", "binomial", trees.binomial_gather),
+    Algorithm("all_to_all", "direct", direct.direct_all_to_all),
     Algorithm("all_to_all", "pairwise", direct.pairwise_all_to_all),
+    Algorithm("all_to_all_v", "direct", direct.direct_all_to_all_v),
 )
 
 
 @cache
-def schedule(collective: Collective, algorithm: str, n: int) -> Schedule:
+def schedule(collective: Collective, algorithm: str, n: int, root: int = 0) -> Schedule:
     """The schedule of that name for n ranks. Not proved: see `verify`.
+
+    `root` counts for the collectives that have one.
 
     Raises UsageError for an unknown collective or algorithm, n < 1, or an n that it can't serve.
     """
@@ -72,11 +81,20 @@ def schedule(collective: Collective, algorithm: str, n: int) -> Schedule:
         raise UsageError(f"no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
     for a in ALGORITHMS:
         if (a.collective, a.name) == (collective, algorithm):
-            return a.build(n)
+            return a.at_root(n, root) if a.at_root else rooted(a.build(n), root)
     if algorithm.startswith("hierarchical:") and collective == "all_reduce":
         return ring.hierarchical_all_reduce(n, _local(algorithm.removeprefix("hierarchical:"), n))
     names = [a.name for a in ALGORITHMS if a.collective == collective]
     raise UsageError(f"no {collective} algorithm {algorithm!r}; there are {', '.join(names)}")
+
+
+def rooted(plan: Schedule, root: int) -> Schedule:
+    """`plan`, made for root 0, with rank r renamed r + root, and its shard with it (mod n)."""
+    if root == 0:
+        return plan
+    n, each = plan.ranks, plan.chunks // plan.ranks if plan.chunks % plan.ranks == 0 else 0
+    chunks = [(c + root * each) % plan.chunks for c in range(plan.chunks)]
+    return plan.embed([(r + root) % n for r in range(n)], chunks)
 
 
 def _local(text: str, n: int) -> int:

@@ -1,0 +1,87 @@
+"""Tensors of any form as the flat buffers that programs run on, and back.
+
+A buffer is 1-D, contiguous, real and detached. It is the tensor's own memory where the tensor's
+form allows that; else a copy, which `settle` brings home. A complex number is two real elements.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import UsageError
+
+
+class Flat(NamedTuple):
+    """A tensor's elements as a buffer; `home` is where they have to be copied, None: nowhere."""
+
+    data: Tensor  # [elements x width]
+    home: Tensor | None
+
+    def settle(self) -> None:
+        if self.home is not None:
+            self.home.copy_(shaped(self.data, self.home))
+
+
+def flat(tensor: Tensor, *, read: bool = True) -> Flat:
+    """The tensor as a buffer. If not `read`, a copy holds anything: all of it will be written."""
+    data = tensor.detach()
+    home = None
+    if not data.is_contiguous() or data.is_conj() or data.is_neg():
+        home = data
+        if read:
+            data = data.resolve_conj().resolve_neg().contiguous()
+        else:
+            data = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    return Flat(data.view(-1), home)
+
+
+def flat_output(tensor: Tensor, what: str, *, read: bool = False) -> Flat:
+    """The same, for a tensor that will be written: UsageError where elements share their memory."""
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError(
+            f"{what} of shape {tuple(tensor.shape)} was made by expand(): several of its elements "
+            "share one place in memory; allowed: a tensor whose elements have a place each"
+        )
+    return flat(tensor, read=read)
+
+
+def empty(elements: int, like: Tensor) -> Tensor:
+    """A new buffer of that many real elements, for the tensor's dtype and device."""
+    dtype = like.dtype.to_real() if like.is_complex() else like.dtype
+    return torch.empty(elements, dtype=dtype, device=like.device)
+
+
+def fill(buffer: Tensor, source: Tensor) -> None:
+    """Copy a tensor's elements into a buffer, which may be that tensor's memory or overlap it."""
+    source = source.detach()
+    if same(buffer, source):
+        return
+    if buffer.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+        source = source.clone()
+    shaped(buffer, source).copy_(source)
+
+
+def shaped(buffer: Tensor, like: Tensor) -> Tensor:
+    """The buffer's elements, in the shape and (real or complex) dtype of `like`."""
+    if like.is_complex():
+        return torch.view_as_complex(buffer.view(*like.shape, 2))
+    return buffer.view(like.shape)
+
+
+def same(buffer: Tensor, tensor: Tensor) -> bool:
+    """Whether the tensor is the buffer: the same memory in the same order. (None is nobody's.)"""
+    return (
+        buffer.data_ptr() == tensor.data_ptr() != 0
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def width(tensor: Tensor) -> int:
+    """Real elements of the buffer for each element of the tensor."""
+    return 2 if tensor.is_complex() else 1

@@ -1,0 +1,135 @@
+"""What a collective comes down to, and what all collectives share.
+
+A collective turns its tensors into one flat buffer, lays out every rank's part of it, and hands a
+Job to the communicator's `_issue`. For all of them:
+
+- Tensors may have any shape and strides, no element at all, or require grad; their elements count
+  in row-major order. float32, float64, float16, bfloat16, int8, int16, uint8, int32, int64, bool;
+  complex numbers where they are summed or only moved. All ranks pass the same dtype.
+- `async_op=True` returns at once with a Work; the tensors must not be touched until its `wait` has
+  returned. Otherwise the call returns when the result is there.
+- `algorithm` is a name (`ringdp show --list`) or a function n -> Schedule, proved like ours before
+  it moves a byte. The default, `direct`, adds in rank order, so that an element's bits depend
+  neither on where in the buffer it is nor on the root.
+- `tag` says what is moved: ranks whose tags differ raise CollectiveMismatch.
+- A bad argument raises UsageError before anything is sent. PeerLost, CollectiveTimeout and
+  CollectiveMismatch are raised by the call, or with async_op by `wait`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from ringdp.comm.buffers import width
+from ringdp.comm.programs import Bounds
+from ringdp.comm.work import Work
+from ringdp.errors import UsageError
+from ringdp.schedule import Builder, Collective, Program
+
+ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
+
+
+class How(NamedTuple):
+    """What every collective is told beside its tensors."""
+
+    algorithm: str | Builder
+    async_op: bool
+    tag: int
+    root: int = 0  # of those that have one
+
+
+class Job(NamedTuple):
+    """Multiply `buffer` by `factor`, run `program` on it, then `finish`."""
+
+    collective: Collective
+    program: Program
+    buffer: Tensor  # 1-D, contiguous, real
+    finish: Callable[[], None] | None = None  # brings the result home
+    op: ReduceOp = "sum"  # as the user calls it
+    factor: float = 1
+    bounds: Bounds | None = None  # None: as the transport cuts
+    elements: int | None = None  # of the collective, where the buffer has not all of them
+
+
+class Named(NamedTuple):
+    """An argument, as errors call it."""
+
+    name: str
+    tensor: Tensor
+
+
+class Issuer(ABC):
+    """One rank's end of a communicator, as the collectives see it."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def _issue(self, job: Job, how: How) -> Work: ...
+
+    @abstractmethod
+    def _program(self, collective: Collective, how: How) -> Program: ...
+
+    def _check_root(self, collective: str, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise UsageError(f"{collective}: root is {root}; ranks are 0..{self.size - 1}")
+
+    def _shards(
+        self, collective: str, part: Named, whole: Named | None, sizes: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Every rank's share of the whole, in real elements: `sizes`, or as many as `part` has.
+
+        Raises UsageError unless `part` is this rank's share, and `whole` (if it is here) all.
+        """
+        count, dtype = part.tensor.numel(), part.tensor.dtype
+        if sizes is None:
+            shards = (count,) * self.size
+            needs = f"{self.size} (ranks) x {count} ({part.name})"
+        else:
+            shards = self._whole_numbers(collective, "sizes", sizes)
+            needs = f"{sum(shards)} (the sum of sizes)"
+            if count != shards[self.rank]:
+                raise UsageError(
+                    f"{collective}: {part.name} has {count} elements; sizes[{self.rank}] is "
+                    f"{shards[self.rank]}"
+                )
+        if whole and (whole.tensor.numel() != sum(shards) or whole.tensor.dtype != dtype):
+            raise UsageError(
+                f"{collective}: {whole.name} has {whole.tensor.numel()} elements of "
+                f"{whole.tensor.dtype}; it needs {needs} of {dtype}"
+            )
+        return tuple(s * width(part.tensor) for s in shards)
+
+    def _cuts(
+        self, collective: str, whole: Named, name: str, sizes: Sequence[int]
+    ) -> tuple[int, ...]:
+        """`sizes` in real elements. UsageError unless they are those of the whole."""
+        cuts = self._whole_numbers(collective, name, sizes)
+        if sum(cuts) != whole.tensor.numel():
+            raise UsageError(
+                f"{collective}: {whole.name} has {whole.tensor.numel()} elements; {name} has "
+                f"{sum(cuts)} in all"
+            )
+        return tuple(c * width(whole.tensor) for c in cuts)
+
+    def _whole_numbers(self, collective: str, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+        try:
+            found = tuple(index(size) for size in sizes)
+        except TypeError:
+            raise UsageError(f"{collective}: {name} is {sizes}; allowed: whole numbers") from None
+        if len(found) != self.size or min(found) < 0:
+            raise UsageError(
+                f"{collective}: {name} is {list(found)}; allowed: a number of elements, 0 or more, "
+                f"for each of {self.size} ranks"
+            )
+        return found
+
+    def _part(self, shards: tuple[int, ...]) -> slice:
+        """Where this rank's share lies in the whole."""
+        begin = sum(shards[: self.rank])
+        return slice(begin, begin + shards[self.rank])

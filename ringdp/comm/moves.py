@@ -1,0 +1,276 @@
+"""The collectives that only move: broadcast, all_gather, gather, scatter, all_to_all.
+
+`comm.job` says what all share. The `_v` forms take parts of uneven sizes, in elements. A rank gives
+room to those chunks of the whole only that its program touches: with `direct`, a gather sends from
+`input` itself and a scatter receives into `output` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ringdp.comm.buffers import empty, fill, flat, flat_output
+from ringdp.comm.job import How, Issuer, Job, Named
+from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
+from ringdp.comm.work import Work
+from ringdp.errors import UsageError
+from ringdp.schedule import Builder
+
+
+class Moves(Issuer):
+    """The methods of a Communicator that move elements between ranks, and change none."""
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        root: int = 0,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """Every rank's `tensor` becomes rank `root`'s, in place."""
+        how = How(algorithm, async_op, tag, root)
+        self._check_root("broadcast", root)
+        program = self._program("broadcast", how)
+        if self.rank == root and not program.changes:
+            return self._issue(Job("broadcast", program, flat(tensor).data), how)
+        out = flat_output(tensor, "broadcast: tensor", read=self.rank == root)
+        return self._issue(Job("broadcast", program, out.data, out.settle), how)
+
+    def all_gather(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """`output` becomes the inputs of ranks 0, 1, ... one behind the other, on every rank.
+
+        output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
+        """
+        how = How(algorithm, async_op, tag)
+        return self._all_gather("all_gather", output, input, None, how)
+
+    def all_gather_v(
+        self,
+        output: Tensor,
+        input: Tensor,
+        sizes: Sequence[int],
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """all_gather where rank r's input has sizes[r] elements, and `output` sum(sizes).
+
+        All ranks pass the same sizes.
+        """
+        how = How(algorithm, async_op, tag)
+        return self._all_gather("all_gather_v", output, input, sizes, how)
+
+    def _all_gather(
+        self, name: str, output: Tensor, input: Tensor, sizes: Sequence[int] | None, how: How
+    ) -> Work:
+        shards = self._shards(name, Named("input", input), Named("output", output), sizes)
+        program = self._program("all_gather", how)
+        bounds = None if sizes is None else whole_bounds(program, shards)
+        out = flat_output(output, f"{name}: output")
+        fill(out.data[self._part(shards)], input)
+        return self._issue(Job("all_gather", program, out.data, out.settle, bounds=bounds), how)
+
+    def gather(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        root: int = 0,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """On rank `root`, `output` becomes what all_gather would give.
+
+        output: size x input.numel() elements there; elsewhere ignored, and may be None.
+        """
+        how = How(algorithm, async_op, tag, root)
+        return self._gather("gather", output, input, None, how)
+
+    def gather_v(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        sizes: Sequence[int],
+        root: int = 0,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """gather where rank r's input has sizes[r] elements. All ranks pass the same sizes."""
+        how = How(algorithm, async_op, tag, root)
+        return self._gather("gather_v", output, input, sizes, how)
+
+    def _gather(
+        self,
+        name: str,
+        output: Tensor | None,
+        input: Tensor,
+        sizes: Sequence[int] | None,
+        how: How,
+    ) -> Work:
+        whole = self._at_root(name, "output", output, how.root)
+        shards = self._shards(name, Named("input", input), whole, sizes)
+        program = self._program("gather", how)
+        bounds = own_bounds(program, shards)
+        part = own_part(program, bounds)
+        finish = None
+        if whole is not None:
+            out = flat_output(whole.tensor, f"{name}: output")
+            buffer, finish = out.data, out.settle
+            fill(buffer[part], input)
+        elif part == slice(0, bounds[-1]) and not program.changes:
+            buffer = flat(input).data
+        else:
+            buffer = empty(bounds[-1], input)
+            fill(buffer[part], input)
+        job = Job("gather", program, buffer, finish, bounds=bounds, elements=sum(shards))
+        return self._issue(job, how)
+
+    def scatter(
+        self,
+        output: Tensor,
+        input: Tensor | None,
+        root: int = 0,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """`output` becomes this rank's part of rank `root`'s `input`.
+
+        input: size x output.numel() elements there; elsewhere ignored, and may be None.
+        """
+        how = How(algorithm, async_op, tag, root)
+        return self._scatter("scatter", output, input, None, how)
+
+    def scatter_v(
+        self,
+        output: Tensor,
+        input: Tensor | None,
+        sizes: Sequence[int],
+        root: int = 0,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """scatter where rank r's part has sizes[r] elements. All ranks pass the same sizes."""
+        how = How(algorithm, async_op, tag, root)
+        return self._scatter("scatter_v", output, input, sizes, how)
+
+    def _scatter(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor | None,
+        sizes: Sequence[int] | None,
+        how: How,
+    ) -> Work:
+        whole = self._at_root(name, "input", input, how.root)
+        shards = self._shards(name, Named("output", output), whole, sizes)
+        program = self._program("scatter", how)
+        bounds = own_bounds(program, shards)
+        part = own_part(program, bounds)
+        out = flat_output(output, f"{name}: output")
+        if whole is not None:
+            buffer, home = flat(whole.tensor)
+            buffer = buffer.clone() if home is None and program.changes else buffer
+        elif part == slice(0, bounds[-1]):
+            buffer = out.data
+        else:
+            buffer = empty(bounds[-1], output)
+
+        def finish() -> None:
+            fill(out.data, buffer[part])
+            out.settle()
+
+        job = Job("scatter", program, buffer, finish, bounds=bounds, elements=sum(shards))
+        return self._issue(job, how)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """Part r of `input` goes to rank r, and part r of `output` comes from there.
+
+        input, output: equally many elements, a multiple of size. They may be one tensor.
+        """
+        how = How(algorithm, async_op, tag)
+        count = input.numel()
+        if output.numel() != count or output.dtype != input.dtype or count % self.size:
+            raise UsageError(
+                f"all_to_all: input has {count} elements of {input.dtype}, output "
+                f"{output.numel()} of {output.dtype}; allowed: equally many of one dtype, a "
+                f"multiple of {self.size} (ranks)"
+            )
+        program = self._program("all_to_all", how)
+        out = flat_output(output, "all_to_all: output")
+        fill(out.data, input)
+        return self._issue(Job("all_to_all", program, out.data, out.settle), how)
+
+    def all_to_all_v(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        *,
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """all_to_all with uneven parts, of input_sizes[r] and output_sizes[r] elements.
+
+        Ranks that differ in how much one sends the other raise CollectiveMismatch.
+        """
+        how, name, me = How("direct", async_op, tag), "all_to_all_v", self.rank
+        sent = self._cuts(name, Named("input", input), "input_sizes", input_sizes)
+        received = self._cuts(name, Named("output", output), "output_sizes", output_sizes)
+        if output.dtype != input.dtype or received[me] != sent[me]:
+            raise UsageError(
+                f"{name}: rank {me} sends itself {input_sizes[me]} elements of {input.dtype} and "
+                f"expects {output_sizes[me]} of {output.dtype}; allowed: the same"
+            )
+        program = self._program("all_to_all_v", how)
+        bounds = pair_bounds(me, sent, received)
+        out = flat_output(output, f"{name}: output")
+        buffer = empty(bounds[-1], output)
+        # buffer: from ranks before | to ranks 0 ... n - 1 | from ranks behind
+        own, mine = bounds[me * self.size], bounds[me * self.size + me]
+        fill(buffer[own : own + sum(sent)], input)
+
+        def finish() -> None:
+            out.data[:own] = buffer[:own]
+            out.data[own : own + sent[me]] = buffer[mine : mine + sent[me]]
+            out.data[own + sent[me] :] = buffer[own + sum(sent) :]
+            out.settle()
+
+        return self._issue(Job("all_to_all_v", program, buffer, finish, bounds=bounds), how)
+
+    def _at_root(self, name: str, what: str, tensor: Tensor | None, root: int) -> Named | None:
+        """The tensor that only the root has; None elsewhere."""
+        self._check_root(name, root)
+        if self.rank != root:
+            return None
+        if tensor is None:
+            raise UsageError(f"{name}: {what} is None on the root, rank {root}; allowed: a tensor")
+        return Named(what, tensor)

@@ -1,0 +1,86 @@
+"""From a collective and its algorithm to what a transport runs: one rank's program, and bounds.
+
+A schedule is proved, projected and fused once per (collective, algorithm, n, root).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+
+from ringdp.errors import ScheduleError
+from ringdp.schedule import (
+    Builder,
+    Collective,
+    Program,
+    contract,
+    fifo_depth,
+    fuse,
+    project,
+    proved,
+)
+from ringdp.transport.base import shard_bounds
+
+Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
+
+
+@cache
+def program(
+    collective: Collective, algorithm: str | Builder, n: int, rank: int, root: int, depth: int
+) -> Program:
+    """Proved, projected, fused if that fits, and shown not to stall in FIFOs of `depth` slots."""
+    plan = proved(algorithm, collective, n, root)
+    live = contract(collective, n, plan.chunks, root).after
+    plain = [project(plan, r) for r in range(n)]
+    fused = [fuse(p, [c for q, c in live if q == p.rank]) for p in plain]
+    # Fusing trades longer FIFOs for fewer passes; what then needs too many slots runs as it is.
+    for programs in (fused, plain):
+        needed = fifo_depth(programs)
+        if needed <= depth:
+            return programs[rank]
+    raise ScheduleError(
+        f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def whole_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
+    """Where rank r's shard has shards[r] elements."""
+    return tuple(shard_bounds(shards, program.chunks))
+
+
+@lru_cache(maxsize=4096)
+def own_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
+    """The same without the chunks that this rank neither owns nor touches: they get no room."""
+    each = program.chunks // program.ranks
+    mine = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
+    sizes = _sizes(whole_bounds(program, shards))
+    return _bounds([size if c in mine else 0 for c, size in enumerate(sizes)])
+
+
+def own_part(program: Program, bounds: Bounds) -> slice:
+    """Where this rank's shard lies in a buffer with `own_bounds`."""
+    each = program.chunks // program.ranks
+    return slice(bounds[program.rank * each], bounds[(program.rank + 1) * each])
+
+
+def pair_bounds(rank: int, sent: Sequence[int], received: Sequence[int]) -> Bounds:
+    """Of an all_to_all_v, whose chunk s * n + d goes from rank s to rank d.
+
+    The buffer of `rank` has what ranks 0 ... rank - 1 send it, what it sends to ranks 0 ... n - 1,
+    and what ranks rank + 1 ... n - 1 send it, one behind the other.
+    """
+    n = len(sent)
+    sizes = [0] * (n * n)
+    sizes[rank::n] = received
+    sizes[rank * n : (rank + 1) * n] = sent
+    return _bounds(sizes)
+
+
+def _sizes(bounds: Bounds) -> list[int]:
+    return [end - begin for begin, end in pairwise(bounds)]
+
+
+def _bounds(sizes: Sequence[int]) -> Bounds:
+    return (0, *accumulate(sizes))

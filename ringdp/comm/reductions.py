@@ -1,0 +1,170 @@
+"""The collectives that add: all_reduce, reduce, reduce_scatter. `comm.job` says what all share.
+
+    op     float, double, half  complex  integers  bool
+    sum    x                    x        x         or
+    avg    x                    x        -         -      the sum of inputs times 1/size
+    scale  x                    x        -         -      the sum of inputs times scale
+    prod   x                    -        x         and
+    min    x                    -        x         and    NaN if any is NaN; -0.0 < 0.0
+    max    x                    -        x         or     NaN if any is NaN
+    band   -                    -        x         and
+    bor    -                    -        x         or
+    bxor   -                    -        x         xor
+
+Integers wrap around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringdp.comm.buffers import flat, flat_output, same
+from ringdp.comm.job import How, Issuer, Job, Named, ReduceOp
+from ringdp.comm.programs import whole_bounds
+from ringdp.comm.work import Work
+from ringdp.errors import UsageError
+from ringdp.schedule import Builder
+from ringdp.transport.base import OPS
+
+BITWISE = ("band", "bor", "bxor")
+
+
+class Reductions(Issuer):
+    """The methods of a Communicator that combine the elements of all ranks."""
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = "sum",
+        *,
+        scale: float | None = None,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
+        how = How(algorithm, async_op, tag)
+        factor = factor_of("all_reduce", op, scale, tensor, self.size)
+        out = flat_output(tensor, "all_reduce: tensor", read=True)
+        program = self._program("all_reduce", how)
+        return self._issue(Job("all_reduce", program, out.data, out.settle, op, factor), how)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int = 0,
+        op: ReduceOp = "sum",
+        *,
+        scale: float | None = None,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """Rank `root`'s `tensor` becomes what all_reduce would give; the others keep theirs."""
+        how = How(algorithm, async_op, tag, root)
+        self._check_root("reduce", root)
+        factor = factor_of("reduce", op, scale, tensor, self.size)
+        program = self._program("reduce", how)
+        if self.rank == root:
+            out = flat_output(tensor, "reduce: tensor", read=True)
+            return self._issue(Job("reduce", program, out.data, out.settle, op, factor), how)
+        buffer, home = flat(tensor)
+        if home is None and (program.changes or factor != 1):
+            buffer = buffer.clone()
+        return self._issue(Job("reduce", program, buffer, None, op, factor), how)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp = "sum",
+        *,
+        scale: float | None = None,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """`output` becomes this rank's part of the reduction of every rank's `input`.
+
+        input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
+        that part of `input`, no copy is made and the rest of `input` is overwritten.
+        """
+        how = How(algorithm, async_op, tag)
+        return self._reduce_scatter("reduce_scatter", output, input, None, op, scale, how)
+
+    def reduce_scatter_v(
+        self,
+        output: Tensor,
+        input: Tensor,
+        sizes: Sequence[int],
+        op: ReduceOp = "sum",
+        *,
+        scale: float | None = None,
+        algorithm: str | Builder = "direct",
+        async_op: bool = False,
+        tag: int = 0,
+    ) -> Work:
+        """reduce_scatter where rank r's part has sizes[r] elements, and `input` sum(sizes).
+
+        All ranks pass the same sizes.
+        """
+        how = How(algorithm, async_op, tag)
+        return self._reduce_scatter("reduce_scatter_v", output, input, sizes, op, scale, how)
+
+    def _reduce_scatter(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        sizes: Sequence[int] | None,
+        op: ReduceOp,
+        scale: float | None,
+        how: How,
+    ) -> Work:
+        factor = factor_of(name, op, scale, input, self.size)
+        shards = self._shards(name, Named("output", output), Named("input", input), sizes)
+        program = self._program("reduce_scatter", how)
+        bounds = None if sizes is None else whole_bounds(program, shards)
+        whole, part = flat(input), self._part(shards)
+        if same(whole.data[part], output):
+            job = Job("reduce_scatter", program, whole.data, None, op, factor, bounds)
+            return self._issue(job, how)
+        out = flat_output(output, f"{name}: output")
+        buffer = whole.data.clone() if whole.home is None else whole.data
+
+        def finish() -> None:
+            out.data.copy_(buffer[part])
+            out.settle()
+
+        return self._issue(Job("reduce_scatter", program, buffer, finish, op, factor, bounds), how)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+
+
+def factor_of(
+    collective: str, op: ReduceOp, scale: float | None, tensor: Tensor, ranks: int
+) -> float:
+    """By what every input is multiplied first.
+
+    Raises UsageError for an op that there is not, or not for this dtype.
+    """
+    if op not in (*OPS, "avg"):
+        raise UsageError(f"{collective}: no op {op!r}; there are {', '.join((*OPS, 'avg'))}")
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    if floats and op in BITWISE:
+        raise UsageError(f"{collective}: {op} is for integers and bool, not for {tensor.dtype}")
+    if tensor.is_complex() and op not in ("sum", "avg"):
+        raise UsageError(f"{collective}: {op} is for real numbers; {tensor.dtype} has sum and avg")
+    if scale is not None and op != "sum":
+        raise UsageError(f"{collective}: scale goes with op 'sum', not with {op!r}")
+    if not floats and (op == "avg" or scale is not None):
+        what = "avg" if op == "avg" else "scale"
+        raise UsageError(f"{collective}: {what} is for floats; this tensor is {tensor.dtype}")
+    if op == "avg":
+        return 1 / ranks
+    return 1 if scale is None else scale

@@ -1,0 +1,227 @@
+"""Tensors of every form and parts of every size, against plain indexing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp import Communicator
+
+pytestmark = pytest.mark.process
+
+LARGE = 40_000  # float64 elements: several slabs
+
+
+def given(rank: int, elements: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Small whole numbers: exact in every dtype and order of additions."""
+    g = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randint(-5, 6, (elements,), generator=g).to(dtype)
+    return x + 1j * x.flip(0) if dtype.is_complex else x
+
+
+def disguised(x: Tensor, form: str) -> Tensor:
+    """A tensor with x's elements in row-major order, of another form."""
+    match form:
+        case "strided":
+            return torch.stack([x, torch.full_like(x, 3)], 1)[:, 0]
+        case "transposed" if x.numel() % 2 == 0:
+            return x.view(2, -1).t().contiguous().t()
+        case "grad" if x.is_floating_point():
+            return x.clone().requires_grad_()
+        case "conjugate" if x.is_complex():
+            return x.conj().resolve_conj().conj()
+        case "negative" if x.dtype == torch.float64:
+            return torch.complex(torch.zeros_like(x), -x).conj().imag
+        case "scalar" if x.numel() == 1:
+            return x.clone().view(())
+    return x.clone()
+
+
+FORMS = ("plain", "strided", "transposed", "grad", "conjugate", "negative", "scalar")
+DTYPES = (torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool)
+
+
+def moved(comm: Communicator, seeds: int) -> None:
+    n, me = comm.size, comm.rank
+    rng = random.Random(n)  # the same on all ranks
+    for seed in range(seeds):
+        dtype, root = rng.choice(DTYPES), rng.randrange(n)
+        into, out_of = rng.choice(FORMS), rng.choice(FORMS)
+        algorithm = rng.choice(("direct", "binomial"))
+        most = LARGE if seed % 20 == 0 else 7
+        table = [[rng.choice((0, 1, rng.randrange(most))) for _ in range(n)] for _ in range(n)]
+        sizes = table[0]
+        mine = [given(r, sizes[r], dtype, seed) for r in range(n)]
+        whole = torch.cat(mine)
+
+        def out(count: int, dtype: torch.dtype = dtype, into: str = into) -> Tensor:
+            return disguised(given(n, count, dtype, -1), into)
+
+        work, own = [], disguised(mine[me], out_of)
+        work.append((o := out(len(whole)), whole, comm.all_gather_v(o, own, sizes, async_op=True)))
+        o = out(len(whole))
+        more = {"algorithm": algorithm, "async_op": True}
+        w = comm.gather_v(o if me == root else None, own, sizes, root, **more)
+        work.append((o if me == root else own, whole if me == root else mine[me], w))
+        o = out(sizes[me])
+        source = disguised(whole, out_of)
+        w = comm.scatter_v(o, source if me == root else None, sizes, root, **more)
+        work += [(o, mine[me], w), (source, whole, w)]
+        pairs = [[given(s * n + d, table[s][d], dtype, seed) for d in range(n)] for s in range(n)]
+        received = [pairs[s][me] for s in range(n)]
+        o = out(sum(map(len, received)))
+        i = disguised(torch.cat(pairs[me]), out_of)
+        w = comm.all_to_all_v(o, i, [len(p) for p in received], table[me], async_op=True)
+        work += [(o, torch.cat(received), w), (i, torch.cat(pairs[me]), w)]
+        k = rng.randrange(most)
+        i = disguised(given(me, k * n, dtype, seed), out_of)
+        o = out(k * n)
+        w = comm.all_to_all(o, i, async_op=True)
+        parts = [given(r, k * n, dtype, seed)[me * k : (me + 1) * k] for r in range(n)]
+        work.append((o, torch.cat(parts), w))
+        i = disguised(given(me, k, dtype, seed), into)
+        work.append((i, given(root, k, dtype, seed), comm.broadcast(i, root, async_op=True)))
+        for output, want, w in work:
+            w.wait()
+            assert torch.equal(output.detach().reshape(-1).resolve_conj(), want), (seed, dtype)
+
+
+def added(comm: Communicator, seeds: int) -> None:
+    n, me = comm.size, comm.rank
+    rng = random.Random(n)
+    for seed in range(seeds):
+        dtype, root = rng.choice((torch.float64, torch.complex128, torch.int64)), rng.randrange(n)
+        into, out_of = rng.choice(FORMS), rng.choice(FORMS)
+        algorithm, scale = rng.choice(("direct", "binomial")), rng.choice((None, 0.5, 3))
+        if not (dtype.is_floating_point or dtype.is_complex):
+            scale = None
+        most = LARGE if seed % 20 == 0 else 7
+        sizes = [rng.choice((0, 1, rng.randrange(most))) for _ in range(n)]
+        whole, begin = sum(sizes), sum(sizes[:me])
+        total = sum(given(r, whole, dtype, seed) for r in range(n)) * (scale or 1)
+        x = disguised(given(me, whole, dtype, seed), into)
+        comm.all_reduce(x, scale=scale)
+        assert torch.equal(x.detach().reshape(-1).resolve_conj(), total)
+
+        x = disguised(given(me, whole, dtype, seed), into)
+        comm.reduce(x, root, scale=scale, algorithm=algorithm)
+        want = total if me == root else given(me, whole, dtype, seed)
+        assert torch.equal(x.detach().reshape(-1).resolve_conj(), want), "the others keep theirs"
+
+        source = disguised(given(me, whole, dtype, seed), out_of)
+        o = disguised(given(me, sizes[me], dtype, -1), into)
+        comm.reduce_scatter_v(o, source, sizes, scale=scale)
+        own = total[begin : begin + sizes[me]]
+        assert torch.equal(o.detach().reshape(-1).resolve_conj(), own)
+        assert torch.equal(
+            source.detach().reshape(-1).resolve_conj(), given(me, whole, dtype, seed)
+        )
+        source = given(me, whole, dtype, seed)
+        comm.reduce_scatter_v(source[begin : begin + sizes[me]], source, sizes, scale=scale)
+        assert torch.equal(source[begin : begin + sizes[me]], own), "in place"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("what", [moved, added])
+def test_every_form_of_tensor_and_size_of_part(ranks, n: int, what: Callable[..., None]):
+    ranks(n)(what, 60)
+
+
+def logic(comm: Communicator) -> None:
+    """Three ranks, eight places: every combination of bits."""
+    bits = torch.tensor([(place >> r) & 1 for r in range(3) for place in range(8)]).view(3, 8)
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64):
+        for op, want in {
+            "band": bits.amin(0),
+            "bor": bits.amax(0),
+            "bxor": bits.sum(0) % 2,
+            "min": bits.amin(0),
+            "max": bits.amax(0),
+            "prod": bits.amin(0),
+            "sum": bits.amax(0) if dtype == torch.bool else bits.sum(0),
+        }.items():
+            x = bits[comm.rank].to(dtype, copy=True)
+            comm.all_reduce(x, op)
+            assert torch.equal(x, want.to(dtype)), (dtype, op)
+
+
+def test_bits_and_truth_values(ranks):
+    ranks(3)(logic)
+
+
+def same_bits(comm: Communicator) -> list[Tensor]:
+    """A sum of floats: reduce to each root, and all_reduce."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+    found = []
+    for root in range(comm.size):
+        y = x.clone()
+        comm.reduce(y, root)
+        if root == comm.rank:
+            found.append(y)
+    comm.all_reduce(x)
+    return [*found, x]
+
+
+def test_a_reduce_has_the_bits_of_an_all_reduce_whatever_the_root(ranks):
+    first, *others = [x for found in ranks(4)(same_bits) for x in found]
+    assert len(others) == 7
+    assert all(torch.equal(first, x) for x in others)
+
+
+def overlapping(comm: Communicator) -> None:
+    """The input is a part of the output, but not the one where it belongs."""
+    n, me = comm.size, comm.rank
+    for shift in range(3 * n - 2):
+        out = torch.arange(3 * n) + 100 * me
+        comm.all_gather(out, out[shift : shift + 3])
+        want = torch.cat([torch.arange(shift, shift + 3) + 100 * r for r in range(n)])
+        assert torch.equal(out, want)
+        out = torch.arange(3 * n) + 100 * me
+        comm.scatter(out[shift : shift + 3], out, root=1)
+        want = torch.arange(3 * n) + 100 * me
+        want[shift : shift + 3] = torch.arange(3 * me, 3 * me + 3) + 100
+        assert torch.equal(out, want)
+    out = torch.arange(2 * n) + 100 * me
+    comm.all_to_all(out, out)
+    assert torch.equal(
+        out.view(n, 2), torch.stack([torch.arange(2) + 2 * me + 100 * r for r in range(n)])
+    )
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_tensors_may_overlap(ranks, n: int):
+    ranks(n)(overlapping)
+
+
+def unequal(comm: Communicator, what: str) -> str:
+    """Rank 1 means another size than the others."""
+    odd = comm.rank == 1
+
+    def call(other: Communicator) -> None:
+        x = torch.zeros(6 + odd)
+        if what == "gather":
+            other.gather(torch.zeros(18) if comm.rank == 0 else None, x)
+        if what == "all_gather_v":
+            sizes = [5, 7, 6] if odd else [6, 6, 6]
+            other.all_gather_v(torch.zeros(18), torch.zeros(sizes[comm.rank]), sizes)
+        if what == "all_to_all_v":
+            sizes = [3, 2, 2] if odd else [2, 2, 2]
+            other.all_to_all_v(torch.zeros(6), x, [2, 2, 2], sizes)
+        other.barrier()
+
+    with comm.duplicate() as other, pytest.raises(ringdp.CollectiveMismatch) as error:
+        call(other)
+    comm.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["gather", "all_gather_v", "all_to_all_v"])
+def test_unequal_sizes_are_a_mismatch_on_all(ranks, what):
+    for said in ranks(3)(unequal, what):
+        assert "rank 1" in said
+        assert what.removesuffix("_v") in said
