@@ -66,6 +66,11 @@ def fill(buffer: Tensor, source: Tensor) -> None:
     shaped(buffer, source).copy_(source)
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
 def shaped(buffer: Tensor, like: Tensor) -> Tensor:
     """The buffer's elements, in the shape and (real or complex) dtype of `like`."""
     if like.is_complex():

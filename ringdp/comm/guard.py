@@ -115,6 +115,9 @@ class Guard:
                     for r, c in zip(pair, (here, there), strict=True)
                 )
                 return "\n".join([f"ranks {pair[0]} and {pair[1]} called differently:", *calls])
+        if failure.expected == failure.found:
+            number, kind, _ = failure.found
+            return f"ranks {pair[0]} and {pair[1]} gave {named(number, kind)} different sizes"
         return (
             f"rank {pair[0]} expected {_message(failure.expected)} from rank {pair[1]}, "
             f"and found {_message(failure.found)}"

@@ -30,6 +30,7 @@ from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
+from ringdp.transport.base import Direct
 
 ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 
@@ -43,16 +44,30 @@ class How(NamedTuple):
     root: int = 0  # of those that have one
 
 
-class Job(NamedTuple):
-    """Multiply `buffer` by `factor`, run `program` on it, then `finish`."""
+class Exchange(NamedTuple):
+    """The direct algorithm in the transport's own way: see `Transport.exchange`."""
 
-    collective: Collective
+    kind: Direct
+    bounds: Bounds  # of every rank's share of `whole`
+    whole: Tensor  # 1-D, contiguous, real
+    part: Tensor | None = None
+
+
+class Run(NamedTuple):
+    """A program, in place on a buffer: see `Transport.start`."""
+
     program: Program
     buffer: Tensor  # 1-D, contiguous, real
-    finish: Callable[[], None] | None = None  # brings the result home
-    op: ReduceOp = "sum"  # as the user calls it
-    factor: float = 1
     bounds: Bounds | None = None  # None: as the transport cuts
+
+
+class Job(NamedTuple):
+    """`what` is done; then `finish` brings the result home."""
+
+    collective: Collective
+    what: Exchange | Run
+    finish: Callable[[], None] | None = None
+    op: ReduceOp = "sum"  # as the user calls it
     elements: int | None = None  # of the collective, where the buffer has not all of them
 
 
@@ -75,9 +90,21 @@ class Issuer(ABC):
     @abstractmethod
     def _program(self, collective: Collective, how: How) -> Program: ...
 
-    def _check_root(self, collective: str, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise UsageError(f"{collective}: root is {root}; ranks are 0..{self.size - 1}")
+    @abstractmethod
+    def _program_or_exchange(self, collective: Collective, how: How) -> Program | None:
+        """None where the transport has its own way."""
+
+    @abstractmethod
+    def _how(
+        self,
+        collective: str,
+        tensor: Tensor,
+        algorithm: str | Builder,
+        async_op: bool,
+        tag: int,
+        root: int = 0,
+    ) -> How:
+        """Checked. `tensor`: one of those that are given, for its dtype."""
 
     def _shards(
         self, collective: str, part: Named, whole: Named | None, sizes: Sequence[int] | None = None

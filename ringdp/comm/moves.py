@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringdp.comm.buffers import empty, fill, flat, flat_output
-from ringdp.comm.job import How, Issuer, Job, Named
-from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
+from ringdp.comm.buffers import empty, fill, flat, flat_output, overlap, same
+from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
+from ringdp.comm.programs import own_bounds, own_part, pair_bounds, shard_bounds, whole_bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
@@ -32,13 +32,20 @@ class Moves(Issuer):
         tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes rank `root`'s, in place."""
-        how = How(algorithm, async_op, tag, root)
-        self._check_root("broadcast", root)
-        program = self._program("broadcast", how)
-        if self.rank == root and not program.changes:
-            return self._issue(Job("broadcast", program, flat(tensor).data), how)
-        out = flat_output(tensor, "broadcast: tensor", read=self.rank == root)
-        return self._issue(Job("broadcast", program, out.data, out.settle), how)
+        how = self._how("broadcast", tensor, algorithm, async_op, tag, root)
+        program = self._program_or_exchange("broadcast", how)
+        mine = self.rank == root
+        if mine and not (program and program.changes):
+            buffer, finish = flat(tensor).data, None
+        else:
+            out = flat_output(tensor, "broadcast: tensor", read=mine)
+            buffer, finish = out.data, out.settle
+        if program:
+            return self._issue(Job("broadcast", Run(program, buffer), finish), how)
+        # an all_gather where only the root has anything
+        bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
+        what = Exchange("all_gather", bounds, buffer, buffer if mine else None)
+        return self._issue(Job("broadcast", what, finish), how)
 
     def all_gather(
         self,
@@ -53,7 +60,7 @@ class Moves(Issuer):
 
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
-        how = How(algorithm, async_op, tag)
+        how = self._how("all_gather", input, algorithm, async_op, tag)
         return self._all_gather("all_gather", output, input, None, how)
 
     def all_gather_v(
@@ -70,18 +77,25 @@ class Moves(Issuer):
 
         All ranks pass the same sizes.
         """
-        how = How(algorithm, async_op, tag)
+        how = self._how("all_gather_v", input, algorithm, async_op, tag)
         return self._all_gather("all_gather_v", output, input, sizes, how)
 
     def _all_gather(
         self, name: str, output: Tensor, input: Tensor, sizes: Sequence[int] | None, how: How
     ) -> Work:
         shards = self._shards(name, Named("input", input), Named("output", output), sizes)
-        program = self._program("all_gather", how)
-        bounds = None if sizes is None else whole_bounds(program, shards)
+        program = self._program_or_exchange("all_gather", how)
+        part = self._part(shards)
         out = flat_output(output, f"{name}: output")
-        fill(out.data[self._part(shards)], input)
-        return self._issue(Job("all_gather", program, out.data, out.settle, bounds=bounds), how)
+        if program:
+            fill(out.data[part], input)
+            run = Run(program, out.data, whole_bounds(program, shards))
+            return self._issue(Job("all_gather", run, out.settle), how)
+        piece = flat(input).data
+        if overlap(out.data, piece) and not same(out.data[part], input):
+            piece = piece.clone()
+        what = Exchange("all_gather", shard_bounds(shards), out.data, piece)
+        return self._issue(Job("all_gather", what, out.settle), how)
 
     def gather(
         self,
@@ -97,7 +111,7 @@ class Moves(Issuer):
 
         output: size x input.numel() elements there; elsewhere ignored, and may be None.
         """
-        how = How(algorithm, async_op, tag, root)
+        how = self._how("gather", input, algorithm, async_op, tag, root)
         return self._gather("gather", output, input, None, how)
 
     def gather_v(
@@ -112,7 +126,7 @@ class Moves(Issuer):
         tag: int = 0,
     ) -> Work:
         """gather where rank r's input has sizes[r] elements. All ranks pass the same sizes."""
-        how = How(algorithm, async_op, tag, root)
+        how = self._how("gather_v", input, algorithm, async_op, tag, root)
         return self._gather("gather_v", output, input, sizes, how)
 
     def _gather(
@@ -138,8 +152,8 @@ class Moves(Issuer):
         else:
             buffer = empty(bounds[-1], input)
             fill(buffer[part], input)
-        job = Job("gather", program, buffer, finish, bounds=bounds, elements=sum(shards))
-        return self._issue(job, how)
+        run = Run(program, buffer, bounds)
+        return self._issue(Job("gather", run, finish, elements=sum(shards)), how)
 
     def scatter(
         self,
@@ -155,7 +169,7 @@ class Moves(Issuer):
 
         input: size x output.numel() elements there; elsewhere ignored, and may be None.
         """
-        how = How(algorithm, async_op, tag, root)
+        how = self._how("scatter", output, algorithm, async_op, tag, root)
         return self._scatter("scatter", output, input, None, how)
 
     def scatter_v(
@@ -170,7 +184,7 @@ class Moves(Issuer):
         tag: int = 0,
     ) -> Work:
         """scatter where rank r's part has sizes[r] elements. All ranks pass the same sizes."""
-        how = How(algorithm, async_op, tag, root)
+        how = self._how("scatter_v", output, algorithm, async_op, tag, root)
         return self._scatter("scatter_v", output, input, sizes, how)
 
     def _scatter(
@@ -199,8 +213,8 @@ class Moves(Issuer):
             fill(out.data, buffer[part])
             out.settle()
 
-        job = Job("scatter", program, buffer, finish, bounds=bounds, elements=sum(shards))
-        return self._issue(job, how)
+        run = Run(program, buffer, bounds)
+        return self._issue(Job("scatter", run, finish, elements=sum(shards)), how)
 
     def all_to_all(
         self,
@@ -215,7 +229,7 @@ class Moves(Issuer):
 
         input, output: equally many elements, a multiple of size. They may be one tensor.
         """
-        how = How(algorithm, async_op, tag)
+        how = self._how("all_to_all", input, algorithm, async_op, tag)
         count = input.numel()
         if output.numel() != count or output.dtype != input.dtype or count % self.size:
             raise UsageError(
@@ -226,7 +240,7 @@ class Moves(Issuer):
         program = self._program("all_to_all", how)
         out = flat_output(output, "all_to_all: output")
         fill(out.data, input)
-        return self._issue(Job("all_to_all", program, out.data, out.settle), how)
+        return self._issue(Job("all_to_all", Run(program, out.data), out.settle), how)
 
     def all_to_all_v(
         self,
@@ -242,7 +256,8 @@ class Moves(Issuer):
 
         Ranks that differ in how much one sends the other raise CollectiveMismatch.
         """
-        how, name, me = How("direct", async_op, tag), "all_to_all_v", self.rank
+        name, me = "all_to_all_v", self.rank
+        how = self._how(name, input, "direct", async_op, tag)
         sent = self._cuts(name, Named("input", input), "input_sizes", input_sizes)
         received = self._cuts(name, Named("output", output), "output_sizes", output_sizes)
         if output.dtype != input.dtype or received[me] != sent[me]:
@@ -264,11 +279,10 @@ class Moves(Issuer):
             out.data[own + sent[me] :] = buffer[own + sum(sent) :]
             out.settle()
 
-        return self._issue(Job("all_to_all_v", program, buffer, finish, bounds=bounds), how)
+        return self._issue(Job("all_to_all_v", Run(program, buffer, bounds), finish), how)
 
     def _at_root(self, name: str, what: str, tensor: Tensor | None, root: int) -> Named | None:
         """The tensor that only the root has; None elsewhere."""
-        self._check_root(name, root)
         if self.rank != root:
             return None
         if tensor is None:

@@ -20,7 +20,7 @@ from ringdp.schedule import (
     project,
     proved,
 )
-from ringdp.transport.base import shard_bounds
+from ringdp.transport.base import uneven_bounds
 
 Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
 
@@ -45,9 +45,15 @@ def program(
 
 
 @lru_cache(maxsize=4096)
+def shard_bounds(shards: tuple[int, ...]) -> Bounds:
+    """Rank r's shard is [bounds[r], bounds[r+1])."""
+    return _bounds(shards)
+
+
+@lru_cache(maxsize=4096)
 def whole_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
     """Where rank r's shard has shards[r] elements."""
-    return tuple(shard_bounds(shards, program.chunks))
+    return tuple(uneven_bounds(shards, program.chunks))
 
 
 @lru_cache(maxsize=4096)

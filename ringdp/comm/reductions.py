@@ -16,18 +16,19 @@ Integers wrap around.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ringdp.comm.buffers import flat, flat_output, same
-from ringdp.comm.job import How, Issuer, Job, Named, ReduceOp
-from ringdp.comm.programs import whole_bounds
+from ringdp.comm.buffers import fill, flat, flat_output, overlap, same
+from ringdp.comm.job import Exchange, How, Issuer, Job, Named, ReduceOp, Run
+from ringdp.comm.programs import shard_bounds, whole_bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
 from ringdp.transport.base import OPS
+from ringdp.transport.base import shard_bounds as even_bounds
 
 BITWISE = ("band", "bor", "bxor")
 
@@ -46,11 +47,19 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
-        how = How(algorithm, async_op, tag)
+        how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor, self.size)
+        program = self._program_or_exchange("all_reduce", how)
         out = flat_output(tensor, "all_reduce: tensor", read=True)
-        program = self._program("all_reduce", how)
-        return self._issue(Job("all_reduce", program, out.data, out.settle, op, factor), how)
+        if factor != 1:
+            out.data.mul_(factor)
+        what: Exchange | Run
+        if program is None:
+            bounds = even_bounds(out.data.numel(), self.size)
+            what = Exchange("all_reduce", bounds, out.data)
+        else:
+            what = Run(program, out.data)
+        return self._issue(Job("all_reduce", what, out.settle, op), how)
 
     def reduce(
         self,
@@ -64,17 +73,19 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Rank `root`'s `tensor` becomes what all_reduce would give; the others keep theirs."""
-        how = How(algorithm, async_op, tag, root)
-        self._check_root("reduce", root)
+        how = self._how("reduce", tensor, algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor, self.size)
         program = self._program("reduce", how)
         if self.rank == root:
-            out = flat_output(tensor, "reduce: tensor", read=True)
-            return self._issue(Job("reduce", program, out.data, out.settle, op, factor), how)
-        buffer, home = flat(tensor)
-        if home is None and (program.changes or factor != 1):
-            buffer = buffer.clone()
-        return self._issue(Job("reduce", program, buffer, None, op, factor), how)
+            buffer, home = out = flat_output(tensor, "reduce: tensor", read=True)
+            finish: Callable[[], None] | None = out.settle
+        else:
+            (buffer, home), finish = flat(tensor), None
+            if home is None and (program.changes or factor != 1):
+                buffer = buffer.clone()
+        if factor != 1:
+            buffer.mul_(factor)
+        return self._issue(Job("reduce", Run(program, buffer), finish, op), how)
 
     def reduce_scatter(
         self,
@@ -92,7 +103,7 @@ class Reductions(Issuer):
         input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
-        how = How(algorithm, async_op, tag)
+        how = self._how("reduce_scatter", input, algorithm, async_op, tag)
         return self._reduce_scatter("reduce_scatter", output, input, None, op, scale, how)
 
     def reduce_scatter_v(
@@ -111,7 +122,7 @@ class Reductions(Issuer):
 
         All ranks pass the same sizes.
         """
-        how = How(algorithm, async_op, tag)
+        how = self._how("reduce_scatter_v", input, algorithm, async_op, tag)
         return self._reduce_scatter("reduce_scatter_v", output, input, sizes, op, scale, how)
 
     def _reduce_scatter(
@@ -126,20 +137,28 @@ class Reductions(Issuer):
     ) -> Work:
         factor = factor_of(name, op, scale, input, self.size)
         shards = self._shards(name, Named("output", output), Named("input", input), sizes)
-        program = self._program("reduce_scatter", how)
-        bounds = None if sizes is None else whole_bounds(program, shards)
+        program = self._program_or_exchange("reduce_scatter", how)
         whole, part = flat(input), self._part(shards)
-        if same(whole.data[part], output):
-            job = Job("reduce_scatter", program, whole.data, None, op, factor, bounds)
-            return self._issue(job, how)
+        in_place = same(whole.data[part], output)
         out = flat_output(output, f"{name}: output")
-        buffer = whole.data.clone() if whole.home is None else whole.data
+        buffer, copied = whole.data, whole.home is not None
+        if factor != 1 and not (copied or in_place):
+            buffer, copied = buffer * factor, True
+        elif factor != 1:
+            buffer.mul_(factor)
+        if program is None:
+            if not (copied or in_place) and overlap(buffer, out.data):
+                buffer = buffer.clone()
+            what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data)
+            return self._issue(Job("reduce_scatter", what, out.settle, op), how)
+        buffer = buffer if copied or in_place else buffer.clone()
 
         def finish() -> None:
-            out.data.copy_(buffer[part])
+            fill(out.data, buffer[part])
             out.settle()
 
-        return self._issue(Job("reduce_scatter", program, buffer, finish, op, factor, bounds), how)
+        bounds = whole_bounds(program, shards)
+        return self._issue(Job("reduce_scatter", Run(program, buffer, bounds), finish, op), how)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -16,9 +16,10 @@ SLICE = 0.1  # seconds between looks at Ctrl-C
 class Work:
     """Returned by every collective. `wait` is what makes the result visible to the caller."""
 
-    def __init__(self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None]) -> None:
-        self._guard, self._call, self._ticket = guard, call, ticket
-        self._finish: Callable[[], None] | None = finish
+    def __init__(
+        self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None] | None
+    ) -> None:
+        self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
         self._done = False
         self._error: CommunicationError | None = None
 

@@ -11,7 +11,7 @@ import ringdp
 from ringdp.cli.bench.cases import Case, Task, torch_dtype
 from ringdp.cli.bench.contender import Buffers, plain_buffers
 from ringdp.comm import Communicator
-from ringdp.comm.communicator import ReduceOp
+from ringdp.comm.job import ReduceOp
 
 CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., object]]] = {
     "all_reduce": lambda c, b, op: partial(c.all_reduce, b.input, op),
