@@ -160,7 +160,7 @@ class Direct {
 
   void run_whole() {
     if (step_ == 0) {
-      copy_bytes(segment_.whole(rank_, posts_), message(), message_bytes(rank_));
+      stream_bytes(segment_.whole(rank_, posts_), message(), message_bytes(rank_));
       post(-1);
       step_ = 1;
     }
@@ -243,12 +243,12 @@ class Direct {
       if (tile >= kTiles) await_all(&Board::taken, tile - kTiles + 1);  // the slots are free again
       if (gathers()) {
         const Span s = span(rank_, t);
-        copy_bytes(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
+        stream_bytes(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
       } else {
         for (int owner = 0; owner < ranks_; ++owner) {
           const Span s = span(owner, t);
           if (owner != rank_)
-            copy_bytes(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
+            stream_bytes(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
         }
       }
     }
@@ -294,7 +294,8 @@ class Direct {
       if (tile >= kTiles) await_all(&Board::collected, tile - kTiles + 1);
       copies_.push_back(segment_.result(rank_, tile));
     }
-    fold(dtype_, job_.whole + own, from_.data(), ranks_, count, copies_.data(), int(copies_.size()));
+    fold(dtype_, job_.whole + own, from_.data(), ranks_, count, copies_.data(), int(copies_.size()),
+         all_registered_ ? copy_bytes : stream_bytes);
   }
 
   // C: the results of the other owners.

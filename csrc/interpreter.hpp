@@ -99,7 +99,7 @@ class Interpreter {
       reduce(row, target, value, out);
     } else {
       if (row.flags & kStore) store(row.dst_chunk, target, value);
-      if (sends) copy_bytes(out, value.data, value.count * size);
+      if (sends) stream_bytes(out, value.data, value.count * size);
     }
     if (sends) publish(row.send_peer, value.count * size, value.more);
     if (receives) release(row.recv_peer);
@@ -118,7 +118,7 @@ class Interpreter {
     if (!dtype_.wide()) {
       std::byte* sum = stores ? target.data : out;
       dtype_.combine(sum, target.data, value.data, value.count);
-      if (out && sum != out) copy_bytes(out, sum, value.count * dtype_.size);
+      if (out && sum != out) stream_bytes(out, sum, value.count * dtype_.size);
       return;
     }
     std::vector<float>& sum = sums_[row.dst_chunk];  // see Note [one rounding]
