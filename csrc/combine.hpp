@@ -10,9 +10,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "put.hpp"
 
 // The compiler makes one version for each width of vector registers; the loader picks at run time.
 // (A sanitizer's build defines it empty: the loader runs before the sanitizer does.)
@@ -166,32 +164,6 @@ inline Dtype dtype(int code, int op) {
     case 9: return pick<std::int16_t>(Op(op));
   }
   throw std::invalid_argument("unknown dtype code");
-}
-
-// An empty tensor's pointer is null, which memcpy must not be given.
-inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
-  if (bytes && to != from) std::memcpy(to, from, bytes);
-}
-
-// As copy_bytes, for memory that another core has read and will read again. A line that both cores
-// hold costs its next writer hundreds of ns where the cores share no cache; stores that go around
-// the caches do not ask for it. 4 MiB through slots of 64 KiB: 2.3 GB/s with memcpy, 22 with these.
-inline void stream_bytes(void* to, const void* from, std::size_t bytes) {
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)  // which does not see such stores
-  auto* out = static_cast<std::byte*>(to);
-  auto* in = static_cast<const std::byte*>(from);
-  const std::size_t head = std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(out) & 63, bytes);
-  copy_bytes(out, in, head);
-  std::size_t i = head;
-  for (; i + 64 <= bytes; i += 64)
-    for (int k = 0; k < 64; k += 16)
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + k),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + k)));
-  copy_bytes(out + i, in + i, bytes - i);
-  _mm_sfence();  // such stores are not ordered by a later release
-#else
-  copy_bytes(to, from, bytes);
-#endif
 }
 
 // out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once. `out`, and

@@ -51,8 +51,8 @@ struct Arena {
 
 class Direct {
  public:
-  Direct(Segment& segment, int rank, Peers& peers, Arena arena)
-      : segment_(segment), rank_(rank), ranks_(segment.ranks()), peers_(peers), arena_(arena),
+  Direct(Segment& segment, int rank, Peers& peers, Put& put, Arena arena)
+      : segment_(segment), rank_(rank), ranks_(segment.ranks()), peers_(peers), put_(put), arena_(arena),
         from_(ranks_), offsets_(ranks_), inbox_(kTiny * ranks_) {}
 
   void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
@@ -160,7 +160,7 @@ class Direct {
 
   void run_whole() {
     if (step_ == 0) {
-      stream_bytes(segment_.whole(rank_, posts_), message(), message_bytes(rank_));
+      put_(segment_.whole(rank_, posts_), message(), message_bytes(rank_));
       post(-1);
       step_ = 1;
     }
@@ -243,12 +243,12 @@ class Direct {
       if (tile >= kTiles) await_all(&Board::taken, tile - kTiles + 1);  // the slots are free again
       if (gathers()) {
         const Span s = span(rank_, t);
-        stream_bytes(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
+        put_(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
       } else {
         for (int owner = 0; owner < ranks_; ++owner) {
           const Span s = span(owner, t);
           if (owner != rank_)
-            stream_bytes(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
+            put_(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
         }
       }
     }
@@ -295,7 +295,7 @@ class Direct {
       copies_.push_back(segment_.result(rank_, tile));
     }
     fold(dtype_, job_.whole + own, from_.data(), ranks_, count, copies_.data(), int(copies_.size()),
-         all_registered_ ? copy_bytes : stream_bytes);
+         all_registered_ ? copy_bytes : put_.way());
   }
 
   // C: the results of the other owners.
@@ -327,6 +327,7 @@ class Direct {
   Segment& segment_;
   int rank_, ranks_;
   Peers& peers_;
+  Put& put_;
   Arena arena_;
 
   Exchange job_{};

@@ -42,8 +42,8 @@ struct Link {
 
 class Interpreter {
  public:
-  Interpreter(Segment& segment, int rank, Peers& peers, Link link)
-      : segment_(segment), rank_(rank), peers_(peers), link_(link) {}
+  Interpreter(Segment& segment, int rank, Peers& peers, Put& put, Link link)
+      : segment_(segment), rank_(rank), peers_(peers), put_(put), link_(link) {}
 
   void begin(const Rows& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
     job_ = job, dtype_ = dtype, number_ = number, kind_ = kind;
@@ -99,7 +99,7 @@ class Interpreter {
       reduce(row, target, value, out);
     } else {
       if (row.flags & kStore) store(row.dst_chunk, target, value);
-      if (sends) stream_bytes(out, value.data, value.count * size);
+      if (sends) put_(out, value.data, value.count * size);
     }
     if (sends) publish(row.send_peer, value.count * size, value.more);
     if (receives) release(row.recv_peer);
@@ -118,7 +118,7 @@ class Interpreter {
     if (!dtype_.wide()) {
       std::byte* sum = stores ? target.data : out;
       dtype_.combine(sum, target.data, value.data, value.count);
-      if (out && sum != out) stream_bytes(out, sum, value.count * dtype_.size);
+      if (out && sum != out) put_(out, sum, value.count * dtype_.size);
       return;
     }
     std::vector<float>& sum = sums_[row.dst_chunk];  // see Note [one rounding]
@@ -193,6 +193,7 @@ class Interpreter {
   Segment& segment_;
   int rank_;
   Peers& peers_;
+  Put& put_;
   Link link_;
   std::uint64_t port_free_ = 0;
 

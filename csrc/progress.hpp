@@ -34,8 +34,8 @@ class Progress {
       : segment_(fd, rank, shape.ranks, shape.depth, shape.slab, token),
         rank_(rank),
         peers_(segment_, rank, stop_),
-        interpreter_(segment_, rank, peers_, link),
-        direct_(segment_, rank, peers_, arena) {}
+        interpreter_(segment_, rank, peers_, put_, link),
+        direct_(segment_, rank, peers_, put_, arena) {}
   ~Progress() { close(); }
 
   void connect() { segment_.connect(); }
@@ -172,6 +172,7 @@ class Progress {
   Segment segment_;
   int rank_;
   Peers peers_;
+  Put put_;
   Interpreter interpreter_;
   Direct direct_;
   std::mutex mutex_;
