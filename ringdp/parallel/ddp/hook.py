@@ -54,11 +54,15 @@ class CommHook(NamedTuple):
     state: object
     call: Callable[[Any, Any], Any]
 
+    @property
+    def name(self) -> str:
+        return getattr(self.call, "__qualname__", repr(self.call))
+
     def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
         """As `Bucket.start`."""
         future = self.call(self.state, GradBucket(bucket, last=last))
-        name = getattr(self.call, "__qualname__", repr(self.call))
-        if not isinstance(future, torch.futures.Future):
+        name = self.name
+        if not isinstance(future, torch._C.Future):  # what torch.futures.Future derives from
             raise UsageError(
                 f"the communication hook {name} returned {type(future).__name__}; it must return "
                 "a torch.futures.Future of one tensor"

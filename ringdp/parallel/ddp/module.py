@@ -85,6 +85,7 @@ class DistributedDataParallel(nn.Module):
         self.broadcast_buffers = synced is not False
         self.require_backward_grad_sync = True
         self._reduced_last = True  # by the last forward: buffers may have changed since
+        self._started = False  # with its first forward
         self._hook: CommHook | None = None
         self._uneven: Uneven | None = None
         self._given = process_group is not None
@@ -142,8 +143,15 @@ class DistributedDataParallel(nn.Module):
 
     # ---- forward
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        reduces = self._before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._after_forward(output, reduces=reduces)
+        return output
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self) -> bool:
+        """Whether the backward of this forward shall reduce. Collective."""
         comm, reducer = self._reducer()
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         buffers = self._buffers_to_sync() if self._reduced_last and self.broadcast_buffers else []
@@ -154,13 +162,16 @@ class DistributedDataParallel(nn.Module):
             reducer.before_forward()
         if buffers:
             replicas.broadcast(comm, buffers, self._uneven.root if self._uneven else 0)
-        output = self.module(*inputs, **kwargs)
+        return reduces
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_forward(self, output: Any, *, reduces: bool) -> None:
+        _, reducer = self._reducer()
         if reduces:
             reducer.arm(tensors(output))
         else:
             reducer.disarm()
-        self._reduced_last = reduces
-        return output
+        self._reduced_last, self._started = reduces, True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -232,6 +243,34 @@ class DistributedDataParallel(nn.Module):
         state = copy.copy(self.__dict__)
         state["comm"] = state["reducer"] = state["_uneven"] = None
         return state
+
+    def _set_static_graph(self) -> None:
+        """torch's older name for static_graph=True. Before the first forward. Collective."""
+        if self._started:
+            raise ModelError("_set_static_graph() should be called before training loop starts")
+        self.settings = self.settings._replace(static_graph=True)
+        self.reducer = None
+        self._reducer()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What torch's class tells of itself, as far as it applies here; bytes."""
+        comm, reducer = self._reducer()
+        sizes = [sum(s.parameter.nbytes for s in b.slots) for b in reducer.buckets]
+        return {
+            "world_size": comm.size,
+            "rank": comm.rank,
+            "module_name": type(self.module).__name__,
+            "num_parameter_tensors": len(reducer.parameters),
+            "total_parameter_size_bytes": sum(sizes),
+            "bucket_cap_bytes": self.settings.bucket_cap,
+            "bucket_sizes": ", ".join(map(str, sizes)),
+            "has_rebuilt_buckets": int(reducer.rebuilt),
+            "find_unused_parameters": int(self.settings.find_unused_parameters),
+            "static_graph": int(self.settings.static_graph),
+            "gradient_as_bucket_view": int(self.settings.gradient_as_bucket_view),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "comm_hook": "" if self._hook is None else self._hook.name,
+        }
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -260,36 +260,36 @@ class Reducer:
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
 
     def _unfinished(self) -> str:
-        came = {i for i, left in enumerate(self._left) if left <= 0}
-        lost = [i for i in range(len(self.parameters)) if i not in came]
+        lost = [i for i, left in enumerate(self._left) if left > 0]
         rank = self.comm.rank
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"{_advice(self.settings)}\nParameters which did not receive grad for rank {rank}: "
-            f"{', '.join(self.parameters[i].name for i in lost)}\n"
-            f"Parameter indices which did not receive grad for rank {rank}: "
-            f"{' '.join(map(str, lost))}"
+            f"{_advice(self.settings)}\nParameter indices which did not receive grad for rank "
+            f"{rank}: {' '.join(map(str, lost))}\nParameters which did not receive grad for rank "
+            f"{rank}: {', '.join(self.parameters[i].name for i in lost)}"
         )
 
 
 def _advice(settings: Settings) -> str:
+    """In torch's words."""
     if settings.static_graph:
         return (
-            "This error indicates that your training graph has changed in this iteration: a "
-            "parameter that was used in the first one was not. That is not compatible with "
-            "static_graph=True."
+            "This error indicates that your training graph has changed in this iteration, e.g., "
+            "one parameter is used in first iteration, but then got unused in the second "
+            "iteration. this is not compatible with static_graph set to True."
         )
     outputs = "making sure all `forward` function outputs participate in calculating loss"
     if settings.find_unused_parameters:
         return (
-            "Since find_unused_parameters=True is enabled, this means that backward raised, or "
-            "that no tensors were found in what forward returned: return them in containers or "
-            f"dataclasses; otherwise by {outputs}."
+            "Since `find_unused_parameters=True` is enabled, this means that backward raised, or "
+            "that no tensors were found in what `forward` returned: return them in containers or "
+            f"dataclasses. You can fix the latter by {outputs}, too."
         )
     return (
         "This error indicates that your module has parameters that were not used in producing "
-        "loss, or that backward raised. You can enable unused parameter detection by passing "
-        f"find_unused_parameters=True to DistributedDataParallel, and by {outputs}."
+        "loss, or that backward raised. You can enable unused parameter detection by passing the "
+        "keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by "
+        f"{outputs}."
     )
 
 
@@ -297,13 +297,13 @@ def _once_more(name: str, settings: Settings) -> str:
     if settings.static_graph:
         return (
             "Your training graph has changed in this iteration, which is not compatible with "
-            f"static_graph=True: parameter {name} got more gradients than in the first one."
+            f"static_graph set to True: {name} got more gradients than in the first one."
         )
     return (
-        f"Expected to mark a variable ready only once: parameter {name} got a second gradient in "
-        "one backward, as a module does that is used twice under reentrant checkpointing, or in "
-        "several backwards of one forward. Pass use_reentrant=False to torch.utils.checkpoint, or "
-        "static_graph=True to DistributedDataParallel."
+        f"Expected to mark a variable ready only once: {name} has been marked as ready twice, as "
+        "happens where a module is used twice under reentrant checkpointing. Pass "
+        "use_reentrant=False to torch.utils.checkpoint, or static_graph=True to "
+        "DistributedDataParallel."
     )
 
 
