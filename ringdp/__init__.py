@@ -11,7 +11,7 @@ from ringdp.errors import (
     ScheduleError,
     UsageError,
 )
-from ringdp.parallel import DistributedDataParallel, Engine, shard
+from ringdp.parallel import DistributedDataParallel, Engine, SyncBatchNorm, shard
 
 __all__ = [
     "CollectiveMismatch",
@@ -24,6 +24,7 @@ __all__ = [
     "PeerLost",
     "RingdpError",
     "ScheduleError",
+    "SyncBatchNorm",
     "UsageError",
     "Work",
     "init",

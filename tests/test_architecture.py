@@ -125,6 +125,7 @@ def test_public_names():
         "PeerLost",
         "RingdpError",
         "ScheduleError",
+        "SyncBatchNorm",
         "UsageError",
         "Work",
         "init",

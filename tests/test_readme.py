@@ -65,3 +65,21 @@ def test_five_lines_run_under_torchrun(tmp_path: Path, name: str):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     subprocess.run([*command, str(script)], check=True, timeout=60)
     subprocess.run([sys.executable, str(script)], check=True, timeout=60)  # one process alone
+
+
+@pytest.mark.process
+def test_a_torch_script_needs_one_other_line(tmp_path: Path):
+    (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
+    example = (readme.ROOT / "examples" / "digits.py").read_text()
+    assert example.count(diff[0]) == 1
+    said = []
+    for line in diff:
+        script = tmp_path / "digits.py"
+        script.write_text(example.replace(diff[0], line))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        run = subprocess.run(
+            [*command, str(script)], capture_output=True, text=True, check=True, timeout=120
+        )
+        said.append(run.stdout)
+    assert said[0] == said[1], "accuracy and parameters"
+    assert float(re.search(r"accuracy ([\d.]+)", said[0])[1]) > 0.9

@@ -2,5 +2,6 @@
 
 from ringdp.parallel.ddp import DistributedDataParallel
 from ringdp.parallel.engine import Engine, shard
+from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "Engine", "shard"]
+__all__ = ["DistributedDataParallel", "Engine", "SyncBatchNorm", "shard"]

@@ -1,0 +1,101 @@
+"""SyncBatchNorm against torch's BatchNorm over the batches of all ranks, put together."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, SyncBatchNorm
+
+pytestmark = pytest.mark.process
+
+CHANNELS = 5
+SIZES = [4, 0, 7]  # rows of each rank
+
+
+def batch(rank: int, step: int, shape: tuple[int, ...]) -> Tensor:
+    seed = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(SIZES[rank], CHANNELS, *shape, generator=seed) * 3 + 7
+
+
+def layer(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(CHANNELS, **options)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    norm._check_input_dim = lambda x: None  # any shape
+    return norm
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def compare(comm: Communicator, shape: tuple[int, ...], options: dict[str, object]) -> None:
+    whole = layer(**options)
+    del whole._check_input_dim
+    mine = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(copy.deepcopy(whole)), comm)[0]
+    assert isinstance(mine, SyncBatchNorm)
+    whole._check_input_dim = lambda x: None
+    for step in range(2):
+        parts = [batch(r, step, shape).requires_grad_() for r in range(comm.size)]
+        weights = [torch.cos(p.detach()) for p in parts]
+        expected = whole(torch.cat(parts))
+        (expected * torch.cat(weights)).sum().backward()
+        x = batch(comm.rank, step, shape).requires_grad_()
+        y = mine(x)
+        (y * weights[comm.rank]).sum().backward()
+        close(y, expected.split(SIZES[: comm.size])[comm.rank])
+        close(x.grad, parts[comm.rank].grad)
+    for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
+        comm.all_reduce(p.grad)
+        close(p.grad, q.grad)
+    for a, b in zip(mine.buffers(), whole.buffers(), strict=True):
+        close(a, b)
+    mine.eval(), whole.eval()
+    if mine.running_mean is not None:
+        close(mine(batch(0, 9, shape)), whole(batch(0, 9, shape)))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+)
+def test_it_is_batch_norm_over_all_ranks(ranks, shape, options):
+    ranks(3)(compare, shape, options)
+
+
+def under_ddp(comm: Communicator) -> list[list[float]]:
+    torch.manual_seed(comm.rank)
+    net = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(5, 1))
+    net = ringdp.DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(net))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(6, CHANNELS) + step).square().mean().backward()
+        optimizer.step()
+    again = pickle.loads(pickle.dumps(net.module))
+    assert torch.equal(again.eval()(torch.ones(2, 5)), net.module.eval()(torch.ones(2, 5)))
+    return [t.flatten().tolist() for t in net.state_dict().values()]
+
+
+def test_it_trains_under_ddp(ranks):
+    first, second = ranks(2)(under_ddp)
+    assert first == second
+
+
+def wrong(comm: Communicator) -> None:
+    norm = SyncBatchNorm(3, process_group=comm)
+    for shape in ((3,), (2, 4)):
+        with pytest.raises(ringdp.UsageError, match=r"must be \[rows, 3"):
+            norm(torch.ones(shape))
+
+
+def test_a_wrong_shape_is_told(ranks):
+    ranks(1)(wrong)
