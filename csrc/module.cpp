@@ -107,7 +107,11 @@ NB_MODULE(_core, m) {
   nb::class_<Watch>(m, "Watch")
       .def(nb::init<int>(), nb::arg("fd"))
       .def_prop_ro("ranks", &Watch::ranks)
-      .def_prop_ro("failed", [](Watch& self) { return self.header().failed.load(); })
+      .def_prop_ro("failed",
+                   [](Watch& self) {
+                     const Failed f = unpacked(self.header().failed.load());
+                     return nb::make_tuple(int(f.failure), f.rank, f.reporter);
+                   })
       .def("record", [](Watch& self, int rank) { return where(record_of(self, rank)); })
       .def("call", [](Watch& self, int rank, std::uint64_t number) {
         return call(record_of(self, rank), number);

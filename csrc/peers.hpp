@@ -24,6 +24,14 @@ struct Failed {
   int reporter = -1;          // the rank that found it; -1 is this one
 };
 
+// In the header, failures are one word: kind << 32 | reporter + 1 << 16 | rank + 1.
+inline std::uint64_t packed(const Failed& f, int reporter) {
+  return std::uint64_t(f.failure) << 32 | std::uint64_t(reporter + 1) << 16 | (f.rank + 1);
+}
+inline Failed unpacked(std::uint64_t f) {
+  return {Failure(f >> 32), int(f & 0xffff) - 1, {}, {}, int(f >> 16 & 0xffff) - 1};
+}
+
 // Thrown through a collective whose time slice is over: it goes on where it was, when asked to.
 struct Later {};
 
@@ -63,7 +71,7 @@ class Peers {
     // acquire: pairs with Progress::announce
     const auto f = segment_.header().failed.load(std::memory_order_acquire);
     if (f == 0) return std::nullopt;
-    Failed failed{Failure(f >> 32), int(f & 0xffff) - 1, {}, {}, int(f >> 16 & 0xffff) - 1};
+    Failed failed = unpacked(f);
     if (failed.reporter >= 0 && failed.reporter < segment_.ranks()) {
       const Finding& finding = segment_.record(failed.reporter).finding;
       failed.expected = finding.expected;

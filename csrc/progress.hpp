@@ -161,10 +161,8 @@ class Progress {
     segment_.record(rank_).finding = {failed.expected, failed.found};
     std::uint64_t none = 0;
     // release: the finding, and the messages sent before it; the first to fail stays
-    segment_.header().failed.compare_exchange_strong(
-        none,
-        std::uint64_t(failed.failure) << 32 | std::uint64_t(rank_ + 1) << 16 | (failed.rank + 1),
-        std::memory_order_acq_rel);
+    segment_.header().failed.compare_exchange_strong(none, packed(failed, rank_),
+                                                     std::memory_order_acq_rel);
   }
 
   std::atomic<bool> announced_{false};

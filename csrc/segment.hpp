@@ -37,8 +37,7 @@ struct alignas(kLine) Header {
   std::uint64_t magic, token, bytes;  // bytes: of the whole segment
   std::uint32_t ranks, record_bytes, depth;
   std::uint64_t slab;
-  // What failed first; everyone gives up then. 0, or kind << 32 | reporter + 1 << 16 | rank + 1: the
-  // reporter's `finding` says more. The rank is the one at fault, or for a timeout the reporter.
+  // What failed first, packed, or 0; everyone gives up then. The reporter's `finding` says more.
   std::atomic<std::uint64_t> failed;
 };
 

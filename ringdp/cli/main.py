@@ -15,6 +15,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ringdp.cli import doctor as examining
+from ringdp.cli import doctor_job
 from ringdp.cli import show as showing
 from ringdp.cli.bench import command as benching
 from ringdp.cli.bench import options as bench_options
@@ -156,6 +158,30 @@ def bench(
         json=json,
     )
     return benching.bench(options, Console(highlight=False))
+
+
+@app.command()
+def doctor(
+    pid: Annotated[
+        int | None, typer.Option(help="print what the ranks do, of the job of this rank's process")
+    ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="the same of all ranks below this process, or of this torchrun --rdzv-id"
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> int:
+    """Say what is installed and works here; or what the ranks of a running job do, and wait for."""
+    if (pid is not None) + (job is not None) + json > 1:
+        raise UsageError("doctor takes one of --pid, --job and --json")
+    console = Console()
+    if pid is not None:
+        return doctor_job.show_process(pid, console)
+    if job is not None:
+        return doctor_job.show_job(job, console)
+    return examining.show(examining.examine(), console, as_json=json)
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import dtype
 
 from ringdp.comm.call import collective_of, named, tag_of, told
-from ringdp.comm.table import process_state, table
+from ringdp.comm.table import missing, process_state, table
 from ringdp.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -34,7 +34,7 @@ ERRORS: dict[FailureKind, type[CommunicationError]] = {
     FailureKind.STOPPED: CommunicationError,
     FailureKind.DAMAGED: CommunicationError,
 }
-UNEVEN = {"all_to_all_v"}  # whose lengths may differ between ranks
+UNEVEN = {"all_to_all"}  # whose lengths may differ between ranks
 
 
 class Guard:
@@ -135,16 +135,7 @@ class Guard:
         return f"rank {self.transport.rank} waited for {told(call)}{queued}"
 
     def _missing(self, call: Call) -> str:
-        """Which ranks have not begun it, and what keeps them if their processes say so."""
-        number, late = self._stuck(call), []
-        for r in range(self.transport.ranks):
-            record = self.transport.record(r)
-            if record is not None and record.begun <= number:
-                state = "this rank" if r == self.transport.rank else process_state(record.pid)
-                late.append(f"rank {r}" + f" ({state})" * bool(state))
-        if not late:
-            return f"every rank has called #{number}"
-        return f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called #{number}"
+        return missing(self.transport, self._stuck(call), self.transport.rank)
 
     def _stuck(self, call: Call) -> int:
         """The collective under way: this one, or the one that it is queued behind."""

@@ -61,6 +61,19 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
     return (str(rank), doing, tag, round_, waits, since, at, _last(observed, rank, record))
 
 
+def missing(observed: Observed, number: int, this_rank: int | None = None) -> str:
+    """Which ranks have not begun a collective, and what keeps them if their processes say so."""
+    late = []
+    for r in range(observed.ranks):
+        record = observed.record(r)
+        if record is not None and record.begun <= number:
+            state = "this rank" if r == this_rank else process_state(record.pid)
+            late.append(f"rank {r}" + f" ({state})" * bool(state))
+    if not late:
+        return f"every rank has called #{number}"
+    return f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called #{number}"
+
+
 def process_state(pid: int) -> str:
     """What keeps a process from going on; empty if nothing does."""
     if pid == CLOSED:

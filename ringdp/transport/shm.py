@@ -8,6 +8,7 @@ without the GIL.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import weakref
@@ -36,8 +37,12 @@ from ringdp.transport.base import (
     chunk_bounds,
 )
 from ringdp.transport.records import Call, RankRecord, read_call, read_record
+from ringdp.transport.watch import NAME, keep_open, let_go
 
 FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
+
+# Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def slab_bytes(ranks: int) -> int:
@@ -76,7 +81,7 @@ class ShmTransport:
         self.exchanges = link is None  # a network has no memory that all ranks can reach
         if rank == 0:
             files = (
-                _create("ringdp", _size(ranks), reserve=True),
+                _create(NAME, _size(ranks), reserve=True),
                 _create("ringdp-arena", arena_bytes(ranks), reserve=False),
             )
             address = _Address(os.getpid(), *files, secrets.randbits(63))
@@ -100,6 +105,7 @@ class ShmTransport:
             )
             if store is not None:
                 _meet(store, rank, ranks, address)
+            kept = keep_open(files[0])
         finally:
             for fd in files:
                 os.close(fd)
@@ -108,7 +114,7 @@ class ShmTransport:
         # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
         self._kept: dict[int, tuple[object, ...]] = {}
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
-        self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process)
+        self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process, kept)
 
     def start(
         self,
@@ -186,10 +192,8 @@ class ShmTransport:
             return None
         kind, rank, reporter, *_ = found
         reporter = self.rank if reporter < 0 else reporter
-        known = kind in [k.value for k in FailureKind] and {rank, reporter} <= set(
-            range(self.ranks)
-        )
-        if not known:
+        kinds, ranks = [k.value for k in FailureKind], range(self.ranks)
+        if kind not in kinds or rank not in ranks or reporter not in ranks:
             return Failure(FailureKind.DAMAGED, self.rank, self.rank, (0, 0, 0), (0, 0, 0))
         return Failure(FailureKind(kind), rank, reporter, found[3:6], found[6:9])
 
@@ -227,7 +231,8 @@ class ShmTransport:
             self._kept.pop(ticket, None)
 
 
-def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: int) -> None:
+def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: int, fd: int) -> None:
+    let_go(fd)
     if os.getpid() != process:  # a fork has neither the thread nor the memory
         _core.abandon(core)
     else:
@@ -240,12 +245,13 @@ def _size(ranks: int) -> int:
 
 
 def _create(name: str, size: int, *, reserve: bool) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, size)
         if reserve:  # out of memory is an error here, not a SIGBUS later
             os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError as e:
         os.close(fd)
         raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e

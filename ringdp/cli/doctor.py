@@ -1,0 +1,43 @@
+"""`ringdp doctor`: what is installed and works here, and what to do about what does not.
+
+A check is a function that returns a Check; what fails in it is its finding. ringdp can run where
+every needed one is well; the others say what would be faster, or possible.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ringdp.cli.doctor_checks import Check
+from ringdp.cli.doctor_host import HOST
+from ringdp.cli.doctor_packages import PACKAGES
+
+MARKS = {(True, True): "ok", (True, False): "ok", (False, True): "NO", (False, False): "-"}
+
+
+def examine() -> list[Check]:
+    """All checks, the host's first: they fork, which is safest before torch starts threads."""
+    return [check() for check in (*HOST, *PACKAGES)]
+
+
+def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
+    """Print them; the exit code is 0 if ringdp can run."""
+    runs = all(c.well for c in checks if c.needed)
+    if as_json:
+        print(json.dumps({"runs": runs, "checks": [c._asdict() for c in checks]}, indent=1))
+        return int(not runs)
+    table = Table(box=None, pad_edge=False, header_style="dim", show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for check in checks:
+        todo = f"\n-> {check.advice}" if check.advice else ""
+        cells = MARKS[check.well, check.needed], check.what, check.found + todo
+        table.add_row(*map(Text, cells))  # text, not markup
+    console.print(table)
+    console.print("ringdp can run here" if runs else "ringdp cannot run here")
+    return int(not runs)
