@@ -55,9 +55,9 @@ class Direct {
       : segment_(segment), rank_(rank), ranks_(segment.ranks()), peers_(peers), put_(put), arena_(arena),
         from_(ranks_), offsets_(ranks_), inbox_(kTiny * ranks_) {}
 
-  void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
+  void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
     job_ = job, dtype_ = dtype;
-    heading_ = {number, kind, std::uint64_t(job.bounds[ranks_]), 0};
+    heading_ = {number, digest, std::uint64_t(job.bounds[ranks_]), 0};
     for (int r = 1; r < ranks_; ++r)  // FNV-1a, a number at a time
       heading_.cuts = (heading_.cuts ^ std::uint64_t(job.bounds[r])) * 0x100000001b3;
     step_ = 0;
@@ -191,11 +191,11 @@ class Direct {
   }
 
   void check(int r, const Heading& said) const {
-    if (said.number != heading_.number || said.kind != heading_.kind ||
+    if (said.number != heading_.number || said.digest != heading_.digest ||
         said.elements != heading_.elements || said.cuts != heading_.cuts)
       throw Failed{Failure::mismatch, r, stamp(heading_), stamp(said)};
   }
-  Stamp stamp(const Heading& h) const { return {h.number, h.elements * dtype_.size, h.kind, 0, 0}; }
+  Stamp stamp(const Heading& h) const { return {h.number, h.elements * dtype_.size, h.digest, 0, 0}; }
 
   // --- tiles -----------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class Interpreter {
   Interpreter(Segment& segment, int rank, Peers& peers, Put& put, Link link)
       : segment_(segment), rank_(rank), peers_(peers), put_(put), link_(link) {}
 
-  void begin(const Rows& job, const Dtype& dtype, std::uint64_t number, std::uint64_t kind) {
-    job_ = job, dtype_ = dtype, number_ = number, kind_ = kind;
+  void begin(const Rows& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
+    job_ = job, dtype_ = dtype, number_ = number, digest_ = digest;
     slab_ = segment_.slab() / dtype.size;
     if (scratch_.size() < job.scratch * segment_.slab()) scratch_.resize(job.scratch * segment_.slab());
     scratch_pieces_.assign(job.scratch, {});
@@ -71,6 +71,7 @@ class Interpreter {
     std::byte* data = nullptr;
     std::size_t count = 0;
     bool more = false;  // whether its chunk goes on behind it
+    int from = -1;      // the peer whose word the count is; -1: ours
   };
 
   // Whether the row has more to do, with the next slab.
@@ -84,17 +85,23 @@ class Interpreter {
     if (receives) {
       Stamp& stamp = receive(row.recv_peer);
       const bool any = row.dst_chunk >= job_.chunks && !(row.flags & kReduce);
-      const Stamp expected{number_, any ? stamp.bytes : target.count * size, kind_, 0,
+      const Stamp expected{number_, any ? stamp.bytes : target.count * size, digest_, 0,
                            any ? stamp.more : target.more};
-      if (stamp.number != expected.number || stamp.kind != expected.kind ||
+      if (stamp.number != expected.number || stamp.digest != expected.digest ||
           stamp.bytes != expected.bytes || stamp.more != expected.more ||
-          stamp.bytes > segment_.slab())
+          stamp.bytes > segment_.slab() || stamp.bytes % size)
         throw Failed{Failure::mismatch, row.recv_peer, expected, stamp};
-      value = {reinterpret_cast<std::byte*>(&stamp + 1), stamp.bytes / size, stamp.more != 0};
+      value = {reinterpret_cast<std::byte*>(&stamp + 1), stamp.bytes / size, stamp.more != 0,
+               row.recv_peer};
     } else {
       round(row.src_chunk);
       value = piece(row.src_chunk);
     }
+    // Scratch takes any length, so what comes out of it may be of another than the chunk's.
+    const bool exact = row.flags & kReduce || (row.flags & kStore && row.dst_chunk < job_.chunks);
+    if (exact && (value.count != target.count || value.more != target.more))
+      throw Failed{Failure::mismatch, value.from, {number_, target.count * size, digest_, 0, target.more},
+                   {number_, value.count * size, digest_, 0, value.more}};
     if (row.flags & kReduce) {
       reduce(row, target, value, out);
     } else {
@@ -108,7 +115,7 @@ class Interpreter {
 
   void store(int chunk, Piece target, Piece value) {
     if (chunk >= job_.chunks)
-      scratch_pieces_[chunk - job_.chunks] = {target.data, value.count, value.more};
+      scratch_pieces_[chunk - job_.chunks] = {target.data, value.count, value.more, value.from};
     sums_[chunk].clear();
     copy_bytes(target.data, value.data, value.count * dtype_.size);
   }
@@ -145,7 +152,8 @@ class Interpreter {
   Piece piece(int chunk) {
     if (chunk >= job_.chunks) {
       const int s = chunk - job_.chunks;
-      return {scratch_.data() + s * segment_.slab(), scratch_pieces_[s].count, scratch_pieces_[s].more};
+      const Piece& held = scratch_pieces_[s];
+      return {scratch_.data() + s * segment_.slab(), held.count, held.more, held.from};
     }
     const std::size_t length = job_.bounds[chunk + 1] - job_.bounds[chunk];
     const std::size_t begin = std::min(first_, length), end = std::min(first_ + slab_, length);
@@ -178,7 +186,7 @@ class Interpreter {
   void publish(int peer, std::size_t bytes, bool more) {
     Cursors& c = segment_.cursors(rank_, peer);
     const auto head = c.head.load(std::memory_order_relaxed);
-    segment_.slot(rank_, peer, head) = {number_, bytes, kind_, arrival(bytes), more};
+    segment_.slot(rank_, peer, head) = {number_, bytes, digest_, arrival(bytes), more};
     c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
     peers_.sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
@@ -199,7 +207,7 @@ class Interpreter {
 
   Rows job_{};
   Dtype dtype_{};
-  std::uint64_t number_ = 0, kind_ = 0;
+  std::uint64_t number_ = 0, digest_ = 0;
   std::size_t slab_ = 0;             // in elements
   std::size_t first_ = 0, row_ = 0;  // where it is: the slab's first element, and the row
   std::size_t left_ = 0;             // rows that have not ended

@@ -88,8 +88,8 @@ NB_MODULE(_core, m) {
              auto f = self.failed();
              if (!f) return nb::none();
              return nb::make_tuple(int(f->failure), f->rank, f->reporter, f->expected.number,
-                                   f->expected.kind, f->expected.bytes, f->found.number,
-                                   f->found.kind, f->found.bytes);
+                                   f->expected.digest, f->expected.bytes, f->found.number,
+                                   f->found.digest, f->found.bytes);
            })
       .def("fail", [](Progress& self, int kind, int rank) { self.fail(Failure(kind), rank); })
       .def("finished", &Progress::finished)

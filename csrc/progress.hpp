@@ -150,10 +150,13 @@ class Progress {
 
   void begin(const Job& job) {
     segment_.record(rank_).begin(job.number, job.kind, job.elements, job.site);
+    // A mistake may leave every rank content, such as two ranks that scatter to one another. Then the
+    // digests differ from now on, and the next message shows it.
+    digest_ = (digest_ ^ job.kind) * 0x9e3779b97f4a7c15;  // 2^64 / golden ratio (Knuth, vol. 3, 6.4)
     if (auto* rows = std::get_if<Rows>(&job.what))
-      interpreter_.begin(*rows, job.dtype, job.number, job.kind);
+      interpreter_.begin(*rows, job.dtype, job.number, digest_);
     else
-      direct_.begin(std::get<Exchange>(job.what), job.dtype, job.number, job.kind);
+      direct_.begin(std::get<Exchange>(job.what), job.dtype, job.number, digest_);
   }
 
   void announce(const Failed& failed) {
@@ -165,6 +168,7 @@ class Progress {
                                                      std::memory_order_acq_rel);
   }
 
+  std::uint64_t digest_ = 1;
   std::atomic<bool> announced_{false};
   std::atomic<bool> stop_{false};
   Segment segment_;

@@ -26,7 +26,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // else not val
 struct alignas(kLine) Stamp {
   std::uint64_t number;
   std::uint64_t bytes;
-  std::uint64_t kind;
+  std::uint64_t digest;   // of the kinds of this collective and all before it: see Progress::begin
   std::uint64_t arrival;  // over an emulated link: not to be read before, in ns
   std::uint64_t more;     // whether slabs of this chunk are still to come
 };

@@ -62,7 +62,7 @@ static_assert(sizeof(Line) == kLine);
 
 // What a rank says at the start of a collective, before or with its data.
 struct Heading {
-  std::uint64_t number, kind, elements;
+  std::uint64_t number, digest, elements;  // digest: see Stamp
   std::uint64_t cuts;  // a hash of how long everybody's shard is
 };
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.forks import Forks
 from tests.ranks import Pool
 
 
@@ -36,3 +37,11 @@ def fresh_ranks() -> Iterator[Callable[..., Pool]]:
     yield pool
     for p in pools:
         p.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """forks(n, function, ...): ranks that may die, see tests/forks.py."""
+    made = Forks()
+    yield made
+    made.close()

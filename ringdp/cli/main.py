@@ -15,12 +15,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ringdp.cli import doctor as examining
-from ringdp.cli import doctor_job
 from ringdp.cli import show as showing
 from ringdp.cli.bench import command as benching
 from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
+from ringdp.cli.doctor import job as doctor_job
+from ringdp.cli.doctor import report as doctor_report
 from ringdp.cli.options import Options, default_batch, parse_stages
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
@@ -181,7 +181,7 @@ def doctor(
         return doctor_job.show_process(pid, console)
     if job is not None:
         return doctor_job.show_job(job, console)
-    return examining.show(examining.examine(), console, as_json=json)
+    return doctor_report.show(doctor_report.examine(), console, as_json=json)
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from torch import dtype
 
-from ringdp.comm.call import collective_of, named, tag_of, told
+from ringdp.comm.call import collective_of, told
 from ringdp.comm.table import missing, process_state, table
 from ringdp.errors import (
     CollectiveMismatch,
@@ -105,23 +105,22 @@ class Guard:
                 return "the shared memory between the ranks is damaged"
 
     def _disagreement(self, failure: Failure) -> str:
-        """Both calls of the first collective that is not the same, else the message as it was."""
+        """Both calls of the first collective that is not the same; else what the message was."""
         pair = failure.reporter, failure.rank
         here, there = [self._calls(r) for r in pair]
-        for number in sorted(here.keys() & there.keys()):
-            if _differ(here[number], there[number]):
-                calls = (
-                    f"  rank {r}: {told(c[number])}"
-                    for r, c in zip(pair, (here, there), strict=True)
-                )
-                return "\n".join([f"ranks {pair[0]} and {pair[1]} called differently:", *calls])
-        if failure.expected == failure.found:
-            number, kind, _ = failure.found
-            return f"ranks {pair[0]} and {pair[1]} gave {named(number, kind)} different sizes"
-        return (
-            f"rank {pair[0]} expected {_message(failure.expected)} from rank {pair[1]}, "
-            f"and found {_message(failure.found)}"
-        )
+        both = sorted(here.keys() & there.keys())
+        differing = [k for k in both if _differ(here[k], there[k])]
+        number = differing[0] if differing else failure.expected[0]
+        lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
+        for r, calls in zip(pair, (here, there), strict=True):
+            call = calls.get(number)
+            lines.append(f"  rank {r}: {told(call) if call else f'#{number}, too long ago to say'}")
+        if not differing:
+            lines.append(
+                f"  rank {pair[0]} found a {_message(failure.found)} from rank {pair[1]} "
+                f"where it expected a {_message(failure.expected)}"
+            )
+        return "\n".join(lines)
 
     def _calls(self, rank: int) -> dict[int, Call]:
         """What the rank called last, by number."""
@@ -150,8 +149,8 @@ def _differ(one: Call, other: Call) -> bool:
 
 
 def _message(stamp: Stamp) -> str:
-    number, kind, size = stamp
-    return f"a message of {size} bytes of {named(number, kind)}, tag {tag_of(kind)}"
+    number, _, size = stamp
+    return f"message of {size} bytes of collective #{number}"
 
 
 def supported(given: dtype) -> None:

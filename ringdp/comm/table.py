@@ -62,16 +62,20 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
 
 
 def missing(observed: Observed, number: int, this_rank: int | None = None) -> str:
-    """Which ranks have not begun a collective, and what keeps them if their processes say so."""
-    late = []
+    """Which ranks keep a collective from its end: those that have not begun it, or cannot go on."""
+    late, stuck = [], []
     for r in range(observed.ranks):
         record = observed.record(r)
-        if record is not None and record.begun <= number:
-            state = "this rank" if r == this_rank else process_state(record.pid)
+        if record is None or record.finished > number:
+            continue
+        state = "this rank" if r == this_rank else process_state(record.pid)
+        if record.begun <= number:
             late.append(f"rank {r}" + f" ({state})" * bool(state))
-    if not late:
-        return f"every rank has called #{number}"
-    return f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called #{number}"
+        elif state and r != this_rank:
+            stuck.append(f"rank {r} is in it, but {state}")
+    if late:
+        stuck.insert(0, f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called it")
+    return "; ".join(stuck) or "every rank has called it"
 
 
 def process_state(pid: int) -> str:

@@ -51,7 +51,7 @@ class FailureKind(Enum):
     DAMAGED = 6
 
 
-Stamp = tuple[int, int, int]  # number, kind, bytes of one message
+Stamp = tuple[int, int, int]  # of a message: number and digest of its collective, its bytes
 
 
 class Failure(NamedTuple):
@@ -78,8 +78,9 @@ class Link(NamedTuple):
 class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
-    A call's `number` and `kind` go with every message: a receiver that expects others fails
-    (MISMATCH). After a failure, of this rank or reported by another, no program ends any more.
+    A call's `number`, and a digest of its kind and of all before, go with every message: a receiver
+    that expects others fails (MISMATCH). After a failure, of this rank or reported by another, no
+    program ends any more.
     """
 
     @property

@@ -110,7 +110,8 @@ def _verdicts(watched: Watched) -> Iterator[str]:
     records = [watched.record(r) for r in range(watched.ranks)]
     under_way = [r.finished for r in records if r.begun > r.finished]
     if under_way:
-        yield missing(watched, min(under_way))
+        first = min(under_way)
+        yield f"collective #{first}: {missing(watched, first)}"
 
 
 def _rich(watched: Watched) -> Table:

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.doctor_checks import Check
-from ringdp.cli.doctor_host import HOST
-from ringdp.cli.doctor_packages import PACKAGES
+from ringdp.cli.doctor.check import Check
+from ringdp.cli.doctor.host import HOST
+from ringdp.cli.doctor.packages import PACKAGES
 
 MARKS = {(True, True): "ok", (True, False): "ok", (False, True): "NO", (False, False): "-"}
 

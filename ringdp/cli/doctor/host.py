@@ -12,10 +12,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
-from ringdp import _core
-from ringdp.cli.doctor_checks import Check
+from ringdp.cli.doctor.check import Check
 
 MIB = 1 << 20
 
@@ -28,7 +28,8 @@ def python() -> Check:
 
 def core() -> Check:
     """Without it, nothing of ringdp can be imported, this command included."""
-    return Check("ringdp's C++", _core.__file__ or "built in", well=True, needed=True)
+    spec = find_spec("ringdp._core")
+    return Check("ringdp's C++", f"{spec and spec.origin}", spec is not None, needed=True)
 
 
 def compiler() -> Check:

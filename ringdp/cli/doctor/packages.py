@@ -10,7 +10,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from ringdp.cli.doctor_checks import Check
+from ringdp.cli.doctor.check import Check
 
 IMPORT_SECONDS = 60.0  # that a package may take; a broken one may hang
 

@@ -1,0 +1,77 @@
+"""However the ranks of a job end, they end: no hang, no zombie, nothing left in shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from tests.forks import Forks, Say
+
+pytestmark = pytest.mark.process
+
+
+def right_after_a_large_one(comm: Communicator, say: Say) -> None:
+    """Its result may still be read by the others."""
+    x = torch.ones(2_000_000)
+    for _ in range(3):
+        comm.all_reduce(x)
+    sys.exit()
+
+
+def with_a_collective_pending(comm: Communicator, say: Say) -> None:
+    if comm.rank == 0:
+        comm.all_reduce(torch.ones(9), async_op=True)
+        time.sleep(0.1)
+    sys.exit()
+
+
+def with_communicators_in_a_cycle(comm: Communicator, say: Say) -> None:
+    cycle: list[object] = []
+    cycle.append((cycle, comm.duplicate(), comm.duplicate()))
+    comm.barrier()
+    sys.exit()
+
+
+def with_a_code(comm: Communicator, say: Say) -> None:
+    comm.barrier()
+    sys.exit(3)
+
+
+def killed_at_once(comm: Communicator, say: Say) -> None:
+    comm.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after_an_error(comm: Communicator, say: Say) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.barrier()
+    except ringdp.PeerLost:
+        sys.exit(4)
+
+
+ENDS: dict[Callable[[Communicator, Say], None], list[int]] = {
+    right_after_a_large_one: [0, 0, 0],
+    with_a_collective_pending: [0, 0, 0],
+    with_communicators_in_a_cycle: [0, 0, 0],
+    with_a_code: [3, 3, 3],
+    killed_at_once: [-9, -9, -9],
+    after_an_error: [4, -9, 4],
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_they_end_and_nothing_stays(forks: Forks, end):
+    before = set(os.listdir("/dev/shm"))
+    assert [code for code, _ in forks(3, end)] == ENDS[end]
+    assert not {f for f in set(os.listdir("/dev/shm")) - before if "ringdp" in f}

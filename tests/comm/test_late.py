@@ -1,0 +1,139 @@
+"""A rank that is stopped, or sleeps in the user's code: a timeout on every other, which names it.
+
+One job has a communicator for each collective, and its victim stalls at the same point of them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator, Work
+from ringdp.comm.table import process_state
+from tests.comm.failing import COLLECTIVES, Heard, hear
+from tests.forks import PATIENCE, Forks, Say
+
+pytestmark = pytest.mark.process
+
+TIMEOUT, SLOW = 0.3, 2.0  # s
+SLACK = 5.0  # s more that a busy machine may need
+
+
+def stopped(flag: list[int]) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeping(flag: list[int]) -> None:
+    while not flag:
+        time.sleep(0.01)
+
+
+STALLS = {"stopped": stopped, "sleeping": sleeping}
+
+
+def victim_stalls(comm: Communicator, say: Say, how: str, when: str) -> None:
+    victim = comm.size - 1
+    comms = {name: comm.duplicate() for name in COLLECTIVES}
+    for c in comms.values():
+        c.barrier()  # collective 0
+    continued: list[int] = []
+    signal.signal(signal.SIGCONT, lambda number, _: continued.append(number))
+
+    def begin(name: str) -> Work:
+        elements = 50_000 if when == "within" else 1000
+        return COLLECTIVES[name](comms[name], torch.ones(elements), async_op=True)
+
+    def try_barrier(name: str) -> None:
+        comms[name].all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)  # after it
+
+    if comm.rank == victim:
+        works = {name: begin(name) for name in COLLECTIVES if when != "before"}
+        for name, work in works.items() if when == "after" else ():
+            hear(comms[name], work.wait)  # the others may have given up before we came to it
+        comm._store.set("stalls", "")
+        STALLS[how](continued)
+        for name, c in comms.items():
+            say((name, hear(c, c.barrier)))
+        comm.barrier()
+        return
+
+    # A rank that only sleeps goes on in the background with what it has begun; and one that was
+    # stopped may have done its part, so that all ends if only the others have time enough.
+    goes_on = when == "after" or (how, when) == ("sleeping", "within")
+    patience = PATIENCE if goes_on else SLOW if when == "within" else TIMEOUT
+
+    works = {name: begin(name) for name in COLLECTIVES}
+    comm._store.wait(["stalls"])
+    while how == "stopped" and "stopped" not in process_state(comm._transport.record(victim).pid):
+        time.sleep(0.01)
+
+    def other(name: str) -> Heard | None:
+        return hear(comms[name], lambda: works[name].wait(patience), lambda: try_barrier(name))
+
+    with ThreadPoolExecutor(len(comms)) as pool:
+        for name, heard in zip(comms, pool.map(other, comms), strict=True):
+            say((name, heard))
+    comm._store.set(f"done/{comm.rank}", "")
+    if comm.rank == 0:
+        comm._store.wait([f"done/{r}" for r in range(victim)])
+        os.kill(comm._transport.record(victim).pid, signal.SIGCONT)
+    comm.barrier()  # a rank that leaves now would be lost to the victim
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+@pytest.mark.parametrize("how", STALLS)
+def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n):
+    for rank, (code, said) in enumerate(forks(n, victim_stalls, how, when)):
+        assert code == 0
+        heard = dict(said)
+        assert heard.keys() == COLLECTIVES.keys()
+        for name, h in heard.items():
+            where = f"{name} on rank {rank}: {h}"
+            assert h is not None, where
+            assert h.error == h.again == "CollectiveTimeout", where
+            if rank == n - 1:
+                continue
+            assert h.seconds < SLOW + TIMEOUT + SLACK, where
+            first, *_, row = h.text.splitlines()  # of the table, the victim's is the last
+            assert f"rank {n - 1}" in first, where
+            assert f"{n - 1} " in row[:2], where
+            assert (" is stopped" in row) == (how == "stopped"), where
+            if when == "before":
+                assert "user code" in row, where
+                assert f"all_reduce #0 (int32, sum) at {__file__}:" in row, where
+
+
+def stall(comm: Communicator, say: Say) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringdp").addHandler(handler)
+    with ringdp.init(timeout=PATIENCE, warn_after=0.1) as other:
+        other.barrier()  # collective 0
+        while comm.rank == 1 and not comm._store.check(["told"]):
+            time.sleep(0.01)
+        work = other.all_reduce(torch.ones(10), async_op=True)
+        if comm.rank == 0:
+            threading.Timer(0.5, comm._store.set, ("told", "")).start()
+        work.wait()
+        comm.barrier()
+    say(told)
+
+
+def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
+    (_, (told,)), (_, (by_the_late_one,)) = forks(2, stall)
+    (text,) = told
+    assert re.match(r"rank 0 has waited 0\.\d s for all_reduce #1 \(float32, sum\) of 10 ", text)
+    assert f"at {__file__}:" in text
+    assert "; rank 1 has not called it\nrank  is in " in text
+    assert by_the_late_one == []

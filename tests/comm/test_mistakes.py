@@ -1,0 +1,86 @@
+"""A rank that calls something else than the others: every rank is shown both calls and lines."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ringdp import Communicator, Work
+from tests.comm.failing import COLLECTIVES, Heard, hear, held
+from tests.forks import Forks, Say
+
+pytestmark = pytest.mark.process
+
+ELEMENTS = 100
+
+Begin = Callable[..., Work]
+MISTAKES: dict[str, Callable[[Begin, Communicator], Work]] = {
+    "nothing": lambda begin, c: begin(c, torch.ones(ELEMENTS)),
+    "collective": lambda begin, c: c.all_reduce(torch.ones(7, 3), algorithm="ring"),
+    "length": lambda begin, c: begin(c, torch.ones(ELEMENTS - 1)),
+    "much longer": lambda begin, c: begin(c, torch.ones(ELEMENTS * 3000)),
+    "dtype": lambda begin, c: begin(c, torch.ones(ELEMENTS, dtype=torch.int32)),
+    "tag": lambda begin, c: begin(c, torch.ones(ELEMENTS), tag=7),
+    "op": lambda begin, c: begin(c, torch.ones(ELEMENTS), op="max"),
+    "average": lambda begin, c: begin(c, torch.ones(ELEMENTS), op="avg"),
+    "root": lambda begin, c: begin(c, torch.ones(ELEMENTS), root=1),
+}
+REDUCE, ROOTED = (
+    {"all_reduce", "reduce_scatter", "reduce"},
+    {"broadcast", "reduce", "gather", "scatter"},
+)
+HAVE = {"op": REDUCE, "average": REDUCE, "root": ROOTED}
+CASES = [(w, c) for w in list(MISTAKES)[1:] for c in COLLECTIVES if c in HAVE.get(w, COLLECTIVES)]
+
+
+def mistaken(comm: Communicator, say: Say) -> None:
+    """Case by case, where the middle rank makes the mistake."""
+    before = held()
+    for case in CASES:
+        say(mistaken_once(comm, *case))
+    assert held() == before
+
+
+def mistaken_once(comm: Communicator, what: str, collective: str) -> Heard | None:
+    begin, mine = COLLECTIVES[collective], comm.rank == comm.size // 2
+    with comm.duplicate() as c:
+        c.barrier()  # collective 0
+        call = MISTAKES[what if mine else "nothing"]
+        heard = hear(c, lambda: call(begin, c), c.barrier)
+        comm.barrier()  # no rank closes before all have heard
+    return heard
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n):
+    for rank, (code, said) in enumerate(forks(n, mistaken)):
+        assert code == 0
+        for case, h in zip(CASES, said, strict=True):
+            where = f"{case} on rank {rank} of {n}: {h}"
+            assert h is not None, where
+            assert h.error == h.again == "CollectiveMismatch", where
+            calls = re.findall(r"^  rank (\d): (\w+) (#.*) at (.*):(\d+)$", h.text, re.M)
+            (one, *call), (other, *other_call) = calls
+            assert one != other, where
+            assert str(n // 2) in (one, other), where
+            assert call[:2] != other_call[:2], where
+            for _, name, _, file, line in calls:
+                assert f".{name}(" in linecache.getline(file, int(line)), where
+
+
+def other_roots(comm: Communicator, say: Say) -> None:
+    """Every rank waits for another one: no message tells them that they disagree."""
+    root = (comm.rank + 1) % comm.size
+    say(hear(comm, lambda: comm.broadcast(torch.ones(100), root)))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_different_roots_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
+    for code, (h,) in forks(n, other_roots):
+        assert code == 0
+        assert h.error == h.again == "CollectiveMismatch", h
+        assert len(set(re.findall(r"^  rank \d: broadcast .*(root \d)\)", h.text, re.M))) == 2
