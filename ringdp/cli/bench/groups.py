@@ -31,7 +31,9 @@ from ringdp.cli.launch import RankError
 
 START_TIMEOUT = 180.0  # s: imports of many ranks on few cores
 ROUND_TIMEOUT = 600.0  # s: only a hang reaches it
-GRACE = 10.0  # s that a group has to end by itself
+GRACE = 10.0  # s that ranks have to end by themselves
+HURRY = 3.0  # s where something has gone wrong, and some wait for one that is gone
+LAST_WORDS = 1.0  # s from SIGTERM to SIGKILL
 
 
 class Groups:
@@ -57,7 +59,7 @@ class Groups:
             for group in self._groups.values():
                 group.await_hello()
         except BaseException:
-            self._end(quietly=False)
+            self._end(HURRY)
             raise
         return self
 
@@ -67,7 +69,7 @@ class Groups:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(quietly=kind is None)
+        self._end(GRACE if kind is None else HURRY)
 
     def versions(self) -> dict[str, str]:
         return {name: group.version for name, group in self._groups.items() if name != "probe"}
@@ -76,11 +78,12 @@ class Groups:
         """One round of one group, while all others sleep: what each rank says."""
         return self._groups[name].run(command)
 
-    def _end(self, *, quietly: bool) -> None:
+    def _end(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
         for group in self._groups.values():
-            group.ask_to_end(quietly=quietly)
+            group.ask_to_end()
         for group in self._groups.values():
-            group.end()
+            group.end(deadline)
         self._directory.cleanup()
 
 
@@ -93,7 +96,7 @@ class _Group:
         self, name: str, ranks: int, cores: Sequence[int], largest: int, directory: Path
     ) -> None:
         self.name, self.ranks, self.version = name, ranks, ""
-        self._log = (directory / f"{name}.log").open("w+")
+        self._log = (directory / f"{name}.log").open("wb")
         self._pipes: dict[int, Connection] = {}
         self._pids: list[int] = []
         address = str(directory / name)
@@ -158,8 +161,7 @@ class _Group:
         self._socket.close()
 
     def run(self, command: Round) -> list[Times]:
-        for pipe in self._pipes.values():
-            pipe.send(command)
+        self._tell(command)
         waiting = {pipe: rank for rank, pipe in self._pipes.items()}
         deadline = time.monotonic() + ROUND_TIMEOUT
         times: dict[int, Times] = {}
@@ -175,27 +177,30 @@ class _Group:
                 times[waiting.pop(pipe)] = found
         return [times[rank] for rank in range(self.ranks)]
 
-    def ask_to_end(self, *, quietly: bool) -> None:
-        """Between rounds a rank ends by itself; in a round it must be killed."""
+    def ask_to_end(self) -> None:
+        """Ranks end by themselves after their round, and clean up; those not yet here cannot."""
         self._socket.close()
-        for pipe in self._pipes.values():
-            if quietly:
-                with suppress(BrokenPipeError):
-                    pipe.send(None)
-        if not quietly:
+        self._tell(None)
+        if len(self._pipes) < self.ranks:
             self._signal(signal.SIGTERM)
 
-    def end(self) -> None:
-        deadline = time.monotonic() + GRACE
-        for launcher in self._launchers:
-            with suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.0, deadline - time.monotonic()))
-        self._signal(signal.SIGKILL)
+    def end(self, deadline: float) -> None:
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            for launcher in self._launchers:
+                with suppress(subprocess.TimeoutExpired):
+                    launcher.wait(max(0.0, deadline - time.monotonic()))
+            self._signal(signum)
+            deadline = time.monotonic() + LAST_WORDS
         for launcher in self._launchers:
             launcher.wait()
         for pipe in self._pipes.values():
             pipe.close()
         self._log.close()
+
+    def _tell(self, command: Round | None) -> None:
+        for pipe in self._pipes.values():
+            with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says who died
+                pipe.send(command)
 
     def _signal(self, signum: int) -> None:
         """To launchers that still run, with all they started, and to ranks in other sessions."""
@@ -212,7 +217,7 @@ class _Group:
         try:
             found = pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise RankError(f"{self._said()}\nringdp: a rank of {self.name} died {what}") from None
+            raise RankError(f"{self._said()}ringdp: a rank of {self.name} died {what}") from None
         if isinstance(found, Failure):
             raise RankError(f"{found.traceback}ringdp: a rank of {self.name} failed {what}")
         return found
@@ -221,8 +226,8 @@ class _Group:
         ended = [launcher.returncode for launcher in self._launchers if launcher.poll() is not None]
         if ended or time.monotonic() > deadline:
             how = f"exited with {ended[0]}" if ended else f"said nothing for {START_TIMEOUT} s"
-            raise RankError(f"{self._said()}\nringdp: {self.name} did not start: it {how}")
+            raise RankError(f"{self._said()}ringdp: {self.name} did not start: it {how}")
 
     def _said(self) -> str:
-        self._log.flush()
-        return Path(self._log.name).read_text(errors="replace").strip()
+        """What its processes printed."""
+        return Path(self._log.name).read_text(errors="replace")
