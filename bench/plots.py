@@ -5,7 +5,7 @@ Needs matplotlib (the extra `plot`). Files are the same, byte for byte, for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -20,7 +20,8 @@ mpl.rcParams.update({"svg.hashsalt": "ringdp", "svg.fonttype": "none", "font.siz
 INK, GRID = "#333333", "#dddddd"
 OURS = ("#b5179e", "#1d6fd1", "#d9480f", "#2b8a3e", "#6741d9", "#0b7285")
 PEERS = {"gloo": "#adb5bd", "mpich": "#868e96", "openmpi": "#495057"}
-INCHES = (8, 5)
+BOUND_FROM = 16 << 10  # bytes: below, the bound counts no latency and would squeeze the rest
+INCHES = (7, 4.5)
 Value = Callable[[Row], float | None]
 
 
@@ -32,36 +33,19 @@ def bandwidth(report: Report) -> Figure:
     axes.set_ylabel("busbw, GB/s")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    labels = list(dict.fromkeys(r.label for r in rows if r.ours))
-    for label, color in zip(labels, OURS, strict=False):
+    for label, color in zip(_labels(r for r in rows if r.ours), OURS, strict=False):
         mine = [r for r in rows if r.ours and r.label == label]
-        name = _name(mine[0])
-        _line(axes, mine, lambda r: r.busbw, label=name, color=color, marker="o", lw=2.2)
-        predicted = [(r, r.predicted_us) for r in mine]
-        _line(
-            axes,
-            [r for r, p in predicted if p],
-            _at(lambda r: r.predicted_us),
-            label=f"{name}, predicted",
-            color=color,
-            ls="--",
-            lw=1.2,
-        )
+        _line(axes, mine, lambda r: r.busbw, label=_name(mine[0]), color=color, marker="o", lw=2.2)
+        _line(axes, mine, _at(lambda r: r.predicted_us), color=color, ls="--", lw=1.2)
         large = [r for r in mine if r.bytes >= BOUND_FROM]
-        _line(
-            axes,
-            large,
-            _at(lambda r: r.bound_us),
-            label=f"{name}, bound",
-            color=color,
-            ls=":",
-            lw=1.6,
-        )
+        _line(axes, large, _at(lambda r: r.bound_us), color=color, ls=":", lw=1.8)
     for peer, color in PEERS.items():
         theirs = [r for r in rows if r.transport == peer]
         if theirs:
             _line(axes, theirs, lambda r: r.busbw, label=peer, color=color, marker=".", lw=1.4)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
+    for name, style in {"measured": "-", "predicted": "--", "bound": ":"}.items():
+        axes.plot([], [], label=name, color=INK, ls=style, lw=1.4)
+    _legend(axes)
     return figure
 
 
@@ -70,11 +54,9 @@ def crossovers(report: Report) -> Figure:
     rows = report.rows
     first = rows[0]
     best = {size: min(r.p50_us for r in rows if r.bytes == size) for size in _sizes(rows)}
-    figure, axes = _axes(
-        rows, f"{first.collective} on {first.ranks} ranks: time over the fastest's"
-    )
-    axes.set_ylabel("median time / fastest")
-    for label, color in zip(dict.fromkeys(r.label for r in rows), OURS, strict=False):
+    figure, axes = _axes(rows, f"{first.collective}, {first.ranks} ranks, {first.dtype}")
+    axes.set_ylabel("median time / that of the fastest algorithm")
+    for label, color in zip(_labels(rows), OURS, strict=False):
         mine = [r for r in rows if r.label == label]
         _line(
             axes,
@@ -85,25 +67,8 @@ def crossovers(report: Report) -> Figure:
             marker="o",
             lw=2,
         )
-    axes.set_ylim(bottom=0.9)
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes)
     return figure
-
-
-BOUND_FROM = 16 << 10  # bytes: below, the bound counts no latency and would squeeze the rest
-
-
-def write() -> None:
-    for name, make, result in PLOTS:
-        if (RESULTS / f"{result}.json").exists():
-            save(make(read(RESULTS / f"{result}.json")), RESULTS / f"{name}.svg")
-
-
-PLOTS: Sequence[tuple[str, Callable[[Report], Figure], str]] = (
-    ("all_reduce", bandwidth, "all_reduce"),
-    ("all_gather", bandwidth, "all_gather"),
-    ("crossovers", crossovers, "algorithms_4"),
-)
 
 
 def save(figure: Figure, path: Path, **kwargs: float) -> None:
@@ -130,6 +95,10 @@ def _axes(rows: Sequence[Row], title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _legend(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize=10, loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+
 def _line(axes: Axes, rows: Sequence[Row], value: Value, **style: object) -> None:
     axes.plot([r.bytes for r in rows], [value(r) for r in rows], **style)
 
@@ -147,6 +116,10 @@ def _name(row: Row) -> str:
     )
 
 
+def _labels(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(r.label for r in rows))
+
+
 def _sizes(rows: Sequence[Row]) -> list[int]:
     return sorted({r.bytes for r in rows})
 
@@ -156,3 +129,18 @@ def _bytes(size: int) -> str:
         if size >= unit:
             return f"{size / unit:g}{name}"
     return str(size)
+
+
+PLOTS: dict[str, Callable[[Report], Figure]] = {
+    "all_reduce": bandwidth,
+    "all_gather": bandwidth,
+    "algorithms_4": crossovers,
+}
+
+
+def write() -> None:
+    """results/NAME.svg of results/NAME.json, where that has been measured."""
+    for name, make in PLOTS.items():
+        results = RESULTS / f"{name}.json"
+        if results.exists():
+            save(make(read(results)), results.with_suffix(".svg"))

@@ -27,6 +27,11 @@ from ringdp.schedule import schedule, svg
 ROOT = Path(__file__).parent.parent
 FIGURE = RESULTS / "ring.svg"
 ALL_REDUCE = RESULTS / "all_reduce.json"
+PLOTS = {
+    "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
+    "all_gather": "the same for all_gather",
+    "algorithms_4": "time of each algorithm over the fastest one's, 4 ranks",
+}
 
 
 def figure() -> str:
@@ -98,6 +103,11 @@ def _heading(transport: str, label: str) -> str:
     )
 
 
+def plots() -> str:
+    found = [name for name in PLOTS if (RESULTS / f"{name}.svg").exists()]
+    return "\n".join(f"![{PLOTS[name]}](bench/results/{name}.svg)" for name in found)
+
+
 def machine() -> str:
     if not ALL_REDUCE.exists():
         return "Not measured."
@@ -113,6 +123,7 @@ def machine() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "stages": stages,
     "all_reduce": all_reduce,
+    "plots": plots,
     "ratios": ratios,
     "machine": machine,
 }
@@ -127,9 +138,9 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    from bench import plots
+    from bench.plots import write
 
     FIGURE.write_text(figure())
-    plots.write()
+    write()
     readme = ROOT / "README.md"
     readme.write_text(render(readme.read_text()))

@@ -56,6 +56,7 @@ class Case(NamedTuple):
     bus: Callable[[int], float]
     moves: Callable[[int, bool], Moves]  # (n, whether the input is in shared memory)
     result: Result  # None where a rank gets nothing
+    reduces: bool = False
 
 
 def whole(count: int, n: int) -> int:
@@ -70,21 +71,37 @@ def others(n: int) -> float:
     return (n - 1) / n
 
 
+def all_of(n: int) -> float:
+    return 1.0
+
+
 def _folded(inputs: Inputs, n: int, op: str) -> Tensor:
     return reduce(FOLDS[op], (inputs(q) for q in range(n)))
 
 
-# Everyone folds its n-th. Into registered buffers it can write the result itself; a private one is
-# written by its owner, who pulls what others have folded.
+def _joined(inputs: Inputs, n: int) -> Tensor:
+    return torch.cat([inputs(q) for q in range(n)])
+
+
+def _folding(n: int, registered: bool) -> Moves:
+    """Everyone folds its n-th of all inputs. Into a registered buffer it can write the result
+    itself; a private one is written by its owner, who pulls what others have folded."""
+    pulled = 0.0 if registered else others(n)
+    return Moves(folded=1 / n, read=(n - 2) / n, pulled=pulled)
+
+
+def _collecting(n: int, registered: bool) -> Moves:
+    return Moves(pulled=others(n), copied=1 / n)
+
+
 CASES: dict[str, Case] = {
     "all_reduce": Case(
         takes=whole,
         gives=None,
         bus=lambda n: 2 * others(n),
-        moves=lambda n, registered: Moves(
-            folded=1 / n, read=(n - 2) / n, pulled=0.0 if registered else others(n)
-        ),
+        moves=_folding,
         result=lambda inputs, rank, n, op: _folded(inputs, n, op),
+        reduces=True,
     ),
     "reduce_scatter": Case(
         takes=whole,
@@ -92,20 +109,50 @@ CASES: dict[str, Case] = {
         bus=others,
         moves=lambda n, registered: Moves(read=(n - 2) / n, pulled=1 / n),
         result=lambda inputs, rank, n, op: _folded(inputs, n, op).chunk(n)[rank],
+        reduces=True,
     ),
     "all_gather": Case(
         takes=part,
         gives=whole,
         bus=others,
-        moves=lambda n, registered: Moves(pulled=others(n), copied=1 / n),
-        result=lambda inputs, rank, n, op: torch.cat([inputs(q) for q in range(n)]),
+        moves=_collecting,
+        result=lambda inputs, rank, n, op: _joined(inputs, n),
     ),
     "broadcast": Case(
         takes=whole,
         gives=None,
-        bus=lambda n: 1.0,
+        bus=all_of,
         moves=lambda n, registered: Moves(pulled=1.0),
         result=lambda inputs, rank, n, op: inputs(0),
+    ),
+    "reduce": Case(
+        takes=whole,
+        gives=None,
+        bus=all_of,
+        moves=_folding,
+        result=lambda inputs, rank, n, op: None if rank else _folded(inputs, n, op),
+        reduces=True,
+    ),
+    "gather": Case(
+        takes=part,
+        gives=whole,
+        bus=others,
+        moves=_collecting,
+        result=lambda inputs, rank, n, op: None if rank else _joined(inputs, n),
+    ),
+    "scatter": Case(
+        takes=whole,
+        gives=part,
+        bus=others,
+        moves=lambda n, registered: Moves(pulled=1 / n),
+        result=lambda inputs, rank, n, op: inputs(0).chunk(n)[rank],
+    ),
+    "all_to_all": Case(
+        takes=whole,
+        gives=whole,
+        bus=others,
+        moves=_collecting,
+        result=lambda inputs, rank, n, op: torch.cat([inputs(q).chunk(n)[rank] for q in range(n)]),
     ),
 }
 
@@ -133,8 +180,8 @@ PROBES: dict[str, Case] = {
 def elements(case: Case, dtype: str, size: int, n: int) -> int:
     """How many elements `size` bytes are; where ranks own parts, a multiple of n."""
     count = size // itemsize(dtype)
-    shared = part in (case.takes, case.gives)
-    return count // n * n if shared else count
+    in_parts = part in (case.takes, case.gives) or case is CASES["all_to_all"]
+    return count // n * n if in_parts else count
 
 
 def itemsize(dtype: str) -> int:

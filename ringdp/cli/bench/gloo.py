@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringdp.cli.bench.cases import Case, Task
 from ringdp.cli.bench.contender import Buffers, plain_buffers
@@ -22,7 +23,15 @@ CALLS: dict[str, Callable[[Buffers, str], Callable[[], object]]] = {
     "reduce_scatter": lambda b, op: partial(dist.reduce_scatter_tensor, b.output, b.input, OPS[op]),
     "all_gather": lambda b, op: partial(dist.all_gather_into_tensor, b.output, b.input),
     "broadcast": lambda b, op: partial(dist.broadcast, b.input, 0),
+    "reduce": lambda b, op: partial(dist.reduce, b.input, 0, OPS[op]),
+    "gather": lambda b, op: partial(dist.gather, b.input, _at_root(b.output)),
+    "scatter": lambda b, op: partial(dist.scatter, b.output, _at_root(b.input)),
+    "all_to_all": lambda b, op: partial(dist.all_to_all_single, b.output, b.input),
 }
+
+
+def _at_root(whole: Tensor) -> list[Tensor] | None:
+    return None if dist.get_rank() else list(whole.chunk(dist.get_world_size()))
 
 
 class Gloo:

@@ -21,6 +21,12 @@ CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]
     "reduce_scatter": lambda c, i, o, op: partial(c.Reduce_scatter_block, i, o, op),
     "all_gather": lambda c, i, o, op: partial(c.Allgather, i, o),
     "broadcast": lambda c, i, o, op: partial(c.Bcast, i),
+    "reduce": lambda c, i, o, op: (
+        partial(c.Reduce, i, None, op) if c.rank else partial(c.Reduce, MPI.IN_PLACE, i, op)
+    ),
+    "gather": lambda c, i, o, op: partial(c.Gather, i, None if c.rank else o),
+    "scatter": lambda c, i, o, op: partial(c.Scatter, None if c.rank else i, o),
+    "all_to_all": lambda c, i, o, op: partial(c.Alltoall, i, o),
 }
 
 

@@ -18,6 +18,10 @@ CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., objec
     "reduce_scatter": lambda c, b, op: partial(c.reduce_scatter, b.output, b.input, op),
     "all_gather": lambda c, b, op: partial(c.all_gather, b.output, b.input),
     "broadcast": lambda c, b, op: partial(c.broadcast, b.input),
+    "reduce": lambda c, b, op: partial(c.reduce, b.input, 0, op),
+    "gather": lambda c, b, op: partial(c.gather, b.output, b.input),
+    "scatter": lambda c, b, op: partial(c.scatter, b.output, b.input),
+    "all_to_all": lambda c, b, op: partial(c.all_to_all, b.output, b.input),
 }
 
 

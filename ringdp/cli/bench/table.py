@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.bench.cases import itemsize
+from ringdp.cli.bench.cases import CASES, itemsize
 from ringdp.cli.bench.rows import Report, Row, best_peer
 
 MOST_WIDTH = 10_000  # characters: no terminal is wider
@@ -28,7 +28,7 @@ def columns(rows: Sequence[Row], op: str) -> list[Column]:
         Column("bytes", lambda r: f"{r.bytes:,}"),
         Column("count", lambda r: f"{r.bytes // itemsize(r.dtype):,}", needed=False),
         Column("type", lambda r: r.dtype, needed=False),
-        Column("redop", lambda r: op, needed=False),
+        Column("redop", lambda r: op if CASES[r.collective].reduces else "-", needed=False),
         Column("algorithm", lambda r: r.label),
         Column("p50 µs", lambda r: _us(r.p50_us)),
         Column("min", lambda r: _us(r.min_us), needed=False),
@@ -78,7 +78,7 @@ def show(console: Console, report: Report, op: str) -> None:
     first = rows[0]
     console.print(
         f"\n{first.collective}, {first.ranks} ranks on {report.machine['cores']} cores "
-        f"({report.machine['cpu']}), {first.dtype} {op}. Times are the slowest rank's, in µs; "
+        f"({report.machine['cpu']}), {first.dtype}. Times are the slowest rank's, in µs; "
         "bandwidths in GB/s.",
         soft_wrap=True,
     )
