@@ -1,6 +1,7 @@
 // The Python face of the shared-memory transport: pointers and integers only, no torch ABI.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "progress.hpp"
 #include "watch.hpp"
@@ -34,6 +35,44 @@ const char* checked(const nb::bytes& site) {
   if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
   return site.c_str();
 }
+
+// An exchange that is the same time and again, but for its number, its buffers and its caller.
+class Prepared {
+ public:
+  Prepared(Progress& core, int collective, std::vector<std::int64_t> bounds, int dtype_code, int op,
+           std::uint64_t kind)
+      : core_(core), bounds_(std::move(bounds)), collective_(Collective(collective)),
+        dtype_(dtype(dtype_code, op)), kind_(kind) {
+    if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
+      throw nb::value_error("bounds are ranks + 1 numbers");
+  }
+
+  // A ticket for `wait`.
+  std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
+    return core_.start(job(whole, part, number, site), true);
+  }
+  // 0 if it has ended; after a while, or a failure, the ticket.
+  std::uint64_t run(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
+    const Job what = job(whole, part, number, site);
+    nb::gil_scoped_release free;
+    return core_.run(what, kSlice);
+  }
+
+ private:
+  static constexpr double kSlice = 0.1;  // s until Python looks for signals
+
+  Job job(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, const nb::bytes& site) const {
+    const Exchange what{collective_, bounds_.data(), reinterpret_cast<std::byte*>(whole),
+                        reinterpret_cast<std::byte*>(part)};
+    return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
+  }
+
+  Progress& core_;
+  std::vector<std::int64_t> bounds_;
+  Collective collective_;
+  Dtype dtype_;
+  std::uint64_t kind_;
+};
 
 }  // namespace
 
@@ -70,18 +109,6 @@ NB_MODULE(_core, m) {
             return self.start({what, dtype(dtype_code, op), number, kind, elements, checked(site)},
                               background);
           })
-      .def(
-          "exchange",
-          [](Progress& self, int collective, std::uintptr_t bounds, std::uintptr_t whole,
-             std::uintptr_t part, int dtype_code, int op, std::uint64_t number, std::uint64_t kind,
-             nb::bytes site, bool background) {
-            const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
-            const Exchange what{Collective(collective), cuts, reinterpret_cast<std::byte*>(whole),
-                                reinterpret_cast<std::byte*>(part)};
-            const auto elements = cuts[self.segment().ranks()];
-            return self.start({what, dtype(dtype_code, op), number, kind, elements, checked(site)},
-                              background);
-          })
       .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
       .def("failed",
            [](Progress& self) -> nb::object {
@@ -103,6 +130,13 @@ NB_MODULE(_core, m) {
            })
       .def("sent_bytes", [](Progress& self) { return self.peers().sent_bytes.load(); })
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Prepared>(m, "Prepared")
+      .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t>(),
+           nb::keep_alive<1, 2>(), nb::arg("core"), nb::arg("collective"), nb::arg("bounds"),
+           nb::arg("dtype"), nb::arg("op"), nb::arg("kind"))
+      .def("start", &Prepared::start)
+      .def("run", &Prepared::run);
 
   nb::class_<Watch>(m, "Watch")
       .def(nb::init<int>(), nb::arg("fd"))

@@ -51,17 +51,15 @@ class Progress {
   // Whether that job has ended; after a failure no job ends any more.
   bool wait(std::uint64_t ticket, double seconds) {
     std::unique_lock lock(mutex_);
-    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(seconds));
-    while (finished_ < ticket && !failed_ && Clock::now() < end) {
-      if (running_) {
-        done_.wait_until(lock, end);
-      } else {
-        run_front(lock, end, false);
-      }
-    }
-    if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
-    return finished_ >= ticket;
+    return settle(lock, ticket, seconds);
+  }
+
+  // Both at once: 0 if it has ended, else its ticket.
+  std::uint64_t run(const Job& job, double seconds) {
+    std::unique_lock lock(mutex_);
+    jobs_.push_back(job);
+    const auto ticket = ++started_;
+    return settle(lock, ticket, seconds) ? 0 : ticket;
   }
 
   // How many jobs have ended: nothing of theirs is used any more.
@@ -99,6 +97,22 @@ class Progress {
   Peers& peers() { return peers_; }
 
  private:
+  bool settle(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
+    if (finished_ >= ticket) return true;
+    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(seconds));
+    do {
+      if (failed_) break;
+      if (running_) {
+        done_.wait_until(lock, end);
+      } else {
+        run_front(lock, end, false);
+      }
+    } while (finished_ < ticket && Clock::now() < end);
+    if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
+    return finished_ >= ticket;
+  }
+
   void wake() {
     if (stop_.load() || failed_) return;
     if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });

@@ -62,7 +62,7 @@ class Put {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::size_t kMeasured = 16 << 10;            // bytes
+  static constexpr std::size_t kMeasured = 2 << 10;            // bytes
   static constexpr double kSlow = 6e9;                          // bytes/s
   static constexpr auto kTrust = std::chrono::milliseconds(5);  // in a measurement of the slow way
 

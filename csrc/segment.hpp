@@ -48,7 +48,7 @@ struct Cursors {
   alignas(kLine) std::atomic<std::uint64_t> tail;
 };
 
-constexpr std::size_t kTiny = 4 << 10;    // bytes of the longest message sent in lines
+constexpr std::size_t kTiny = 256;    // bytes of the longest message sent in lines
 constexpr std::size_t kWhole = 256 << 10;  // bytes of the longest message laid out as a whole
 constexpr int kTiles = 3;                  // tiles that may be laid out at once
 

@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from ringdp.comm.buffers import width
 from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
-from ringdp.transport.base import Direct
+from ringdp.transport.base import Direct, Prepared
 
 ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 
@@ -44,13 +44,21 @@ class How(NamedTuple):
     root: int = 0  # of those that have one
 
 
+# What makes two calls of an exchange the same: the collective, its dtype, elements, op and tag.
+Key = tuple[str, dtype, int, str, int]
+
+
 class Exchange(NamedTuple):
-    """The direct algorithm in the transport's own way: see `Transport.exchange`."""
+    """The direct algorithm in the transport's own way: see `Transport.prepare`.
+
+    `key`: under which another such call finds it ready, if its tensors are the buffers themselves.
+    """
 
     kind: Direct
     bounds: Bounds  # of every rank's share of `whole`
     whole: Tensor  # 1-D, contiguous, real
     part: Tensor | None = None
+    key: Key | None = None
 
 
 class Run(NamedTuple):
@@ -83,6 +91,10 @@ class Issuer(ABC):
 
     rank: int
     size: int
+    _ready: dict[Key, Prepared]
+
+    @abstractmethod
+    def _again(self, ready: Prepared, whole: Tensor, part: Tensor | None) -> Work: ...
 
     @abstractmethod
     def _issue(self, job: Job, how: How) -> Work: ...

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.buffers import fill, flat, flat_output, overlap, same
+from ringdp.comm.buffers import fill, flat, flat_output, overlap, pair, plain, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, ReduceOp, Run
 from ringdp.comm.programs import shard_bounds, whole_bounds
 from ringdp.comm.work import Work
@@ -47,6 +47,10 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
+        key = ("all_reduce", tensor.dtype, tensor.numel(), op, tag)
+        ready = self._ready.get(key) if algorithm == "direct" else None
+        if ready and not async_op and scale is None and plain(tensor):
+            return self._again(ready, tensor, None)
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor, self.size)
         program = self._program_or_exchange("all_reduce", how)
@@ -56,7 +60,8 @@ class Reductions(Issuer):
         what: Exchange | Run
         if program is None:
             bounds = even_bounds(out.data.numel(), self.size)
-            what = Exchange("all_reduce", bounds, out.data)
+            again = factor == 1 and not tensor.is_complex()
+            what = Exchange("all_reduce", bounds, out.data, None, key if again else None)
         else:
             what = Run(program, out.data)
         return self._issue(Job("all_reduce", what, out.settle, op), how)
@@ -103,6 +108,10 @@ class Reductions(Issuer):
         input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
+        key = ("reduce_scatter", input.dtype, input.numel(), op, tag)
+        ready = self._ready.get(key) if algorithm == "direct" else None
+        if ready and not async_op and scale is None and pair(input, output, self.size):
+            return self._again(ready, input, output)
         how = self._how("reduce_scatter", input, algorithm, async_op, tag)
         return self._reduce_scatter("reduce_scatter", output, input, None, op, scale, how)
 
@@ -149,7 +158,9 @@ class Reductions(Issuer):
         if program is None:
             if not (copied or in_place) and overlap(buffer, out.data):
                 buffer = buffer.clone()
-            what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data)
+            again = factor == 1 and sizes is None and not input.is_complex()
+            key = (name, input.dtype, input.numel(), op, how.tag) if again else None
+            what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data, key)
             return self._issue(Job("reduce_scatter", what, out.settle, op), how)
         buffer = buffer if copied or in_place else buffer.clone()
 

@@ -73,3 +73,13 @@ class Work:
         if finish is not None:
             finish()
         self._done = True
+
+
+class _Ended(Work):
+    """Of a call that has waited itself."""
+
+    def __init__(self) -> None:
+        self._done, self._error = True, None
+
+
+ENDED = _Ended()

@@ -6,7 +6,7 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -75,6 +75,22 @@ class Link(NamedTuple):
     bandwidth: float  # bytes/s
 
 
+class Prepared(Protocol):
+    """A collective of one kind, length and dtype, on buffers of the host given by their addresses.
+
+    `part` is the output of a reduce_scatter or the input of an all_gather, and 0 in an all_reduce.
+    Whoever calls keeps the buffers.
+    """
+
+    def start(self, whole: int, part: int, number: int, site: bytes, /) -> int:
+        """Begin it in the background. Returns a ticket for `wait`."""
+        ...
+
+    def run(self, whole: int, part: int, number: int, site: bytes, /) -> int:
+        """Begin it and work on it for a while. Returns 0 if it has ended, else a ticket."""
+        ...
+
+
 class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
@@ -113,27 +129,35 @@ class Transport(Protocol):
         """
         ...
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether there is an `exchange`."""
+    def check(self, buffer: Tensor) -> None:
+        """Raise UsageError for a tensor that this transport does not move."""
         ...
 
-    def exchange(
-        self,
-        collective: Direct,
-        shards: tuple[int, ...],
-        whole: Tensor,
-        part: Tensor | None,
-        op: Op,
-        call: Call,
-        *,
-        background: bool,
-    ) -> int:
-        """Begin the `direct` algorithm of that collective in the transport's own way.
+    @property
+    def exchanges(self) -> bool:
+        """Whether there is a `prepare`."""
+        ...
 
-        The bits are those of its program. Shard r of `whole` is [shards[r], shards[r+1]); `part` is
-        the output of a reduce_scatter or the input of an all_gather, and None in an all_reduce.
+    def prepare(
+        self, collective: Direct, shards: tuple[int, ...], dtype: torch.dtype, op: Op, kind: int
+    ) -> Prepared:
+        """The `direct` algorithm of that collective in the transport's own way, ready to run.
+
+        The bits are those of its program. Shard r of the whole is [shards[r], shards[r+1]).
         """
+        ...
+
+    @property
+    def kept(self) -> Mapping[int, object]:
+        """By ticket, what is kept alive for collectives under way."""
+        ...
+
+    def keep(self, ticket: int, *objects: object) -> None:
+        """Keep those alive until that collective has ended."""
+        ...
+
+    def release(self) -> None:
+        """Keep no longer what has ended."""
         ...
 
     @property

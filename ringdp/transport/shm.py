@@ -34,6 +34,7 @@ from ringdp.transport.base import (
     FailureKind,
     Link,
     Op,
+    Prepared,
     chunk_bounds,
 )
 from ringdp.transport.records import Call, RankRecord, read_call, read_record
@@ -112,9 +113,9 @@ class ShmTransport:
         self._core.connect()
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
-        self._kept: dict[int, tuple[object, ...]] = {}
+        self.kept: dict[int, tuple[object, ...]] = {}
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
-        self._stop = weakref.finalize(self, _stop, self._core, self._kept, self._process, kept)
+        self._stop = weakref.finalize(self, _stop, self._core, self.kept, self._process, kept)
 
     def start(
         self,
@@ -126,7 +127,7 @@ class ShmTransport:
         background: bool,
         bounds: tuple[int, ...] | None = None,
     ) -> int:
-        self._check(buffer)
+        self.check(buffer)
         number, kind, elements, site = call
         cuts = _array(bounds) if bounds else _bounds(buffer.numel(), program)
         ticket: int = self._core.start(
@@ -144,37 +145,18 @@ class ShmTransport:
             site,
             background,
         )
-        self._kept[ticket] = (buffer, program, cuts, site)
+        self.keep(ticket, buffer, program, cuts, site)
         return ticket
 
-    def exchange(
-        self,
-        collective: Direct,
-        shards: tuple[int, ...],
-        whole: Tensor,
-        part: Tensor | None,
-        op: Op,
-        call: Call,
-        *,
-        background: bool,
-    ) -> int:
-        self._check(whole)
-        number, kind, _, site = call
-        bounds = _array(shards)
-        ticket: int = self._core.exchange(
-            DIRECT.index(collective),
-            bounds.ctypes.data,
-            whole.data_ptr(),
-            0 if part is None else part.data_ptr(),
-            DTYPES.index(whole.dtype),
-            OPS.index(op),
-            number,
-            kind,
-            site,
-            background,
-        )
-        self._kept[ticket] = (whole, part, bounds, site)
-        return ticket
+    def prepare(
+        self, collective: Direct, shards: tuple[int, ...], dtype: torch.dtype, op: Op, kind: int
+    ) -> Prepared:
+        codes = DIRECT.index(collective), DTYPES.index(dtype), OPS.index(op)
+        return _core.Prepared(self._core, codes[0], list(shards), codes[1], codes[2], kind)
+
+    def keep(self, ticket: int, *objects: object) -> None:
+        self.release()
+        self.kept[ticket] = objects
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.arena.empty(shape, dtype)
@@ -182,7 +164,7 @@ class ShmTransport:
     def wait(self, ticket: int, timeout: float) -> bool:
         if not self._core.wait(ticket, timeout):
             return False
-        self._release()
+        self.release()
         return True
 
     def failure(self) -> Failure | None:
@@ -212,11 +194,11 @@ class ShmTransport:
     def close(self) -> None:
         self._stop()
 
-    def _check(self, buffer: Tensor) -> None:
+    def check(self, buffer: Tensor) -> None:
+        """Raise UsageError for a tensor that shared memory does not move, or in a forked child."""
         if buffer.device.type != "cpu":
             raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
         self._check_process()
-        self._release()
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -225,10 +207,10 @@ class ShmTransport:
                 "forked from it, cannot use it"
             )
 
-    def _release(self) -> None:
+    def release(self) -> None:
         finished = self._core.finished()
-        for ticket in [t for t in list(self._kept) if t <= finished]:
-            self._kept.pop(ticket, None)
+        for ticket in [t for t in list(self.kept) if t <= finished]:
+            self.kept.pop(ticket, None)
 
 
 def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: int, fd: int) -> None:

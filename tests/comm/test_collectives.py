@@ -181,7 +181,7 @@ def dropped(comm: Communicator) -> None:
 def kept(comm: Communicator) -> int:
     comm.all_reduce(torch.ones(10), async_op=True)
     comm.barrier()
-    return len(comm._transport._kept)  # type: ignore[attr-defined]
+    return len(comm._transport.kept)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
