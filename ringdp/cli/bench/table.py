@@ -39,15 +39,16 @@ def columns(rows: Sequence[Row], op: str) -> list[Column]:
         Column("#wrong", lambda r: f"{r.wrong:,}"),
         Column("predicted", lambda r: "-" if r.predicted_us is None else _us(r.predicted_us)),
         Column("bound", lambda r: _us(r.bound_us)),
-        Column("of it", lambda r: f"{100 * r.bound_us / r.p50_us:.0f} %"),
+        Column("%", lambda r: f"{100 * r.bound_us / r.p50_us:.0f}"),
     ]
     if any(not r.ours for r in rows):
-        found.append(Column("× best peer", lambda r: _ratio(rows, r)))
+        found.append(Column("× peer", lambda r: _ratio(rows, r)))
     return found
 
 
 def _us(value: float) -> str:
-    return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
+    decimals = 2 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:,.{decimals}f}"
 
 
 def _ratio(rows: Sequence[Row], row: Row) -> str:
@@ -76,10 +77,12 @@ def show(console: Console, report: Report, op: str) -> None:
     if not console.is_terminal:
         console = Console(file=console.file, width=max(needs, console.width), highlight=False)
     first = rows[0]
+    peers = any(not row.ours for row in rows)
+    versus = "; × peer is the best peer's median over ours" if peers else ""
     console.print(
         f"\n{first.collective}, {first.ranks} ranks on {report.machine['cores']} cores "
         f"({report.machine['cpu']}), {first.dtype}. Times are the slowest rank's, in µs; "
-        "bandwidths in GB/s.",
+        f"bandwidths in GB/s; % of the physical bound{versus}.",
         soft_wrap=True,
     )
     console.print(wide if needs <= console.width else table(rows, op, wide=False))
