@@ -47,6 +47,8 @@ class Prepared {
       throw nb::value_error("bounds are ranks + 1 numbers");
   }
 
+  std::uint64_t kind() const { return kind_; }
+
   // A ticket for `wait`.
   std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
     return core_.start(job(whole, part, number, site), true);
@@ -135,6 +137,7 @@ NB_MODULE(_core, m) {
       .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t>(),
            nb::keep_alive<1, 2>(), nb::arg("core"), nb::arg("collective"), nb::arg("bounds"),
            nb::arg("dtype"), nb::arg("op"), nb::arg("kind"))
+      .def_prop_ro("kind", &Prepared::kind)
       .def("start", &Prepared::start)
       .def("run", &Prepared::run);
 

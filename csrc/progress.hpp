@@ -140,7 +140,10 @@ class Progress {
     lock.unlock();
     try {
       peers_.slice(end, background);
-      if (!begun_) begin(job);
+      if (!begun_) {
+        if (auto f = peers_.reported()) throw *f;  // after a failure nothing begins any more
+        begin(job);
+      }
       begun_ = true;
       std::holds_alternative<Rows>(job.what) ? interpreter_.run() : direct_.run();
       segment_.record(rank_).end();

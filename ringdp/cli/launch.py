@@ -76,6 +76,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from ringdp.cli.loopback import register
+
     _silence_launcher()
     pipes = [get_context("spawn").Pipe(duplex=False) for _ in range(ranks)]
     inbox = _Inbox([reader for reader, _ in pipes], on_event)
@@ -86,8 +88,7 @@ def launch(
             nproc_per_node=ranks,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
+            rdzv_backend=register(),
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.05,  # s

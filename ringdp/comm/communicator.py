@@ -25,7 +25,7 @@ from ringdp.comm.work import ENDED, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import Link, Op, Prepared, Transport
+from ringdp.transport.base import FailureKind, Link, Op, Prepared, Transport
 from ringdp.transport.records import Call
 from ringdp.transport.shm import ShmTransport
 
@@ -57,6 +57,7 @@ class Communicator(Reductions, Moves):
         self._closed = False
         self._ready: dict[Key, Prepared] = {}
         _all.add(self)
+        self._duplicates: WeakSet[Communicator] = WeakSet()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised CPU tensor in memory that all ranks of the host have mapped.
@@ -74,7 +75,7 @@ class Communicator(Reductions, Moves):
         """
         self._copies += 1
         name = f"{self._name}.{self._copies}"
-        return Communicator(
+        made = Communicator(
             self._store,
             *(self.rank, self.size),
             name=name,
@@ -83,23 +84,49 @@ class Communicator(Reductions, Moves):
             arena=self._transport.arena,
             link=self.link,
         )
+        self._duplicates.add(made)
+        return made
 
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent to others over this communicator."""
         return self._transport.sent_bytes()
 
     def close(self) -> None:
-        """Stop. Ranks that still wait for this one raise PeerLost."""
+        """Stop. Ranks that still wait for this one raise PeerLost.
+
+        A collective that ended here may still fail elsewhere: a broadcast ends at its root before
+        all have it. If it is known by now that one did, and no call has raised it, this one does.
+        """
         if not self._closed:
-            self._closed = True
-            self._ready.clear()
-            self._transport.close()
+            try:
+                self._guard.farewell(self._issued)
+            finally:
+                self._close()
+
+    def abort(self) -> None:
+        """Give up, with all duplicates: every other rank's calls raise PeerLost at once.
+
+        It waits for nobody. After it, the ranks may come together again by `ringdp.init()`.
+        """
+        for duplicate in list(self._duplicates):
+            duplicate.abort()
+        if not self._closed:
+            self._transport.fail(FailureKind.ABORTED, self.rank)
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._ready.clear()
+        self._transport.close()
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # which says more than what else we could raise
+            self._close()
 
     def _how(
         self,
@@ -161,7 +188,7 @@ class Communicator(Reductions, Moves):
             return ENDED
         self._transport.keep(ticket, ready, whole, part, site)
         return self._waited(
-            Work(self._guard, (number, 0, whole.numel(), site), ticket, None), False
+            Work(self._guard, (number, ready.kind, whole.numel(), site), ticket, None), False
         )
 
     def _run(

@@ -81,6 +81,20 @@ class Guard:
         )
         raise self.error
 
+    def farewell(self, issued: int) -> None:
+        """Raise, if no call has, how the `issued` collectives failed elsewhere, as far as known."""
+        if self.error is not None:
+            return
+        last = self.transport.call(self.transport.rank, issued - 1)
+        if last is None:
+            return
+        self.check(last)
+        for r in range(self.transport.ranks):
+            record = self.transport.record(r)
+            if record and record.finished < issued and process_state(record.pid).endswith("ended"):
+                self.transport.fail(FailureKind.LOST, r)
+                self.check(last)
+
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
         if failure.kind is FailureKind.MISMATCH:
             text = self._disagreement(failure)

@@ -1,23 +1,31 @@
-"""How the ranks find each other: torchrun's environment variables and torch's TCPStore."""
+"""How the ranks find each other: torchrun's environment variables and torch's TCPStore.
+
+What goes through the store is text and numbers, checked where it is read; nothing is unpickled. A
+store that ringdp starts listens where MASTER_ADDR says, the loopback for instance; the one that
+torchrun starts listens on every interface of the host. Who reaches it can disturb the start of the
+ranks, but not reach their memory: that is opened through /proc, by the same user only.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from datetime import timedelta
-from itertools import count
+from functools import partial
+from typing import NamedTuple
 
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, ProcessGroup
 
 from ringdp.comm.communicator import Communicator
-from ringdp.errors import UsageError
+from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import Link
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
-_worlds = count()
+_last_generation = 0
+_stores: dict[tuple[_Place, str, str], Store] = {}
 _overs: Counter[str] = Counter()  # communicators made over a torch.distributed group, by its name
 _world: Communicator | None = None
 
@@ -27,11 +35,12 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks that torchrun started, or of one rank without it.
 
-    Collective: every rank must call it, and call it equally often. `timeout` is how long a
-    collective may wait for another rank, in seconds; after `warn_after` of them the logger `ringdp`
-    warns once of a collective that does not end. With a `link` the ranks of one host talk as over
-    that network: messages come late, at no cost of cores. Raises UsageError if torchrun's variables
-    are set in part only, or are not what torchrun sets.
+    Collective: every rank must call it, and call it equally often. After a failure, ranks that have
+    called `abort`, and new processes in the place of those that died, come together by it again.
+    `timeout` is how long a collective may wait for another rank, in seconds; after `warn_after` of
+    them the logger `ringdp` warns once of a collective that does not end. With a `link` the ranks
+    of one host talk as over that network: messages come late, at no cost of cores. Raises
+    UsageError if torchrun's variables are set in part only, or are not what torchrun sets.
     """
     global _world
     _world = _connect(timeout, warn_after, link)
@@ -58,23 +67,111 @@ def over(group: ProcessGroup) -> Communicator:
 
 
 def _connect(timeout: float, warn_after: float, link: Link | None) -> Communicator:
-    found = [v for v in VARIABLES if v in os.environ]
-    name = f"ringdp/{next(_worlds)}"
-    if not {"RANK", "WORLD_SIZE"} & set(found):
+    place = _place()
+    if place is None:
         return Communicator(
-            None, 0, 1, name=name, timeout=timeout, warn_after=warn_after, link=link
+            None, 0, 1, name="ringdp", timeout=timeout, warn_after=warn_after, link=link
         )
+    store = _store(place, timedelta(seconds=timeout))
+    return Communicator(
+        store,
+        *(place.rank, place.ranks),
+        name=f"{_generation(store, place.rank)}",
+        timeout=timeout,
+        warn_after=warn_after,
+        link=link,
+    )
+
+
+class _Place(NamedTuple):
+    """This process's place in the job, as torchrun's variables say it."""
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+
+
+def _place() -> _Place | None:
+    """None without torchrun."""
+    found = {v: os.environ[v] for v in VARIABLES if v in os.environ}
+    if not {"RANK", "WORLD_SIZE"} & found.keys():
+        return None
     if missing := [v for v in VARIABLES if v not in found]:
         raise UsageError(
             f"{', '.join(found)} set, but not {', '.join(missing)}: start the ranks with torchrun, "
             "which sets all of them"
         )
-    store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    return Communicator(
-        PrefixStore("ringdp", store),
-        *(rank, ranks),
-        name=name,
-        timeout=timeout,
-        warn_after=warn_after,
-        link=link,
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not found[name].isdecimal():
+            raise UsageError(f"{name} is {found[name]!r}; allowed: a whole number, 0 or more")
+    place = _Place(
+        int(found["RANK"]),
+        int(found["WORLD_SIZE"]),
+        found["MASTER_ADDR"],
+        int(found["MASTER_PORT"]),
     )
+    if place.rank >= place.ranks:
+        raise UsageError(f"RANK is {place.rank}; WORLD_SIZE is {place.ranks}: ranks are below it")
+    if place.port > 65535:
+        raise UsageError(f"MASTER_PORT is {place.port}; allowed: 0..65535")
+    return place
+
+
+def _store(place: _Place, timeout: timedelta) -> Store:
+    """The job's store, which this process keeps for good: rank 0's may serve the others.
+
+    torchrun's agent serves all starts of the ranks from one store, so each has names of its own.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = (place, os.environ.get("TORCHELASTIC_RUN_ID", ""), restart)
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if key not in _stores:
+        try:
+            if place.rank > 0 or agent_serves:
+                server = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+            else:
+                server = _serve(place, timeout)
+        except (DistError, OSError) as e:
+            raise CommunicationError(
+                f"rank {place.rank} cannot reach rank 0's store at {place.host}:{place.port}: {e}"
+            ) from e
+        _stores[key] = PrefixStore(f"ringdp/{key[1]}/{restart}", server)
+    _stores[key].set_timeout(timeout)
+    return _stores[key]
+
+
+def _serve(place: _Place, timeout: timedelta) -> TCPStore:
+    """torch's own store listens on every interface; where the ranks meet on one, so does this."""
+    serve = partial(
+        TCPStore,
+        place.host,
+        place.port,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        wait_for_workers=False,
+    )
+    try:
+        listening = socket.create_server((place.host, place.port))
+    except OSError:  # another library of this process serves there already, and shares it
+        return serve()
+    return serve(master_listen_fd=listening.detach())
+
+
+def _generation(store: Store, rank: int) -> int:
+    """The how-many-th coming together of all ranks this is; a number for all of them.
+
+    Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
+    come again after a failure find one another, whether they are the same processes or new ones.
+    """
+    global _last_generation
+    if rank == 0:
+        _last_generation = store.add("generations", 1)
+        store.set(f"open/{_last_generation}", "")
+        return _last_generation
+    while True:
+        _last_generation += 1
+        store.wait([f"open/{_last_generation}"])
+        if store.add(f"seat/{_last_generation}/{rank}", 1) == 1:
+            return _last_generation

@@ -82,6 +82,11 @@ class Prepared(Protocol):
     Whoever calls keeps the buffers.
     """
 
+    @property
+    def kind(self) -> int:
+        """Its fingerprint."""
+        ...
+
     def start(self, whole: int, part: int, number: int, site: bytes, /) -> int:
         """Begin it in the background. Returns a ticket for `wait`."""
         ...

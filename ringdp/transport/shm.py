@@ -182,11 +182,11 @@ class ShmTransport:
     def fail(self, kind: FailureKind, rank: int) -> None:
         self._core.fail(kind.value, rank)
 
-    def record(self, rank: int) -> RankRecord:
-        return read_record(self._core, rank)
+    def record(self, rank: int) -> RankRecord | None:
+        return read_record(self._core, rank) if os.getpid() == self._process else None
 
     def call(self, rank: int, number: int) -> Call | None:
-        return read_call(self._core, rank, number)
+        return read_call(self._core, rank, number) if os.getpid() == self._process else None
 
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())
@@ -243,19 +243,32 @@ def _create(name: str, size: int, *, reserve: bool) -> int:
 def _open(pid: int, fd: int) -> int:
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:
         raise CommunicationError(
             f"cannot open rank 0's shared memory at {path} ({e.strerror}). The ranks must run on "
             "one host, as one user, and see each other's processes."
         ) from e
+    # A store that others can write to may name a file that is not rank 0's.
+    try:
+        seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
+    except OSError:  # not a memfd
+        seals = 0
+    if os.fstat(opened).st_uid != os.geteuid() or seals != SEALS:
+        os.close(opened)
+        raise CommunicationError(f"{path} is not the shared memory of a rank 0 of this user")
+    return opened
 
 
 def _ask(store: Store) -> _Address:
     try:
-        return _Address(*map(int, store.get("segment").split()))
+        said = store.get("segment")
     except torch.distributed.DistError as e:
         raise CommunicationError(f"rank 0 did not say where its shared memory is: {e}") from e
+    try:
+        return _Address(*map(int, said.split()))
+    except (TypeError, ValueError) as e:
+        raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
 
 
 def _meet(store: Store, rank: int, ranks: int, address: _Address) -> None:

@@ -1,0 +1,136 @@
+"""After a failure: the ranks that are left give up, and all come together again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from tests.comm.failing import hear
+from tests.forks import PATIENCE, Forks, Say
+
+pytestmark = pytest.mark.process
+
+
+def aborts(comm: Communicator, say: Say) -> None:
+    with comm.duplicate() as other:
+        other.barrier()
+        if comm.rank == 1:
+            comm.abort()
+            comm.abort()
+            with pytest.raises(ringdp.CommunicationError, match="closed"):
+                other.barrier()  # duplicates are given up too
+            say(None)
+        else:
+            say([hear(comm, comm.barrier), hear(other, other.barrier)])
+            comm.abort()
+    for _ in range(2):  # again, and again without an abort
+        comm = ringdp.init(timeout=PATIENCE)
+        x = torch.tensor([comm.rank + 1])
+        comm.all_reduce(x)
+        say(x.item())
+
+
+def test_abort_is_heard_at_once_and_all_come_again(forks: Forks):
+    for rank, (code, said) in enumerate(forks(3, aborts)):
+        assert code == 0
+        heard, *sums = said
+        assert sums == [6, 6]
+        for h in heard or ():
+            assert h.error == h.again == "PeerLost", f"{rank}: {h}"
+            assert "; rank 1 has aborted\n" in h.text
+
+
+SUCCESSOR = """
+import torch, ringdp
+comm = ringdp.init(timeout=30)
+comm.all_reduce(torch.tensor([1000]))
+"""
+
+
+def survivors_go_on(comm: Communicator, say: Say) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        subprocess.Popen([sys.executable, "-c", SUCCESSOR])
+        os.kill(os.getpid(), signal.SIGKILL)
+    say(hear(comm, comm.barrier).error)
+    comm.abort()
+    again = ringdp.init(timeout=PATIENCE)
+    x = torch.tensor([again.rank + 1])
+    again.all_reduce(x)
+    say(x.item())
+
+
+def test_a_new_process_takes_the_place_of_a_dead_one(forks: Forks):
+    first, (code, _), last = forks(3, survivors_go_on)
+    assert code == -signal.SIGKILL
+    assert first == last == (0, ["PeerLost", 1 + 1000 + 3])
+
+
+def ends_unheard(comm: Communicator, say: Say, how: str) -> None:
+    """A broadcast that has ended at its root, while a rank that it was for is no more."""
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.broadcast(torch.ones(10), algorithm="binomial")
+    while "ended" not in ringdp.comm.table.process_state(comm._transport.record(1).pid):
+        pass
+    say(hear(comm, getattr(comm, how)))
+
+
+@pytest.mark.parametrize("how", ["close", "barrier"])
+def test_what_ended_at_its_root_alone_is_told_at_the_next_occasion(forks: Forks, how):
+    (_, (heard,)), _ = forks(2, ends_unheard, how)
+    assert heard.error == "PeerLost"
+    assert "; rank 1 has ended (" in heard.text
+
+
+TRAINING = """
+import os, signal, sys, torch, ringdp
+
+comm = ringdp.init(timeout=20)
+path, weights, first = sys.argv[1], torch.zeros(4), 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    weights, first = saved["weights"], saved["step"]
+for step in range(first, 6):
+    if step == 3 and comm.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    gradient = torch.full((4,), (comm.rank + 1.0) * (step + 1))
+    comm.all_reduce(gradient, "avg")
+    weights -= 0.1 * gradient
+    if comm.rank == 0:
+        torch.save({"weights": weights, "step": step + 1}, path + ".new")
+        os.replace(path + ".new", path)
+sys.stdout.write(f"rank {comm.rank} from step {first}: {weights.tolist()}\\n")
+"""
+
+
+def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"),
+            *(str(script), str(tmp_path / "checkpoint")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    weights = torch.zeros(4)
+    for step in range(6):
+        weights -= 0.1 * torch.full((4,), 1.5 * (step + 1))
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"rank {rank} from step 3: {weights.tolist()}" for rank in range(2)]
+    error = r"PeerLost: rank 0 waited for all_reduce #3 .*train.py:13; rank 1 has ended"
+    assert re.search(error, done.stderr), done.stderr
