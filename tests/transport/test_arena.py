@@ -1,0 +1,104 @@
+"""Tensors in memory that all ranks have mapped: where they lie, how long, and what is in them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from ringdp import CommunicationError, Communicator
+from tests.transport.test_conformance import Case, digest, expected, given
+
+pytestmark = pytest.mark.process
+
+DIRECT = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+def everybodys(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    """Digests of results that are computed with every buffer in the arena."""
+    results = []
+    for case in cases:
+        x = given(case, comm.rank, comm.size)
+        k = case.elements
+        whole = comm.empty(*x.shape, dtype=x.dtype).copy_(x)
+        part = slice(comm.rank * k, (comm.rank + 1) * k)
+        mine = comm.empty(k, dtype=x.dtype)
+        match case.collective:
+            case "all_reduce":
+                comm.all_reduce(whole)
+                results.append(digest(whole))
+            case "reduce_scatter":
+                comm.reduce_scatter(mine, whole)
+                results.append(digest(mine))
+            case "all_gather":
+                mine.copy_(whole[part])
+                whole.zero_()
+                comm.all_gather(whole, mine)
+                results.append(digest(whole))
+        whole.fill_(7)  # at once: nobody may still read it, or write
+        assert bool((whole == 7).all())
+    return results
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_bits_are_the_same(ranks, n):
+    cases = [
+        Case(collective, "direct", elements, dtype)
+        for collective in ("all_reduce", "reduce_scatter", "all_gather")
+        for elements in (0, 1, 10007, 300_007)
+        for dtype in ("float32", "bfloat16", "float64", "int8")
+    ]
+    by_rank = ranks(n)(everybodys, cases)
+    for i, case in enumerate(cases):
+        assert [results[i] for results in by_rank] == expected(case, n), case
+
+
+def lifetime(comm: Communicator) -> None:
+    arena = comm._transport.arena
+    assert arena is not None
+    gc.collect()
+    before = list(arena._free)
+    a = comm.empty(1000, 3, dtype=torch.float64)
+    view = a[10:20]
+    where = a.data_ptr()
+    assert arena.address <= where < arena.address + arena.bytes
+    assert where % 64 == 0
+    assert comm.empty(5).data_ptr() != where
+    del a
+    assert comm.empty(1000, 3, dtype=torch.float64).data_ptr() != where, "a view is left"
+    view.fill_(1)
+    del view
+    again = comm.empty(1000, 3, dtype=torch.float64)
+    assert again.data_ptr() == where, "its memory is used again"
+    del again
+    gc.collect()
+    assert arena._free == before, "free memory is joined"
+
+
+def test_memory_lives_as_long_as_its_last_view(ranks):
+    ranks(2)(lifetime)
+
+
+def too_much(comm: Communicator) -> str:
+    with pytest.raises(CommunicationError) as error:
+        comm.empty(1 << 50)
+    return str(error.value)
+
+
+def test_too_much_is_an_error(ranks):
+    assert ranks(2)(too_much) == ["no room in the arena for 4,503,599,627,370,496 bytes"] * 2
+
+
+def outlives(comm: Communicator) -> float:
+    """A duplicate shares the arena, and a tensor outlives the communicator that made it."""
+    with comm.duplicate() as other:
+        x = other.empty(300_000).fill_(comm.rank + 1.0)
+        comm.all_reduce(x)
+    del other
+    gc.collect()
+    return float(x.sum())
+
+
+def test_a_tensor_outlives_its_communicator(ranks):
+    assert ranks(2)(outlives) == [900_000.0] * 2
