@@ -3,7 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "progress.hpp"
+#include "mailbox.hpp"
 #include "watch.hpp"
 
 namespace nb = nanobind;
@@ -120,7 +120,7 @@ NB_MODULE(_core, m) {
                                    f->expected.digest, f->expected.bytes, f->found.number,
                                    f->found.digest, f->found.bytes);
            })
-      .def("fail", [](Progress& self, int kind, int rank) { self.fail(Failure(kind), rank); })
+      .def("fail", [](Progress& self, int kind, int rank) { self.fail({Failure(kind), rank}); })
       .def("finished", &Progress::finished)
       .def("record", [](Progress& self, int rank) { return where(record_of(self.segment(), rank)); })
       .def("call", [](Progress& self, int rank, std::uint64_t number) {
@@ -140,6 +140,26 @@ NB_MODULE(_core, m) {
       .def_prop_ro("kind", &Prepared::kind)
       .def("start", &Prepared::start)
       .def("run", &Prepared::run);
+
+  m.def("mailbox_size", &Mailbox::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
+        "Bytes of the file for messages.");
+  nb::class_<Mailbox>(m, "Mailbox")
+      .def(nb::init<Progress&, int, int>(), nb::keep_alive<1, 2>(), nb::arg("progress"),
+           nb::arg("fd"), nb::arg("rank"))
+      .def("send",
+           [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int to,
+              bool background) {
+             return self.send(reinterpret_cast<const std::byte*>(data), bytes, kind, to, background);
+           })
+      .def("receive",
+           [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int from,
+              std::uintptr_t source, bool background) {
+             return self.receive(reinterpret_cast<std::byte*>(data), bytes, kind, from,
+                                 reinterpret_cast<std::int64_t*>(source), background);
+           })
+      .def("wait", &Mailbox::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("ended", &Mailbox::ended)
+      .def("close", &Mailbox::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Watch>(m, "Watch")
       .def(nb::init<int>(), nb::arg("fd"))

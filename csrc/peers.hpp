@@ -14,7 +14,7 @@ namespace ringdp {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped, aborted };
+enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped, aborted, damaged };
 
 // Thrown through a collective; becomes a Python error at the edge.
 struct Failed {

@@ -75,7 +75,7 @@ class Progress {
   }
 
   // Give up on `rank`, or as `rank` itself, and tell the others.
-  void fail(Failure failure, int rank) { announce({failure, rank}); }
+  void fail(const Failed& failed) { announce(failed); }
 
   void close() {
     if (closed_) return;

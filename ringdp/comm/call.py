@@ -2,7 +2,7 @@
 
 A fingerprint is one number, since it goes with every message and into every rank's record:
 
-    tag << 24 | root << 14 | collective << 9 | dtype << 4 | op
+    tag << 24 | root or peer << 14 | collective << 9 | dtype << 4 | op
 
 Ranks whose fingerprints of the same collective differ have made a mistake. Reading one trusts
 nothing: a code that stands for nothing is said to be unknown.
@@ -25,7 +25,9 @@ from ringdp.transport.records import SITE_BYTES, Call
 TAGS = 1 << 39  # how many there are: with the codes below them they fit 63 bits
 ROOTS = 1 << 10  # and so many ranks may be roots
 
-COLLECTIVES: tuple[str, ...] = get_args(Collective)
+MESSAGES = ("send", "recv")
+COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES)
+ANYBODY = ROOTS - 1  # as the peer of a recv
 CALLED_OPS: tuple[str, ...] = (*OPS, "avg")  # what users say; `avg` runs as a scaled sum
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
@@ -33,13 +35,22 @@ REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
 @cache
 def fingerprint(collective: str, dtype: torch.dtype, op: str, root: int) -> int:
-    """All of it but the tag, which `Communicator` adds."""
+    """All of it but the tag, which `Communicator` adds. `root`: for send and recv, the peer."""
     codes = COLLECTIVES.index(collective), DTYPES.index(dtype), CALLED_OPS.index(op)
     return root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
 
 
 def tag_of(kind: int) -> int:
     return kind >> 24
+
+
+def peer_of(kind: int) -> int:
+    """The root of a collective, or the peer of a message."""
+    return kind >> 14 & ROOTS - 1
+
+
+def dtype_of(kind: int) -> str:
+    return _name(DTYPES, kind >> 4 & 31).removeprefix("torch.")
 
 
 def collective_of(kind: int) -> str:
@@ -49,9 +60,12 @@ def collective_of(kind: int) -> str:
 def named(number: int, kind: int) -> str:
     """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1)`."""
     name = collective_of(kind)
-    parts = [_name(DTYPES, kind >> 4 & 31).removeprefix("torch.")]
+    parts = [dtype_of(kind)]
     parts += [_name(CALLED_OPS, kind & 15)] * (name in REDUCING)
-    parts += [f"root {kind >> 14 & ROOTS - 1}"] * (name in ROOTED)
+    parts += [f"root {peer_of(kind)}"] * (name in ROOTED)
+    if name in MESSAGES:
+        who = "any rank" if peer_of(kind) == ANYBODY else f"rank {peer_of(kind)}"
+        parts.append(f"{'to' if name == 'send' else 'from'} {who}")
     return f"{name} #{number} ({', '.join(parts)})"
 
 

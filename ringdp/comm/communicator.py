@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ringdp.comm.call import TAGS, call_site, fingerprint
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.job import Exchange, How, Job, Key
+from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
 from ringdp.comm.reductions import Reductions
@@ -33,7 +34,7 @@ MOST_READY = 4096  # calls that a communicator remembers; then it forgets them a
 _all: WeakSet[Communicator] = WeakSet()
 
 
-class Communicator(Reductions, Moves):
+class Communicator(Reductions, Moves, Messages):
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from torch import dtype
 
-from ringdp.comm.call import collective_of, told
+from ringdp.comm.call import ANYBODY, MESSAGES, collective_of, dtype_of, peer_of, tag_of, told
 from ringdp.comm.table import missing, process_state, table
 from ringdp.errors import (
     CollectiveMismatch,
@@ -21,7 +21,7 @@ from ringdp.errors import (
     PeerLost,
     UsageError,
 )
-from ringdp.transport.base import DTYPES, Failure, FailureKind, Stamp, Transport
+from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
 from ringdp.transport.records import CALLS, Call
 
 log = logging.getLogger("ringdp")
@@ -121,6 +121,8 @@ class Guard:
     def _disagreement(self, failure: Failure) -> str:
         """Both calls of the first collective that is not the same; else what the message was."""
         pair = failure.reporter, failure.rank
+        if failure.found[0] == MESSAGE:
+            return _messages(failure)
         here, there = [self._calls(r) for r in pair]
         both = sorted(here.keys() & there.keys())
         differing = [k for k in both if _differ(here[k], there[k])]
@@ -129,7 +131,9 @@ class Guard:
         for r, calls in zip(pair, (here, there), strict=True):
             call = calls.get(number)
             lines.append(f"  rank {r}: {told(call) if call else f'#{number}, too long ago to say'}")
-        if not differing:
+        if failure.expected == failure.found and not differing:
+            lines.append("  with different sizes")
+        elif not differing:
             lines.append(
                 f"  rank {pair[0]} found a {_message(failure.found)} from rank {pair[1]} "
                 f"where it expected a {_message(failure.expected)}"
@@ -144,11 +148,23 @@ class Guard:
         return {call[0]: call for call in calls if call}
 
     def _here(self, call: Call) -> str:
-        queued = f", queued behind #{self._stuck(call)}," * (self._stuck(call) < call[0])
+        behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES
+        queued = f", queued behind #{self._stuck(call)}," * behind
         return f"rank {self.transport.rank} waited for {told(call)}{queued}"
 
     def _missing(self, call: Call) -> str:
+        if collective_of(call[1]) in MESSAGES:
+            return self._partner(call[1])
         return missing(self.transport, self._stuck(call), self.transport.rank)
+
+    def _partner(self, kind: int) -> str:
+        """What the other end of a message has not done, and what keeps it."""
+        done = "received" if collective_of(kind) == "send" else "sent"
+        if peer_of(kind) == ANYBODY:
+            return f"no rank has {done} it"
+        record = self.transport.record(peer_of(kind))
+        state = process_state(record.pid) if record else ""
+        return f"rank {peer_of(kind)}" + f" ({state})" * bool(state) + f" has not {done} it"
 
     def _stuck(self, call: Call) -> int:
         """The collective under way: this one, or the one that it is queued behind."""
@@ -160,6 +176,14 @@ def _differ(one: Call, other: Call) -> bool:
     (_, kind, elements, _), (_, other_kind, other_elements, _) = one, other
     even = collective_of(kind) not in UNEVEN
     return kind != other_kind or (even and elements != other_elements)
+
+
+def _messages(failure: Failure) -> str:
+    (_, kind, size), (_, other, given) = failure.expected, failure.found
+    return (
+        f"rank {failure.reporter} expected {size} bytes of {dtype_of(kind)} with tag "
+        f"{tag_of(kind)} from rank {failure.rank}, which sent {given} bytes of {dtype_of(other)}"
+    )
 
 
 def _message(stamp: Stamp) -> str:

@@ -41,7 +41,7 @@ DIRECT: tuple[Direct, ...] = get_args(Direct)
 
 
 class FailureKind(Enum):
-    """Why a program did not end (csrc's enum Failure, but for the last)."""
+    """Why a program did not end (csrc's enum Failure)."""
 
     LOST = 1
     TIMEOUT = 2
@@ -51,6 +51,7 @@ class FailureKind(Enum):
     DAMAGED = 6
 
 
+MESSAGE = (1 << 64) - 1  # for a number: of a message between two ranks
 Stamp = tuple[int, int, int]  # of a message: number and digest of its collective, its bytes
 
 
@@ -150,6 +151,22 @@ class Transport(Protocol):
 
         The bits are those of its program. Shard r of the whole is [shards[r], shards[r+1]).
         """
+        ...
+
+    def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
+        """Send `buffer` (1-D, contiguous), and return a ticket for `wait`.
+
+        It may wait for the receiver, who must expect as many bytes of that `kind` (or: MISMATCH),
+        whose bits from 24 on are a tag: of what one rank sends another under one tag, the first
+        sent is the first received.
+        """
+        ...
+
+    def receive(
+        self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
+    ) -> int:
+        """The same for a message from `sender`, None: from anybody. `source`: one int64 that will
+        be who sent it."""
         ...
 
     @property

@@ -52,11 +52,12 @@ def slab_bytes(ranks: int) -> int:
 
 
 class _Address(NamedTuple):
-    """Where rank 0's segment and arena are, as sent through the store."""
+    """Where rank 0's files are, as sent through the store."""
 
     pid: int
     segment: int
     arena: int
+    mail: int
     token: int
 
 
@@ -84,12 +85,14 @@ class ShmTransport:
             files = (
                 _create(NAME, _size(ranks), reserve=True),
                 _create("ringdp-arena", arena_bytes(ranks), reserve=False),
+                _create("ringdp-mail", _mail_size(ranks), reserve=False),
             )
             address = _Address(os.getpid(), *files, secrets.randbits(63))
         else:
             assert store is not None
             address = _ask(store)
-            files = _open(address.pid, address.segment), _open(address.pid, address.arena)
+            pid, segment, shared, mail, _ = address
+            files = _open(pid, segment), _open(pid, shared), _open(pid, mail)
         try:
             self.arena = arena or Arena(files[1], rank, ranks)
             self._core = _core.Progress(
@@ -104,6 +107,7 @@ class ShmTransport:
                 link.latency if link else 0.0,
                 link.bandwidth if link else 0.0,
             )
+            self._mail = _core.Mailbox(self._core, files[2], rank)
             if store is not None:
                 _meet(store, rank, ranks, address)
             kept = keep_open(files[0])
@@ -113,9 +117,10 @@ class ShmTransport:
         self._core.connect()
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
-        self.kept: dict[int, tuple[object, ...]] = {}
+        self.kept: dict[int, tuple[object, ...]] = {}  # that of a message is negative
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
-        self._stop = weakref.finalize(self, _stop, self._core, self.kept, self._process, kept)
+        cores = self._mail, self._core
+        self._stop = weakref.finalize(self, _stop, cores, self.kept, self._process, kept)
 
     def start(
         self,
@@ -161,8 +166,25 @@ class ShmTransport:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.arena.empty(shape, dtype)
 
+    def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
+        self.check(buffer)
+        ticket = -self._mail.send(buffer.data_ptr(), buffer.nbytes, kind, to, background)
+        self.keep(ticket, buffer)
+        return ticket
+
+    def receive(
+        self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
+    ) -> int:
+        self.check(buffer)
+        anyone = -1 if sender is None else sender
+        at = source.data_ptr()
+        ticket = -self._mail.receive(buffer.data_ptr(), buffer.nbytes, kind, anyone, at, background)
+        self.keep(ticket, buffer, source)
+        return ticket
+
     def wait(self, ticket: int, timeout: float) -> bool:
-        if not self._core.wait(ticket, timeout):
+        over = self._mail.wait(-ticket, timeout) if ticket < 0 else self._core.wait(ticket, timeout)
+        if not over:
             return False
         self.release()
         return True
@@ -209,21 +231,32 @@ class ShmTransport:
 
     def release(self) -> None:
         finished = self._core.finished()
-        for ticket in [t for t in list(self.kept) if t <= finished]:
-            self.kept.pop(ticket, None)
+        for ticket in list(self.kept):
+            if ticket <= finished if ticket > 0 else self._mail.ended(-ticket):
+                self.kept.pop(ticket, None)
 
 
-def _stop(core: _core.Progress, kept: dict[int, tuple[object, ...]], process: int, fd: int) -> None:
+def _stop(
+    cores: tuple[_core.Mailbox | _core.Progress, ...],
+    kept: dict[int, tuple[object, ...]],
+    process: int,
+    fd: int,
+) -> None:
     let_go(fd)
-    if os.getpid() != process:  # a fork has neither the thread nor the memory
-        _core.abandon(core)
-    else:
-        core.close()
-        kept.clear()
+    for core in cores:
+        if os.getpid() != process:  # a fork has neither the threads nor the memory
+            _core.abandon(core)
+        else:
+            core.close()
+    kept.clear()
 
 
 def _size(ranks: int) -> int:
     return int(_core.segment_size(ranks, FIFO_DEPTH, slab_bytes(ranks)))
+
+
+def _mail_size(ranks: int) -> int:
+    return int(_core.mailbox_size(ranks, FIFO_DEPTH, slab_bytes(ranks)))
 
 
 def _create(name: str, size: int, *, reserve: bool) -> int:

@@ -1,24 +1,32 @@
 // Ranks as threads of one process, so that a sanitizer sees both ends of every channel.
 // Arguments: all_reduce or broadcast, and files of its programs, one a rank: "chunks scratch rows",
 // then the rows. In a broadcast nothing comes back, so nothing but the tail orders a slot's reuse.
-// Or `direct` and a number of ranks: the collectives that need no program.
+// Or `direct` and a number of ranks: the collectives that need no program. Or `messages` and theirs.
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string_view>
 
-// A sanitizer knows memory by its address: every rank must see the segment at the same one.
-static void* shared = nullptr;
+// A sanitizer knows memory by its address: every rank must see a file at the same one.
+static std::map<ino_t, void*> mapped;
+static std::mutex mapping;
 static void* map_once(void* at, std::size_t bytes, int access, int flags, int fd, off_t offset) {
-  return shared ? shared : shared = mmap(at, bytes, access, flags, fd, offset);
+  std::lock_guard lock(mapping);
+  struct stat status;
+  fstat(fd, &status);
+  void*& known = mapped[status.st_ino];
+  return known ? known : known = mmap(at, bytes, access, flags, fd, offset);
 }
 static int keep(void*, std::size_t) { return 0; }
 #define mmap map_once
 #define munmap keep
-#include "progress.hpp"
+#include "mailbox.hpp"
 #undef mmap
 #undef munmap
 
@@ -60,7 +68,7 @@ constexpr std::size_t kArena = 1 << 18;  // floats a rank
 std::vector<float> arena;
 
 std::vector<std::unique_ptr<Progress>> connected(int n) {
-  shared = nullptr;
+  mapped.clear();  // a new file may have the number of one that has gone
   const int fd = int(syscall(SYS_memfd_create, "ringdp-test", 0));
   check(ftruncate(fd, Segment::size(n, kDepth, kSlab)) == 0, "a segment");
   std::vector<std::unique_ptr<Progress>> ranks;
@@ -143,6 +151,72 @@ void direct(int n) {
   for (auto& t : threads) t.join();
 }
 
+std::vector<std::unique_ptr<Mailbox>> mailboxes(std::vector<std::unique_ptr<Progress>>& ranks) {
+  const int n = int(ranks.size()), fd = int(syscall(SYS_memfd_create, "ringdp-mail", 0));
+  check(ftruncate(fd, Mailbox::size(n, kDepth, kSlab)) == 0, "a file for messages");
+  std::vector<std::unique_ptr<Mailbox>> found;
+  for (int r = 0; r < n; ++r) found.push_back(std::make_unique<Mailbox>(*ranks[r], fd, r));
+  close(fd);
+  return found;
+}
+
+// Everyone sends everyone messages of several lengths under two tags, waited for or not, and takes
+// them in another order; then a message that no mailbox has written.
+void messages(int n) {
+  auto ranks = connected(n);
+  auto mail = mailboxes(ranks);
+  const std::uint64_t lengths[] = {0, 1, kSlab, kSlab + 1, 40 * kSlab, 7, 9 * kSlab};
+  std::vector<std::thread> threads;
+  for (int me = 0; me < n; ++me)
+    threads.emplace_back([&, me] {
+      std::vector<std::vector<std::byte>> in, out;
+      std::vector<std::int64_t> sources(n * 8, -1);
+      std::vector<std::uint64_t> tickets;
+      in.reserve(n * 8), out.reserve(n * 8);
+      const auto finish = [&](std::uint64_t ticket) {
+        while (!mail[me]->wait(ticket, 0.01)) check(!ranks[me]->failed(), "no failure");
+      };
+      int k = 0;
+      for (const auto bytes : lengths) {
+        ++k;
+        for (int r = 0; r < n; ++r) {
+          if (r == me) continue;
+          out.emplace_back(bytes, std::byte(me + k));
+          tickets.push_back(
+              mail[me]->send(out.back().data(), bytes, std::uint64_t(k) << 24, r, k % 2));
+        }
+      }
+      for (; k > 0; --k)
+        for (int r = 0; r < n; ++r) {
+          if (r == me) continue;
+          in.emplace_back(lengths[k - 1], std::byte(99));
+          auto* source = &sources[in.size()];
+          const auto ticket = mail[me]->receive(in.back().data(), lengths[k - 1],
+                                                std::uint64_t(k) << 24, k % 3 ? r : -1, source, k % 2);
+          finish(ticket);
+          check(k % 3 == 0 || *source == r, "the sender");
+          for (auto b : in.back()) check(b == std::byte(*source + k), "the message");
+        }
+      for (auto ticket : tickets) finish(ticket);
+    });
+  for (auto& t : threads) t.join();
+  if (n < 2) return;
+
+  std::byte* base = nullptr;
+  for (auto& [_, at] : mapped)
+    if (*static_cast<std::uint64_t*>(at) != kMagic) base = static_cast<std::byte*>(at);
+  auto* channel = base + 1 * (sizeof(Cursors) + kDepth * (kLine + kSlab));  // from 0 to 1
+  auto& head = reinterpret_cast<Cursors*>(channel)->head;
+  auto* slot = channel + sizeof(Cursors) + head % kDepth * (kLine + kSlab);
+  std::memset(slot, 0x5a, kLine);
+  head.store(head + 1);
+  std::byte buffer[8];
+  std::int64_t source;
+  const auto ticket = mail[1]->receive(buffer, 8, 1 << 24, 0, &source, false);
+  check(!mail[1]->wait(ticket, 30), "a message that is none");
+  check(ranks[1]->failed()->failure == Failure::damaged && ranks[1]->failed()->rank == 0, "refused");
+}
+
 // Rank 0 fails in one of several ways; no rank's wait may last.
 template <class Act>
 void failing(int n, char** paths, Failure expected, Act act) {
@@ -164,13 +238,14 @@ void failing(int n, char** paths, Failure expected, Act act) {
 
 int main(int count, char** arguments) {
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), 0;
+  if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), 0;
   const int n = count - 2;
   char** paths = arguments + 2;
   if (arguments[1] == std::string_view("broadcast")) return results(n, paths, 1), 0;
   results(n, paths, float(n * (n + 1) / 2));
   failing(n, paths, Failure::lost, [](Progress& rank, const Plan&, float*) { rank.close(); });
   failing(n, paths, Failure::timeout,
-          [](Progress& rank, const Plan&, float*) { rank.fail(Failure::timeout, 0); });
+          [](Progress& rank, const Plan&, float*) { rank.fail({Failure::timeout, 0}); });
   failing(n, paths, Failure::mismatch, [](Progress& rank, const Plan& plan, float* buffer) {
     const auto ticket = rank.start(plan.job(buffer, 0, 99), false);
     check(!rank.wait(ticket, 30), "a mistaken job does not end");

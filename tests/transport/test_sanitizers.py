@@ -66,27 +66,30 @@ def test_no_race_and_no_stray_access(tmp_path, sanitizer):
     ):
         done = run([program, *programs(collective, algorithm, tmp_path)])
         assert done.returncode == 0, done.stderr
-    for n in "1", "2", "3":
-        done = run([program, "direct", n])
-        assert done.returncode == 0, done.stderr
+    for what in "direct", "messages":
+        for n in "1", "2", "3":
+            done = run([program, what, n])
+            assert done.returncode == 0, done.stderr
 
 
-RELEASES = {  # the store that publishes, and what runs over it
-    "c.head.store(head + 1, std::memory_order_release)": "interpreter.hpp",
-    "laid.store(tile + 1, std::memory_order_release)": "direct.hpp",
-}
+HEAD = "c.head.store(head + 1, std::memory_order_release)"
+RELEASES = (  # the store that publishes, and what runs over it
+    ("interpreter.hpp", HEAD),
+    ("direct.hpp", "laid.store(tile + 1, std::memory_order_release)"),
+    ("mailbox.hpp", HEAD),
+)
 
 
 def test_a_release_made_relaxed_is_a_race(tmp_path):
     """Else the test above shows nothing."""
     sources = tmp_path / "csrc"
     shutil.copytree(HERE.parents[1] / "csrc", sources)
-    for store, file in RELEASES.items():
+    for file, store in RELEASES:
         text = (sources / file).read_text()
         assert text.count(store) == 1
         (sources / file).write_text(text.replace(store, store.replace("release", "relaxed")))
     program = str(compiled("thread", tmp_path, str(sources)))
-    for arguments in (programs("all_reduce", "ring", tmp_path), ["direct", "2"]):
+    for arguments in (programs("all_reduce", "ring", tmp_path), ["direct", "2"], ["messages", "2"]):
         done = run([program, *arguments])
         assert done.returncode != 0
         assert "ThreadSanitizer: data race" in done.stderr

@@ -1,0 +1,398 @@
+// Messages between two ranks: tagged, of any size, sent and received in any order.
+//
+//   sender                                receiver
+//   WHOLE {kind, bytes} + payload   -->                        up to a slab: it need not be awaited
+//   ANNOUNCE {id, kind, bytes}      -->   once a buffer is there:
+//                                   <--   READY {id}
+//   PART {id} + payload, ...        -->
+//
+// Everything goes through one channel for each pair and direction, in order, and whoever looks takes
+// whatever is there: messages that nobody has asked for yet wait in the receiver's own memory. So no
+// message is stuck behind another, and only what is longer than a slab waits for its receiver.
+//
+// The file is sparse and mapped at the first message; a channel takes memory when it is first used.
+// Whoever waits moves everything of this rank along; for what nobody waits for, a thread does.
+#pragma once
+
+#include <list>
+#include <map>
+#include <unordered_map>
+
+#include "progress.hpp"
+
+namespace ringdp {
+
+constexpr std::uint64_t kMessage = ~0ull;  // as the number in a Stamp: its `digest` is the kind
+
+class Mailbox {
+ public:
+  static std::size_t size(int ranks, int depth, std::size_t slab) {
+    return std::size_t(ranks) * ranks * channel_size(depth, slab);
+  }
+
+  // Keeps a duplicate of `fd`.
+  Mailbox(Progress& progress, int fd, int rank)
+      : progress_(progress), segment_(progress.segment()), rank_(rank), ranks_(segment_.ranks()),
+        depth_(segment_.depth()), slab_(segment_.slab()), out_(ranks_), reserved_(ranks_) {
+    struct stat status;
+    if (fstat(fd, &status) != 0 || std::size_t(status.st_size) != size(ranks_, depth_, slab_))
+      throw std::runtime_error("the file for messages has another size than this job's");
+    fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (fd_ < 0) throw std::runtime_error(std::string("no descriptor: ") + std::strerror(errno));
+  }
+  ~Mailbox() {
+    close();
+    if (base_) munmap(base_, size(ranks_, depth_, slab_));
+    ::close(fd_);
+  }
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  // `kind`: the tag << 24, and the dtype. In the background somebody sees to it at once; else whoever
+  // waits for it does.
+  std::uint64_t send(const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
+                     bool background) {
+    std::lock_guard lock(mutex_);
+    reserve(to);
+    const auto ticket = ++tickets_;
+    pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
+    if (bytes <= slab_) {
+      out_[to].push_back({kWhole, ticket, kind, bytes, data, bytes, ticket});
+    } else {
+      announced_[ticket] = data;
+      out_[to].push_back({kAnnounce, ticket, kind, bytes, nullptr, 0, 0});
+    }
+    if (!dead()) push(to);
+    if (background) wake();
+    return ticket;
+  }
+
+  // From `from`, or -1: anybody. `*source` will be who sent it.
+  std::uint64_t receive(std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
+                        std::int64_t* source, bool background) {
+    std::lock_guard lock(mutex_);
+    for (int r = 0; r < ranks_; ++r)
+      if (r == from || from < 0) reserve(r);
+    const auto ticket = ++tickets_;
+    pending_[ticket] = {data, bytes, kind, from, source};
+    posted_.push_back(ticket);
+    for (auto a = arrived_.begin(); a != arrived_.end(); ++a)
+      if (matches(pending_[ticket], a->from, a->kind)) {
+        posted_.pop_back();
+        const Arrived found = std::move(*a);
+        arrived_.erase(a);
+        attempt([&] { accept(ticket, found, found.data.data()); });
+        break;
+      }
+    if (background) wake();
+    return ticket;
+  }
+
+  // Whether that message has been sent, or has come; after a failure none is any more.
+  bool wait(std::uint64_t ticket, double seconds) {
+    std::unique_lock lock(mutex_);
+    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(seconds));
+    ++waiters_;
+    for (int idle = 0; pending_.count(ticket) && !dead();) {
+      if (move()) {
+        idle = 0;
+        continue;
+      }
+      if (Clock::now() >= end) break;
+      lock.unlock();
+      rest(idle);
+      lock.lock();
+      if (++idle > kYields && idle % kLook == 0) attempt([&] { look(ticket); });
+    }
+    --waiters_;
+    if (!waiters_ && !pending_.empty()) wake();  // for the case that the caller does not come back
+    return !pending_.count(ticket);
+  }
+
+  // Whether nothing of it is used any more.
+  bool ended(std::uint64_t ticket) {
+    std::lock_guard lock(mutex_);
+    return !pending_.count(ticket);
+  }
+
+  void close() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      work_.notify_one();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  enum Type : std::uint32_t { kWhole = 1, kAnnounce, kReady, kPart };
+
+  struct alignas(kLine) Envelope {
+    std::uint32_t type, size;  // size: of the payload behind it
+    std::uint64_t id;          // of a message in parts, its sender's ticket
+    std::uint64_t kind, bytes;  // of the whole message
+  };
+
+  struct Request {
+    std::byte* data;
+    std::uint64_t bytes, kind;
+    int peer;  // -1: anybody
+    std::int64_t* source;  // null: a send
+    std::uint64_t come = 0;
+  };
+
+  struct Out {
+    Type type;
+    std::uint64_t id, kind, bytes;
+    const std::byte* data;
+    std::uint64_t left;
+    std::uint64_t ticket;  // what ends with it, or 0
+  };
+
+  struct Arrived {
+    int from;
+    Type type;
+    std::uint64_t id, kind, bytes;
+    std::vector<std::byte> data;
+  };
+
+  static constexpr int kSpins = 2000, kYields = 2200, kLook = 64;
+
+  static std::size_t channel_size(int depth, std::size_t slab) {
+    return sizeof(Cursors) + depth * (sizeof(Envelope) + slab);
+  }
+  std::byte* channel(int src, int dst) {
+    return base_ + (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
+  }
+  Cursors& cursors(int src, int dst) { return *reinterpret_cast<Cursors*>(channel(src, dst)); }
+  Envelope& slot(int src, int dst, std::uint64_t message) {
+    return *reinterpret_cast<Envelope*>(channel(src, dst) + sizeof(Cursors) +
+                                        message % depth_ * (sizeof(Envelope) + slab_));
+  }
+
+  // Memory for both channels of a pair: if there is none, that is an error here, not a SIGBUS later.
+  void reserve(int peer) {
+    if (!base_) {
+      void* at = mmap(nullptr, size(ranks_, depth_, slab_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+      if (at == MAP_FAILED)
+        throw std::runtime_error(std::string("mmap for messages: ") + std::strerror(errno));
+      madvise(at, size(ranks_, depth_, slab_), MADV_DONTFORK);
+      base_ = static_cast<std::byte*>(at);
+    }
+    if (reserved_[peer]) return;
+    for (std::byte* at : {channel(rank_, peer), channel(peer, rank_)})
+      if (const int error = posix_fallocate(fd_, at - base_, channel_size(depth_, slab_)))
+        throw std::runtime_error(std::string("no shared memory for messages: ") + std::strerror(error));
+    reserved_[peer] = true;
+  }
+
+  bool dead() { return stop_ || failed_ || progress_.peers().reported(); }
+
+  // Runs what may find a failure, and tells the others of it.
+  template <class Act>
+  void attempt(Act act) {
+    try {
+      act();
+    } catch (const Failed& f) {
+      failed_ = true;
+      if (f.reporter < 0) progress_.fail(f);
+    }
+  }
+
+  // Takes what has come and sends what may go. Whether there was any.
+  bool move() {
+    bool moved = false;
+    attempt([&] {
+      for (int r = 0; r < ranks_; ++r)
+        if (reserved_[r]) moved |= take(r) | push(r);
+    });
+    return moved;
+  }
+
+  bool take(int from) {
+    Cursors& c = cursors(from, rank_);
+    auto tail = c.tail.load(std::memory_order_relaxed);  // only we write it
+    const auto first = tail;
+    // acquire: the slots' contents, written before the release of `head`, are visible now
+    for (const auto head = c.head.load(std::memory_order_acquire); tail != head; ++tail) {
+      const Envelope e = slot(from, rank_, tail);  // a copy: what is checked is what is used
+      open(from, e, reinterpret_cast<const std::byte*>(&slot(from, rank_, tail) + 1));
+      // release: our reads of the slot come before the sender's next write to it
+      c.tail.store(tail + 1, std::memory_order_release);
+    }
+    return tail != first;
+  }
+
+  bool push(int to) {
+    bool moved = false;
+    Cursors& c = cursors(rank_, to);
+    auto& queue = out_[to];
+    for (; !queue.empty(); moved = true) {
+      const auto head = c.head.load(std::memory_order_relaxed);  // only we write it
+      // acquire: pairs with `take`, so that the receiver has done with the slot that we refill
+      if (head - c.tail.load(std::memory_order_acquire) >= std::uint64_t(depth_)) break;
+      Out& next = queue.front();
+      const auto some = std::min<std::uint64_t>(next.left, slab_);
+      Envelope& e = slot(rank_, to, head);
+      e = {next.type, std::uint32_t(some), next.id, next.kind, next.bytes};
+      put_(&e + 1, next.data, some);
+      c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
+      progress_.peers().sent_bytes.fetch_add(some, std::memory_order_relaxed);
+      next.data += some, next.left -= some;
+      if (next.left) continue;
+      if (next.ticket) pending_.erase(next.ticket);
+      queue.pop_front();
+    }
+    return moved;
+  }
+
+  void open(int from, const Envelope& e, const std::byte* payload) {
+    if (e.size > slab_) refuse(from, e);
+    switch (e.type) {
+      case kWhole:
+        if (e.size != e.bytes) refuse(from, e);
+        return deliver({from, kWhole, e.id, e.kind, e.bytes, {}}, payload);
+      case kAnnounce: return deliver({from, kAnnounce, e.id, e.kind, e.bytes, {}}, payload);
+      case kReady: return start(from, e);
+      case kPart: return add(from, e, payload);
+      default: refuse(from, e);
+    }
+  }
+
+  // To the first buffer that was posted for it, or to those that wait.
+  void deliver(Arrived message, const std::byte* payload) {
+    for (auto p = posted_.begin(); p != posted_.end(); ++p)
+      if (matches(pending_[*p], message.from, message.kind)) {
+        const auto ticket = *p;
+        posted_.erase(p);
+        return accept(ticket, message, payload);
+      }
+    if (message.type == kWhole) message.data.assign(payload, payload + message.bytes);
+    arrived_.push_back(std::move(message));
+  }
+
+  static bool matches(const Request& r, int from, std::uint64_t kind) {
+    return (r.peer < 0 || r.peer == from) && r.kind >> 24 == kind >> 24;
+  }
+
+  void accept(std::uint64_t ticket, const Arrived& message, const std::byte* payload) {
+    Request& r = pending_[ticket];
+    if (r.bytes != message.bytes || r.kind != message.kind)
+      throw Failed{Failure::mismatch, message.from, {kMessage, r.bytes, r.kind, 0, 0},
+                   {kMessage, message.bytes, message.kind, 0, 0}};
+    *r.source = message.from;
+    if (message.type == kWhole) {
+      copy_bytes(r.data, payload, r.bytes);
+      pending_.erase(ticket);
+    } else {
+      coming_[{message.from, message.id}] = ticket;
+      out_[message.from].push_back({kReady, message.id, r.kind, r.bytes, nullptr, 0, 0});
+    }
+  }
+
+  void start(int to, const Envelope& e) {
+    const auto a = announced_.find(e.id);
+    if (a == announced_.end() || pending_[e.id].peer != to) refuse(to, e);
+    const Request& r = pending_[e.id];
+    out_[to].push_back({kPart, e.id, r.kind, r.bytes, a->second, r.bytes, e.id});
+    announced_.erase(a);
+  }
+
+  void add(int from, const Envelope& e, const std::byte* payload) {
+    const auto c = coming_.find({from, e.id});
+    if (c == coming_.end()) refuse(from, e);
+    Request& r = pending_[c->second];
+    if (e.size == 0 || e.size > r.bytes - r.come) refuse(from, e);
+    copy_bytes(r.data + r.come, payload, e.size);
+    r.come += e.size;
+    if (r.come < r.bytes) return;
+    pending_.erase(c->second);
+    coming_.erase(c);
+  }
+
+  [[noreturn]] static void refuse(int from, const Envelope& e) {
+    throw Failed{Failure::damaged, from, {}, {kMessage, e.bytes, e.kind, 0, 0}};
+  }
+
+  // Throws if the message can't come, or can't be taken, any more.
+  void look(std::uint64_t ticket) {
+    const auto p = pending_.find(ticket);
+    if (p == pending_.end()) return;
+    const int peer = p->second.peer;
+    int left = 0, gone = -1;
+    for (int r = 0; r < ranks_; ++r) {
+      if (r == rank_ || (peer >= 0 && r != peer)) continue;
+      if (!segment_.gone(r)) {
+        ++left;
+        continue;
+      }
+      // acquire: its last messages, which came after our last look
+      Cursors& c = cursors(r, rank_);
+      if (c.head.load(std::memory_order_acquire) != c.tail.load(std::memory_order_relaxed)) return;
+      const bool closed = segment_.record(r).pid.load(std::memory_order_relaxed) < 0;
+      if (!closed || gone < 0) gone = r;
+      if (!closed) left = -ranks_;  // one that has died, and not just left, may have been the sender
+    }
+    if (left <= 0 && gone >= 0) {
+      if (auto f = progress_.peers().reported()) throw *f;  // it ended because of what it reported
+      throw Failed{Failure::lost, gone};
+    }
+  }
+
+  // Spins a little, then yields, then sleeps.
+  void rest(int idle) {
+    if (idle < kSpins && ranks_ <= cores_) return pause();
+    if (idle < kYields) return void(sched_yield());
+    timespec nap{0, idle < kYields + 32 ? 20'000 : idle < kYields + 512 ? 100'000 : 500'000};
+    nanosleep(&nap, nullptr);
+  }
+
+  void wake() {
+    if (pending_.empty() || stop_) return;
+    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    work_.notify_one();
+  }
+
+  void loop() {
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns by which the kernel may stretch our naps
+    std::unique_lock lock(mutex_);
+    for (int idle = kYields; !stop_;) {
+      if (pending_.empty() || waiters_ || dead()) {
+        work_.wait(lock);
+        idle = kYields;
+      } else if (move()) {
+        idle = kYields;
+      } else {
+        lock.unlock();
+        rest(idle++);
+        lock.lock();
+      }
+    }
+  }
+
+  Progress& progress_;
+  Segment& segment_;
+  int rank_, ranks_, depth_;
+  std::size_t slab_;
+  const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
+  int fd_ = -1;
+  std::byte* base_ = nullptr;
+  Put put_;
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::thread thread_;
+  bool stop_ = false, failed_ = false;
+  int waiters_ = 0;
+  std::uint64_t tickets_ = 0;
+  std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: what has not ended
+  std::vector<std::deque<Out>> out_;                    // by receiver
+  std::vector<char> reserved_;                          // by peer
+  std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
+  std::list<Arrived> arrived_;                          // messages without a buffer
+  std::map<std::uint64_t, const std::byte*> announced_;  // by ticket: what waits for a READY
+  std::map<std::pair<int, std::uint64_t>, std::uint64_t> coming_;  // (sender, id) -> ticket
+};
+
+}  // namespace ringdp

@@ -1,0 +1,109 @@
+"""Messages from one rank to another: send, recv, and their `async` forms isend and irecv.
+
+A message is received by a recv of the same tag that names its sender, or names none. Tags tell
+messages apart: they may be received in any order. Of what one rank sends another under one tag, the
+first sent is the first received. A recv must expect what comes: a message of another length or
+dtype raises CollectiveMismatch on both ranks.
+
+A send of up to a slab (64 KiB; less beyond 8 ranks) returns when the message is in shared memory,
+where there is room for four; a longer one, when it has been received. So two ranks that both send
+and then receive need isend, or short messages. Messages and collectives do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ringdp.comm.buffers import flat, flat_output
+from ringdp.comm.call import ANYBODY, call_site, fingerprint
+from ringdp.comm.guard import Guard
+from ringdp.comm.job import Issuer
+from ringdp.comm.work import Work
+from ringdp.errors import UsageError
+from ringdp.transport.base import Transport
+from ringdp.transport.records import Call
+
+
+class Received(Work):
+    """Returned by irecv."""
+
+    def __init__(
+        self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None], sender: Tensor
+    ) -> None:
+        super().__init__(guard, call, ticket, finish)
+        self._sender = sender
+
+    @property
+    def source(self) -> int:
+        """The rank that sent the message, once it has come. Raises UsageError before."""
+        if not self._done:
+            raise UsageError("source: nothing has been received yet; allowed: after wait()")
+        return int(self._sender)
+
+
+class Messages(Issuer):
+    """The methods of a Communicator that two of its ranks call."""
+
+    _transport: Transport
+    _guard: Guard
+    _posted = 0
+
+    def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> None:
+        """Send `tensor` (any shape and strides, any dtype of the collectives) to rank `dst`."""
+        self._send(tensor, dst, tag, async_op=False)
+
+    def isend(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Work:
+        """send that returns at once. The tensor must not be changed before `wait` has returned."""
+        return self._send(tensor, dst, tag, async_op=True)
+
+    def recv(self, tensor: Tensor, src: int | None = None, *, tag: int = 0) -> int:
+        """`tensor` becomes the next message with this tag from rank `src`, or from any rank.
+
+        Returns the rank that sent it. The message must have as many elements of the same dtype.
+        """
+        return self._recv(tensor, src, tag, async_op=False).source
+
+    def irecv(self, tensor: Tensor, src: int | None = None, *, tag: int = 0) -> Received:
+        """recv that returns at once. Nothing may touch the tensor before `wait` has returned."""
+        return self._recv(tensor, src, tag, async_op=True)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        call, kind = self._letter("send", "dst", tensor, dst, tag)
+        buffer = flat(tensor).data
+        ticket = self._transport.send(buffer, dst, kind, background=async_op)
+        work = Work(self._guard, call, ticket, None)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _recv(self, tensor: Tensor, src: int | None, tag: int, async_op: bool) -> Received:
+        call, kind = self._letter("recv", "src", tensor, src, tag)
+        out = flat_output(tensor, "recv: tensor")
+        sender = torch.empty(1, dtype=torch.int64)
+        ticket = self._transport.receive(out.data, src, kind, sender, background=async_op)
+        work = Received(self._guard, call, ticket, out.settle, sender)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _letter(
+        self, name: str, argument: str, tensor: Tensor, peer: int | None, tag: int
+    ) -> tuple[Call, int]:
+        """The call as errors tell it, and the kind of message that both ends must agree on."""
+        self._how(name, tensor, "", False, tag)
+        others = [r for r in range(self.size) if r != self.rank]
+        if not others or (peer is not None and peer not in others):
+            raise UsageError(
+                f"{name}: {argument} is {peer}; allowed: another rank, of {others} for rank "
+                f"{self.rank} of {self.size}"
+            )
+        dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+        who = ANYBODY if peer is None else peer
+        mine = tag << 24 | fingerprint(name, dtype, "sum", who)
+        call = (self._posted, mine, tensor.numel(), call_site(3))
+        self._guard.check(call)
+        self._posted += 1
+        return call, tag << 24 | fingerprint("send", dtype, "sum", 0)

@@ -1,0 +1,324 @@
+"""send, recv, isend, irecv: what arrives, in which order; what is refused; who is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp import Communicator
+from tests.comm.test_failures import Heard, fallible, hear
+
+pytestmark = pytest.mark.process
+
+LARGE = 100_000  # float32: several slabs
+
+
+def letter(src: int, dst: int, index: int, elements: int) -> Tensor:
+    return torch.arange(elements, dtype=torch.float32) + 1000 * src + 100 * dst + index
+
+
+def exchange(comm: Communicator) -> None:
+    """What torch's users write: everyone sends everyone, then receives."""
+    for elements in (0, 1, LARGE):
+        others = [r for r in range(comm.size) if r != comm.rank]
+        sends = [comm.isend(letter(comm.rank, r, 0, elements), r) for r in others]
+        found = [torch.zeros(elements) for _ in others]
+        receives = [comm.irecv(x, r) for x, r in zip(found, others, strict=True)]
+        for work in (*sends, *receives):
+            work.wait()
+        for r, x, work in zip(others, found, receives, strict=True):
+            assert torch.equal(x, letter(r, comm.rank, 0, elements))
+            assert work.source == r
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x, y = torch.full((LARGE,), float(comm.rank)), torch.zeros(LARGE)
+    if comm.rank == 0:  # blocking, round the ring
+        comm.send(x, after)
+        assert comm.recv(y, before) == before
+    else:
+        assert comm.recv(y, before) == before
+        comm.send(x, after)
+    assert torch.all(y == before)
+
+
+def any_order(comm: Communicator, seed: int) -> None:
+    """Messages of all sizes under a few tags, received in another order than they are sent."""
+    rng = random.Random(seed)  # the same on all ranks
+    me, works = comm.rank, []
+    pairs = [(s, d) for s in range(comm.size) for d in range(comm.size) if s != d]
+    sent = [
+        (s, d, i, rng.choice((0, 1, 10, 5000, LARGE)), rng.randrange(3))
+        for s, d in pairs
+        for i in range(rng.randrange(6))
+    ]
+    for s, d, i, elements, tag in sent:
+        if s == me:
+            works.append((comm.isend(letter(s, d, i, elements), d, tag=tag), None, None))
+    mine = [m for m in sent if m[1] == me]
+    order = [(m[0], m[4]) for m in mine]
+    random.Random(seed + me).shuffle(order)  # of one sender and tag, the first sent comes first
+    for sender, tag in order:
+        at = next(k for k, m in enumerate(mine) if (m[0], m[4]) == (sender, tag))
+        s, d, i, elements, _ = mine.pop(at)
+        x = torch.full((elements,), -1.0)
+        works.append((comm.irecv(x, s, tag=tag), x, letter(s, d, i, elements)))
+    random.Random(seed - me).shuffle(works)
+    for work, found, wanted in works:
+        work.wait()
+        assert wanted is None or torch.equal(found, wanted)
+
+
+def short_ones_need_no_receiver(comm: Communicator) -> None:
+    """Blocking sends before anybody has asked, received in the opposite order of tags."""
+    if comm.rank == 0:
+        for tag in range(4):
+            comm.send(letter(0, 1, tag, 1000), 1, tag=tag)
+        comm.barrier()
+    if comm.rank == 1:
+        comm.barrier()
+        for tag in (3, 1, 2, 0):
+            x = torch.zeros(1000)
+            comm.recv(x, 0, tag=tag)
+            assert torch.equal(x, letter(0, 1, tag, 1000))
+    if comm.rank > 1:
+        comm.barrier()
+
+
+def anybody(comm: Communicator) -> list[int]:
+    """Rank 0 takes what comes from whom it comes; large and small."""
+    found = []
+    if comm.rank == 0:
+        for elements, tag in ((10, 1), (LARGE, 2)):
+            for _ in range(comm.size - 1):
+                x = torch.zeros(elements)
+                source = comm.recv(x, tag=tag)
+                assert torch.equal(x, letter(source, 0, 0, elements))
+                found.append(source)
+    else:
+        comm.isend(letter(comm.rank, 0, 0, LARGE), 0, tag=2)
+        comm.send(letter(comm.rank, 0, 0, 10), 0, tag=1)
+    comm.barrier()
+    return found
+
+
+def beside_collectives(comm: Communicator) -> None:
+    """A long message goes on while its sender is in a collective, and nobody waits for it."""
+    x, y = torch.arange(float(LARGE)), torch.zeros(LARGE)
+    if comm.rank == 0:
+        work = comm.isend(x, 1)
+        comm.barrier()
+        work.wait()
+    elif comm.rank == 1:
+        comm.recv(y, 0)
+        assert torch.equal(x, y)
+        comm.barrier()
+    else:
+        comm.barrier()
+
+
+def forms(comm: Communicator) -> None:
+    other = 1 - comm.rank
+    complex_ = torch.randn(6, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[::2, 1:3],
+        lambda x: x.conj(),
+        lambda x: x.real,
+        lambda x: x[0, 0],
+        lambda x: x[:0],
+        lambda x: x.real.clone().requires_grad_(),
+    ]
+    for view in views:
+        out = view(torch.zeros_like(complex_))
+        works = [comm.isend(view(complex_), other), comm.irecv(out, other)]
+        for work in works:
+            work.wait()
+        assert torch.equal(out, view(complex_))
+
+
+@pytest.mark.parametrize(
+    ("what", "n"),
+    [
+        (exchange, 2),
+        (exchange, 4),
+        (short_ones_need_no_receiver, 2),
+        (anybody, 4),
+        (beside_collectives, 3),
+        (forms, 2),
+    ],
+)
+def test_messages_arrive(ranks, what: Callable[[Communicator], object], n: int):
+    ranks(n)(what)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_arrive_in_any_order(ranks, seed: int):
+    ranks(3)(any_order, seed)
+
+
+def mapped(comm: Communicator) -> list[int]:
+    with comm.duplicate() as other:
+        maps = [Path("/proc/self/maps").read_text().count("memfd:ringdp-mail")]
+        if comm.rank < 2:
+            other.isend(torch.zeros(LARGE), 1 - comm.rank)
+            other.recv(torch.zeros(LARGE), 1 - comm.rank)
+        maps.append(Path("/proc/self/maps").read_text().count("memfd:ringdp-mail"))
+        other.barrier()
+    return [m - maps[0] for m in maps]
+
+
+def test_who_sends_nothing_maps_nothing(ranks):
+    assert ranks(3)(mapped) == [[0, 1], [0, 1], [0, 0]]
+
+
+def leaves(comm: Communicator) -> None:
+    """A short message outlives its sender."""
+    for _ in range(20):
+        with comm.duplicate() as other:
+            if comm.rank == 0:
+                other.send(torch.full((100,), 7.0), 1)
+            else:
+                x = torch.zeros(100)
+                other.recv(x, 0)
+                assert torch.all(x == 7)
+
+
+def test_a_rank_may_leave_after_a_short_message(ranks):
+    ranks(2)(leaves)
+
+
+def said(comm: Communicator, *calls: Callable[[], object]) -> list[str]:
+    texts = []
+    for call in calls:
+        with pytest.raises(ringdp.UsageError) as error:
+            call()
+        texts.append(str(error.value))
+    return texts
+
+
+def refusals(comm: Communicator) -> list[str]:
+    x = torch.zeros(3)
+    return said(
+        comm,
+        lambda: comm.send(x, comm.rank),
+        lambda: comm.send(x, 2),
+        lambda: comm.recv(x, -1),
+        lambda: comm.recv(x, comm.rank),
+        lambda: comm.send(x, 1 - comm.rank, tag=-1),
+        lambda: comm.send(x.to(torch.uint16), 1 - comm.rank),
+        lambda: comm.recv(torch.zeros(1).expand(3), 1 - comm.rank),
+        lambda: comm.recv(x.to("meta"), 1 - comm.rank),
+    )
+
+
+def test_refusals_say_what_is_allowed(ranks):
+    words = ["dst is", "dst is 2", "src is -1", "src is", "tags are", "uint16", "expand", "CPU"]
+    for texts in ranks(2)(refusals):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text
+
+
+@fallible
+def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Heard | None:
+    """Both hear of it: the receiver at once, the sender by its next call at the latest."""
+    if comm.rank == 0:
+        return hear(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
+    return hear(comm, lambda: comm.recv(expected, 0, tag=5))
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "shows"),
+    [
+        (torch.zeros(4), torch.zeros(2), "expected 8 bytes of float32 with tag 5 from rank 0, "
+         "which sent 16 bytes of float32"),
+        (torch.zeros(LARGE), torch.zeros(7), "which sent 400000 bytes"),
+        (torch.zeros(2), torch.zeros(LARGE), "which sent 8 bytes"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.int32), "16 bytes of float32"),
+    ],
+)  # fmt: skip
+def test_another_length_or_dtype_is_an_error_on_both(ranks, sent, expected, shows):
+    for heard in ranks(2)(other_length, sent, expected):
+        assert heard.error == heard.again == "CollectiveMismatch"
+        assert shows in heard.text
+        assert "rank 1 expected" in heard.text
+        assert heard.seconds < 10.0
+
+
+@fallible
+def late(comm: Communicator, what: str) -> Heard | None:
+    x = torch.zeros(LARGE)
+    if comm.rank == 1:
+        time.sleep(1.0)
+        return hear(comm, comm.barrier)
+    work = comm.irecv(x, 1, tag=3) if what == "recv" else comm.isend(x, 1, tag=3)
+    return hear(comm, lambda: work.wait(0.2))
+
+
+@pytest.mark.parametrize("what", ["recv", "send"])
+def test_a_message_that_does_not_come_is_a_timeout_that_says_so(ranks, what):
+    here, there = ranks(2)(late, what)
+    assert here.error == here.again == there.error == "CollectiveTimeout"
+    assert f"rank 0 waited for {what} #0 (float32, " in here.text
+    assert "rank 1) of 100000 elements, tag 3, at " in here.text
+    assert "test_messages.py:" in here.text
+    assert f"has not {'received' if what == 'send' else 'sent'} it" in here.text
+    assert here.seconds < 2.0
+
+
+def killed(comm: Communicator) -> list[Heard | None]:
+    """Rank 1 dies in the middle of a message; each kind of partner has a communicator to lose."""
+    x = torch.zeros(50 * LARGE)
+    with comm.duplicate() as a, comm.duplicate() as b, comm.duplicate() as c:
+        comm.barrier()
+        if comm.rank == 1:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            while True:
+                comm.send(x, 0)
+        within = [hear(comm, lambda: [comm.recv(x, 1) for _ in range(1000)])] * (comm.rank == 0)
+        others = [
+            hear(a, lambda: a.recv(x, 1)),
+            hear(b, lambda: b.recv(x)),
+            hear(c, lambda: c.send(x, 1)),
+        ]
+        return within + others
+
+
+def test_a_killed_partner_is_named(fresh_ranks):
+    found = fresh_ranks(3, timeout=60.0).outcomes(killed)
+    assert found[1] is None
+    for rank in (0, 2):
+        for heard in found[rank]:
+            assert heard.error == heard.again == "PeerLost"
+            assert "rank 1 has ended" in heard.text
+            assert heard.seconds < 5.0
+
+
+@fallible
+def closes(comm: Communicator) -> Heard | None:
+    """A rank that has left is no reason not to hear from another."""
+    x = torch.zeros(10)
+    if comm.rank == 1:
+        return None
+    if comm.rank == 2:
+        time.sleep(0.3)
+        comm.send(x, 0)
+        return hear(comm, lambda: comm.recv(x, 0))
+    assert comm.recv(x) == 2
+    return hear(comm, lambda: comm.recv(x, 1))
+
+
+def test_a_partner_that_closed_is_lost_to_who_waits_for_it(ranks):
+    here, left, there = ranks(3)(closes)
+    assert left is None
+    assert here.error == there.error == "PeerLost"
+    assert "rank 1 has ended" in here.text
