@@ -29,14 +29,15 @@
 
 namespace ringdp {
 
-enum class Collective { all_reduce, reduce_scatter, all_gather };  // transport.base.DIRECT's order
+enum class Collective { all_reduce, reduce_scatter, all_gather, all_to_all };  // base.DIRECT's order
 
 // What one rank has to do. Shard r of the whole buffer is [bounds[r], bounds[r + 1]).
 struct Exchange {
   Collective collective;
   const std::int64_t* bounds;  // [ranks + 1], in elements
-  std::byte* whole;            // all_reduce: in place; reduce_scatter: input; all_gather: output
-  std::byte* part;             // reduce_scatter: output; all_gather: input
+  std::byte* whole;            // all_reduce: in place; all_gather: output; else the input
+  std::byte* part;             // all_gather: input; all_to_all: pieces of this rank's shard's length
+  int root = -1;               // who alone reads an all_gather, or is read in an all_to_all
 };
 
 // Memory that all ranks have mapped, at `base` in this one.
@@ -80,16 +81,30 @@ class Direct {
       case Path::whole: run_whole(); break;
       case Path::tiles: run_tiles(); break;
     }
-    const auto all = bytes(0, ranks_), own = bytes(rank_);  // as the schedule sends them
-    const auto scattered = gathers() ? 0 : all - own;
-    const auto gathered = job_.collective == Collective::reduce_scatter ? 0 : own * (ranks_ - 1);
-    peers_.sent_bytes.fetch_add(scattered + gathered, std::memory_order_relaxed);
+    peers_.sent_bytes.fetch_add(sent(), std::memory_order_relaxed);
   }
 
  private:
   enum class Path { alone, lines, whole, tiles };
 
   bool gathers() const { return job_.collective == Collective::all_gather; }
+  bool permutes() const { return job_.collective == Collective::all_to_all; }
+  bool reads() const { return !gathers() || job_.root < 0 || job_.root == rank_; }
+  bool is_read(int r) const { return !permutes() || job_.root < 0 || job_.root == r; }
+
+  // Bytes that this rank sends, as the schedule has it.
+  std::size_t sent() const {
+    const auto own = bytes(rank_), others = bytes(0, ranks_) - own;
+    const std::size_t readers = job_.root < 0 ? ranks_ - 1 : job_.root != rank_;
+    switch (job_.collective) {
+      case Collective::all_reduce: return others + own * (ranks_ - 1);
+      case Collective::reduce_scatter: return others;
+      case Collective::all_gather: return own * readers;
+      case Collective::all_to_all: return is_read(rank_) ? others : 0;
+    }
+    return 0;
+  }
+
   std::size_t begin_of(int shard) const { return job_.bounds[shard] * dtype_.size; }
   std::size_t bytes(int shard) const { return begin_of(shard + 1) - begin_of(shard); }
   std::size_t bytes(int first, int last) const { return begin_of(last) - begin_of(first); }
@@ -99,14 +114,20 @@ class Direct {
   // --- messages: lines and whole ---------------------------------------------------------------
 
   // What `r` has to say, and how long it is.
-  std::size_t message_bytes(int r) const { return gathers() ? bytes(r) : bytes(0, ranks_); }
+  std::size_t message_bytes(int r) const {
+    return gathers() ? bytes(r) : is_read(r) ? bytes(0, ranks_) : 0;
+  }
   const std::byte* message() const { return gathers() ? job_.part : job_.whole; }
 
   // With every rank's message in `from_`: compute this rank's result.
   void finish_whole() {
     from_[rank_] = message();
     if (gathers()) {
-      for (int r = 0; r < ranks_; ++r) copy_bytes(job_.whole + begin_of(r), from_[r], bytes(r));
+      for (int r = 0; r < ranks_ && reads(); ++r)
+        copy_bytes(job_.whole + begin_of(r), from_[r], bytes(r));
+    } else if (permutes()) {
+      for (int r = 0; r < ranks_; ++r)
+        if (is_read(r)) copy_bytes(piece_of(r), from_[r] + begin_of(rank_), bytes(rank_));
     } else if (job_.collective == Collective::all_reduce) {
       fold(dtype_, job_.whole, from_.data(), ranks_, job_.bounds[ranks_]);
     } else {
@@ -114,6 +135,9 @@ class Direct {
       fold(dtype_, job_.part, from_.data(), ranks_, bytes(rank_) / dtype_.size);
     }
   }
+
+  // Of an all_to_all: where what r sends goes.
+  std::byte* piece_of(int r) const { return job_.part + (job_.root < 0 ? r * bytes(rank_) : 0); }
 
   void run_lines() {
     const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never that of an untouched line
@@ -186,7 +210,7 @@ class Direct {
     peers_.await(r, [&] { return theirs.count.load(std::memory_order_acquire) == posts_ + 1; });
     check(r, theirs.heading);
     offsets_[r] = theirs.offset;
-    if (offsets_[r] >= 0 && std::size_t(offsets_[r]) + needed(r) > arena_.bytes)
+    if (offsets_[r] >= 0 && std::size_t(offsets_[r]) + message_bytes(r) > arena_.bytes)
       throw Failed{Failure::mismatch, r, stamp(heading_), stamp(theirs.heading)};
   }
 
@@ -199,7 +223,6 @@ class Direct {
 
   // --- tiles -----------------------------------------------------------------------------------
 
-  std::size_t needed(int r) const { return message_bytes(r); }
   bool registered(int r) const { return offsets_[r] >= 0; }
   std::byte* at(int r) const { return arena_.base + offsets_[r]; }
 
@@ -239,48 +262,61 @@ class Direct {
   // A: for each owner its part of the tile; when gathering, what is for all.
   void lay_out(std::size_t t) {
     const auto tile = tiles_ + t;
-    if (!registered(rank_)) {
+    bool ready = registered(rank_) || !is_read(rank_);  // nobody asks for what is in our slots
+    for (int owner = 0; owner < ranks_ && !ready; ++owner) {
+      const Span s = span(owner, t);
+      if (s.bytes == 0 || gathers() != (owner == rank_)) continue;
       if (tile >= kTiles) await_all(&Board::taken, tile - kTiles + 1);  // the slots are free again
-      if (gathers()) {
-        const Span s = span(rank_, t);
+      if (gathers())
         put_(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
-      } else {
-        for (int owner = 0; owner < ranks_; ++owner) {
-          const Span s = span(owner, t);
-          if (owner != rank_)
-            put_(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
-        }
-      }
+      else
+        put_(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
     }
     // release: the parts before their count
     segment_.board(rank_).laid.store(tile + 1, std::memory_order_release);
   }
 
-  // B: fold this rank's part of the tile, or take what the others gather.
+  // B: fold this rank's part of the tile, or take what the others have for it.
   void take(std::size_t t) {
-    const auto tile = tiles_ + t;
-    for (int i = 1; i < ranks_; ++i) {
-      const int r = (rank_ + i) % ranks_;
-      if (!registered(r)) await(r, &Board::laid, tile + 1);
-      if (gathers()) {
-        const Span s = span(r, t);
-        const std::byte* from = registered(r) ? at(r) + s.first : segment_.result(r, tile);
-        copy_bytes(job_.whole + begin_of(r) + s.first, from, s.bytes);
-      }
-    }
-    const Span s = span(rank_, t);
-    const auto own = begin_of(rank_) + s.first;
-    if (gathers()) {
-      copy_bytes(job_.whole + own, job_.part + s.first, s.bytes);
-    } else {
-      for (int r = 0; r < ranks_; ++r)
-        from_[r] = r == rank_      ? job_.whole + own
-                   : registered(r) ? at(r) + own
-                                   : segment_.part(r, rank_, tile);
-      fold_part(tile, own, s);
-    }
+    if (!gathers())
+      take_part(t, span(rank_, t));
+    else if (reads())
+      take_shards(t);
     // release: our reads of the parts, and the result, before their count
-    segment_.board(rank_).taken.store(tile + 1, std::memory_order_release);
+    segment_.board(rank_).taken.store(tiles_ + t + 1, std::memory_order_release);
+  }
+
+  void take_shards(std::size_t t) {
+    for (int i = 0; i < ranks_; ++i) {
+      const int r = (rank_ + i) % ranks_;
+      const Span s = span(r, t);
+      if (s.bytes == 0) continue;
+      const std::byte* from = job_.part;
+      if (r != rank_) from = registered(r) ? at(r) : laid(r, tiles_ + t, segment_.result(r, tiles_ + t));
+      if (r == rank_ || registered(r)) from += s.first;
+      copy_bytes(job_.whole + begin_of(r) + s.first, from, s.bytes);
+    }
+  }
+
+  void take_part(std::size_t t, Span s) {
+    if (s.bytes == 0) return;
+    const auto tile = tiles_ + t;
+    const auto own = begin_of(rank_) + s.first;
+    for (int i = 0; i < ranks_; ++i) {
+      const int r = (rank_ + i) % ranks_;
+      if (!is_read(r)) continue;
+      from_[r] = r == rank_      ? job_.whole + own
+                 : registered(r) ? at(r) + own
+                                 : laid(r, tile, segment_.part(r, rank_, tile));
+      if (permutes()) copy_bytes(piece_of(r) + s.first, from_[r], s.bytes);
+    }
+    if (!permutes()) fold_part(tile, own, s);
+  }
+
+  // A slot, once its tile has been laid out.
+  const std::byte* laid(int r, std::uint64_t tile, const std::byte* slot) {
+    await(r, &Board::laid, tile + 1);
+    return slot;
   }
 
   void fold_part(std::uint64_t tile, std::size_t own, Span s) {
@@ -305,8 +341,9 @@ class Direct {
       peers_.round(1);
       for (int i = 1; i < ranks_; ++i) {
         const int r = (rank_ + i) % ranks_;
-        await(r, &Board::taken, tile + 1);
         const Span s = span(r, t);
+        if (s.bytes == 0) continue;
+        await(r, &Board::taken, tile + 1);
         const auto place = begin_of(r) + s.first;
         copy_bytes(job_.whole + place, registered(r) ? at(r) + place : segment_.result(r, tile), s.bytes);
       }

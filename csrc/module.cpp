@@ -40,9 +40,9 @@ const char* checked(const nb::bytes& site) {
 class Prepared {
  public:
   Prepared(Progress& core, int collective, std::vector<std::int64_t> bounds, int dtype_code, int op,
-           std::uint64_t kind)
+           std::uint64_t kind, int root)
       : core_(core), bounds_(std::move(bounds)), collective_(Collective(collective)),
-        dtype_(dtype(dtype_code, op)), kind_(kind) {
+        dtype_(dtype(dtype_code, op)), kind_(kind), root_(root) {
     if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
       throw nb::value_error("bounds are ranks + 1 numbers");
   }
@@ -65,7 +65,7 @@ class Prepared {
 
   Job job(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, const nb::bytes& site) const {
     const Exchange what{collective_, bounds_.data(), reinterpret_cast<std::byte*>(whole),
-                        reinterpret_cast<std::byte*>(part)};
+                        reinterpret_cast<std::byte*>(part), root_};
     return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
   }
 
@@ -74,6 +74,7 @@ class Prepared {
   Collective collective_;
   Dtype dtype_;
   std::uint64_t kind_;
+  int root_;
 };
 
 }  // namespace
@@ -134,9 +135,9 @@ NB_MODULE(_core, m) {
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Prepared>(m, "Prepared")
-      .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t>(),
+      .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t, int>(),
            nb::keep_alive<1, 2>(), nb::arg("core"), nb::arg("collective"), nb::arg("bounds"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("kind"))
+           nb::arg("dtype"), nb::arg("op"), nb::arg("kind"), nb::arg("root"))
       .def_prop_ro("kind", &Prepared::kind)
       .def("start", &Prepared::start)
       .def("run", &Prepared::run);

@@ -51,7 +51,14 @@ class Prepared:
     @property
     def kind(self) -> int: ...
     def __init__(
-        self, core: Progress, collective: int, bounds: list[int], dtype: int, op: int, kind: int
+        self,
+        core: Progress,
+        collective: int,
+        bounds: list[int],
+        dtype: int,
+        op: int,
+        kind: int,
+        root: int,
     ) -> None: ...
     def start(self, whole: int, part: int, number: int, site: bytes, /) -> int: ...
     def run(self, whole: int, part: int, number: int, site: bytes, /) -> int: ...

@@ -159,7 +159,7 @@ class Communicator(Reductions, Moves, Messages):
     def _issue(self, job: Job, how: How) -> Work:
         """The one place that hands anything to the transport, but for `_again`."""
         what = job.what
-        buffer = what.whole if isinstance(what, Exchange) else what.buffer
+        buffer = what.one if isinstance(what, Exchange) else what.buffer
         kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
         elements = buffer.numel() if job.elements is None else job.elements
         call = (self._issued, kind, elements, call_site(3))
@@ -167,10 +167,12 @@ class Communicator(Reductions, Moves, Messages):
         self._transport.check(buffer)
         op: Op = "sum" if job.op == "avg" else job.op
         if isinstance(what, Exchange):
-            ready = self._transport.prepare(what.kind, what.bounds, buffer.dtype, op, kind)
+            ready = self._transport.prepare(
+                what.kind, what.bounds, buffer.dtype, op, kind, what.root
+            )
             if what.key is not None:
                 self._remember(what.key, ready)
-            return self._run(ready, buffer, what.part, call, how.async_op, job.finish)
+            return self._run(ready, what.whole, what.part, call, how.async_op, job.finish)
         ticket = self._transport.start(
             what.program, buffer, op, call, background=how.async_op, bounds=what.bounds
         )
@@ -181,8 +183,7 @@ class Communicator(Reductions, Moves, Messages):
         """A call like one before, as short as can be: small messages take a microsecond."""
         number = self._issued
         self._issued = number + 1
-        address = 0 if part is None else part.data_ptr()
-        ticket = ready.run(whole.data_ptr(), address, number, site := call_site(3))
+        ticket = ready.run(whole.data_ptr(), _address(part), number, site := call_site(3))
         if not ticket:
             if self._transport.kept:
                 self._transport.release()
@@ -195,14 +196,14 @@ class Communicator(Reductions, Moves, Messages):
     def _run(
         self,
         ready: Prepared,
-        whole: Tensor,
+        whole: Tensor | None,
         part: Tensor | None,
         call: Call,
         background: bool,
         finish: Callable[[], None] | None,
     ) -> Work:
         number, _, _, site = call
-        addresses = whole.data_ptr(), 0 if part is None else part.data_ptr()
+        addresses = _address(whole), _address(part)
         self._issued += 1
         ticket = (ready.start if background else ready.run)(*addresses, number, site)
         if ticket:
@@ -223,6 +224,10 @@ class Communicator(Reductions, Moves, Messages):
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
         self._ready[key] = ready
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _forget() -> None:

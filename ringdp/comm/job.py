@@ -56,9 +56,17 @@ class Exchange(NamedTuple):
 
     kind: Direct
     bounds: Bounds  # of every rank's share of `whole`
-    whole: Tensor  # 1-D, contiguous, real
+    whole: Tensor | None  # 1-D, contiguous, real
     part: Tensor | None = None
     key: Key | None = None
+    root: int | None = None  # the only one to receive an all_gather, or to send in an all_to_all
+
+    @property
+    def one(self) -> Tensor:
+        """A buffer that this rank has."""
+        buffer = self.part if self.whole is None else self.whole
+        assert buffer is not None
+        return buffer
 
 
 class Run(NamedTuple):

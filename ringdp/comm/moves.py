@@ -17,6 +17,7 @@ from ringdp.comm.programs import own_bounds, own_part, pair_bounds, shard_bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
+from ringdp.transport.base import shard_bounds as even_bounds
 
 
 class Moves(Issuer):
@@ -145,7 +146,9 @@ class Moves(Issuer):
     ) -> Work:
         whole = self._at_root(name, "output", output, how.root)
         shards = self._shards(name, Named("input", input), whole, sizes)
-        program = self._program("gather", how)
+        program = self._program_or_exchange("gather", how)
+        if program is None:
+            return self._gather_exchange(name, whole, input, shards, how)
         bounds = own_bounds(program, shards)
         part = own_part(program, bounds)
         finish = None
@@ -160,6 +163,18 @@ class Moves(Issuer):
             fill(buffer[part], input)
         run = Run(program, buffer, bounds)
         return self._issue(Job("gather", run, finish, elements=sum(shards)), how)
+
+    def _gather_exchange(
+        self, name: str, whole: Named | None, input: Tensor, shards: tuple[int, ...], how: How
+    ) -> Work:
+        piece = flat(input).data
+        out = None if whole is None else flat_output(whole.tensor, f"{name}: output")
+        if out and overlap(out.data, piece) and not same(out.data[self._part(shards)], input):
+            piece = piece.clone()
+        buffer, finish = (out.data, out.settle) if out else (None, None)
+        bounds = shard_bounds(shards)
+        what = Exchange("all_gather", bounds, buffer, piece, root=how.root)
+        return self._issue(Job("gather", what, finish, elements=sum(shards)), how)
 
     def scatter(
         self,
@@ -203,10 +218,16 @@ class Moves(Issuer):
     ) -> Work:
         whole = self._at_root(name, "input", input, how.root)
         shards = self._shards(name, Named("output", output), whole, sizes)
-        program = self._program("scatter", how)
+        program = self._program_or_exchange("scatter", how)
+        out = flat_output(output, f"{name}: output")
+        if program is None:
+            source = None if whole is None else flat(whole.tensor).data
+            if source is not None and overlap(source, out.data):
+                source = source.clone()
+            what = Exchange("all_to_all", shard_bounds(shards), source, out.data, root=how.root)
+            return self._issue(Job("scatter", what, out.settle, elements=sum(shards)), how)
         bounds = own_bounds(program, shards)
         part = own_part(program, bounds)
-        out = flat_output(output, f"{name}: output")
         if whole is not None:
             buffer, home = flat(whole.tensor)
             buffer = buffer.clone() if home is None and program.changes else buffer
@@ -243,8 +264,14 @@ class Moves(Issuer):
                 f"{output.numel()} of {output.dtype}; allowed: equally many of one dtype, a "
                 f"multiple of {self.size} (ranks)"
             )
-        program = self._program("all_to_all", how)
+        program = self._program_or_exchange("all_to_all", how)
         out = flat_output(output, "all_to_all: output")
+        if program is None:
+            source = flat(input).data
+            source = source.clone() if overlap(source, out.data) else source
+            bounds = even_bounds(out.data.numel(), self.size)
+            what = Exchange("all_to_all", bounds, source, out.data)
+            return self._issue(Job("all_to_all", what, out.settle), how)
         fill(out.data, input)
         return self._issue(Job("all_to_all", Run(program, out.data), out.settle), how)
 

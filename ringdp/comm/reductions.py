@@ -80,17 +80,22 @@ class Reductions(Issuer):
         """Rank `root`'s `tensor` becomes what all_reduce would give; the others keep theirs."""
         how = self._how("reduce", tensor, algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor, self.size)
-        program = self._program("reduce", how)
+        program = self._program_or_exchange("reduce", how)
         if self.rank == root:
             buffer, home = out = flat_output(tensor, "reduce: tensor", read=True)
             finish: Callable[[], None] | None = out.settle
         else:
             (buffer, home), finish = flat(tensor), None
-            if home is None and (program.changes or factor != 1):
+            if home is None and ((program and program.changes) or factor != 1):
                 buffer = buffer.clone()
         if factor != 1:
             buffer.mul_(factor)
-        return self._issue(Job("reduce", Run(program, buffer), finish, op), how)
+        if program:
+            return self._issue(Job("reduce", Run(program, buffer), finish, op), how)
+        # a reduce_scatter where only the root has a shard
+        bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
+        what = Exchange("reduce_scatter", bounds, buffer, buffer if self.rank == root else None)
+        return self._issue(Job("reduce", what, finish, op), how)
 
     def reduce_scatter(
         self,

@@ -35,8 +35,8 @@ DTYPES = (
 )
 
 
-# What `exchange` takes, in csrc's order.
-Direct = Literal["all_reduce", "reduce_scatter", "all_gather"]
+# What `prepare` takes, in csrc's order.
+Direct = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 DIRECT: tuple[Direct, ...] = get_args(Direct)
 
 
@@ -79,7 +79,8 @@ class Link(NamedTuple):
 class Prepared(Protocol):
     """A collective of one kind, length and dtype, on buffers of the host given by their addresses.
 
-    `part` is the output of a reduce_scatter or the input of an all_gather, and 0 in an all_reduce.
+    `part` is the input of an all_gather, 0 in an all_reduce, else the output: of an all_to_all, a
+    piece from every rank that sends, each as long as this rank's shard.
     Whoever calls keeps the buffers.
     """
 
@@ -145,11 +146,18 @@ class Transport(Protocol):
         ...
 
     def prepare(
-        self, collective: Direct, shards: tuple[int, ...], dtype: torch.dtype, op: Op, kind: int
+        self,
+        collective: Direct,
+        shards: tuple[int, ...],
+        dtype: torch.dtype,
+        op: Op,
+        kind: int,
+        root: int | None = None,
     ) -> Prepared:
         """The `direct` algorithm of that collective in the transport's own way, ready to run.
 
-        The bits are those of its program. Shard r of the whole is [shards[r], shards[r+1]).
+        The bits are those of its program. Shard r of the whole is [shards[r], shards[r+1]). With a
+        `root` only that rank receives an all_gather, or sends in an all_to_all.
         """
         ...
 

@@ -154,10 +154,17 @@ class ShmTransport:
         return ticket
 
     def prepare(
-        self, collective: Direct, shards: tuple[int, ...], dtype: torch.dtype, op: Op, kind: int
+        self,
+        collective: Direct,
+        shards: tuple[int, ...],
+        dtype: torch.dtype,
+        op: Op,
+        kind: int,
+        root: int | None = None,
     ) -> Prepared:
         codes = DIRECT.index(collective), DTYPES.index(dtype), OPS.index(op)
-        return _core.Prepared(self._core, codes[0], list(shards), codes[1], codes[2], kind)
+        only = -1 if root is None else root
+        return _core.Prepared(self._core, codes[0], list(shards), codes[1], codes[2], kind, only)
 
     def keep(self, ticket: int, *objects: object) -> None:
         self.release()

@@ -121,9 +121,10 @@ void direct(int n) {
       for (const std::int64_t shard : {0, 1, 300, 9000, 40000, 7, 40000, 5, 9000})
         for (int where = 0; where < 3; ++where)  // nobody's in the arena, everybody's, every other's
           for (const auto collective :
-               {Collective::all_gather, Collective::reduce_scatter, Collective::all_reduce}) {
+               {Collective::all_gather, Collective::reduce_scatter, Collective::all_reduce,
+                Collective::all_to_all}) {
             const bool registered = where == 1 || (where == 2 && me % 2);
-            std::vector<float> mine(n * shard), part(shard);
+            std::vector<float> mine(n * shard), part(n * shard);
             float* whole = mine.data();
             float* own = part.data();
             if (registered && collective == Collective::all_gather) own = &arena[me * kArena];
@@ -139,6 +140,8 @@ void direct(int n) {
             while (!ranks[me]->wait(ticket, 0.01)) check(!ranks[me]->failed(), "no failure");
             const float sum = float(n * (n + 1) / 2);
             for (int i = 0; i < shard; ++i) {
+              if (collective == Collective::all_to_all)
+                for (int r = 0; r < n; ++r) check(own[r * shard + i] == float(r + 1), "all_to_all");
               if (collective == Collective::reduce_scatter) check(own[i] == sum, "reduce_scatter");
               if (collective == Collective::all_reduce) check(whole[me * shard + i] == sum, "all_reduce");
               if (collective == Collective::all_gather)
