@@ -5,12 +5,13 @@
     │   └── ModelError          a model or a loop that does not fit (also RuntimeError, as torch's)
     ├── ScheduleError           a schedule breaks a rule: names round, transfer, rank and chunk
     └── CommunicationError      a collective could not finish
-        ├── PeerLost            a rank that it waited for has died
+        ├── PeerLost            a rank has died, closed the communicator or aborted it
         ├── CollectiveTimeout   a rank that it waited for is late
         └── CollectiveMismatch  two ranks issued different collectives
 
 After a CommunicationError the communicator is unusable: the ranks no longer agree on what was
-exchanged, so every later call on it raises the same error.
+exchanged, so every later call on it raises the same error. `Communicator.abort` and another
+`ringdp.init` bring the ranks together again.
 """
 
 
@@ -35,7 +36,7 @@ class CommunicationError(RingdpError):
 
 
 class PeerLost(CommunicationError):
-    """A rank that the collective waited for has died."""
+    """A rank has died, or has closed or aborted the communicator, before the collective's end."""
 
 
 class CollectiveTimeout(CommunicationError):

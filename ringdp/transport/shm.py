@@ -111,6 +111,8 @@ class ShmTransport:
             if store is not None:
                 _meet(store, rank, ranks, address)
             kept = keep_open(files[0])
+        except RuntimeError as e:  # csrc's, of a header or a size that is not ours
+            raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
         finally:
             for fd in files:
                 os.close(fd)

@@ -75,13 +75,19 @@ def segments(pids: list[int]) -> list[Path]:
     Raises PermissionError for a process of another user.
     """
     found: dict[tuple[int, int], Path] = {}
-    for pid in pids:
-        directory = Path(f"/proc/{pid}/fd")
+    for path in (path for pid in pids for path in _descriptors(pid)):
         try:
-            for path in directory.iterdir():
-                if os.readlink(path) == f"/memfd:{NAME} (deleted)":
-                    file = path.stat()
-                    found.setdefault((file.st_ino, file.st_dev), path)
+            if os.readlink(path) == f"/memfd:{NAME} (deleted)":
+                file = path.stat()
+                found.setdefault((file.st_ino, file.st_dev), path)
         except FileNotFoundError:
-            continue  # it ended, or closed it, while we looked
+            continue  # it was closed while we looked
     return [found[key] for key in sorted(found)]
+
+
+def _descriptors(pid: int) -> list[Path]:
+    directory = Path(f"/proc/{pid}/fd")
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []  # it ended while we looked

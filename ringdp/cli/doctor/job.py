@@ -79,7 +79,7 @@ def _segments(pids: list[int]) -> list[Path]:
         return segments(pids)
     except PermissionError as error:
         raise UsageError(
-            f"{error.filename} is another user's: run the doctor as that user"
+            f"{error.filename} may not be looked at: run the doctor as the user whose process it is"
         ) from None
 
 

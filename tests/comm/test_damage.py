@@ -1,0 +1,185 @@
+"""What another process may have damaged: refused with an error that says so, read without harm."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import random
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import CommunicationError, Communicator
+from ringdp.comm.call import named, place
+from ringdp.comm.table import table
+from ringdp.transport.shm import SEALS, ShmTransport
+from ringdp.transport.watch import Watched, segments
+from tests.comm.failing import hear
+from tests.forks import Forks, Say
+
+pytestmark = pytest.mark.process
+
+# csrc/segment.hpp's Header: magic, token, bytes of all, ranks, bytes of a record, ..., failed
+MAGIC, TOKEN, BYTES, RANKS, RECORD, FAILED = 0, 8, 16, 24, 28, 48
+
+
+@pytest.fixture
+def segment():
+    """The bytes of a sound segment of one rank."""
+    with ringdp.init():
+        path = segments([os.getpid()])[-1]
+        assert Watched(path).ranks == 1
+        return path.read_bytes()
+
+
+def memfd(data: bytes, *, sealed: bool = True) -> int:
+    fd = os.memfd_create("damaged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, data)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def flipped(data: bytes, at: int, form: str, value: int) -> bytes:
+    size = struct.calcsize(form)
+    return data[:at] + struct.pack(form, value) + data[at + size :]
+
+
+DAMAGES = {
+    "empty": (lambda s: b"", "its 0 bytes hold no header"),
+    "header cut": (lambda s: s[:40], "its 40 bytes hold no header"),
+    "cut": (lambda s: s[:-4096], "its header says"),
+    "longer": (lambda s: s + bytes(4096), "its header says"),
+    "magic": (lambda s: flipped(s, MAGIC, "Q", 7), "another version of ringdp, or not ringdp's"),
+    "record": (lambda s: flipped(s, RECORD, "I", 64), "its records have 64 bytes"),
+    "no ranks": (lambda s: flipped(s, RANKS, "I", 0), "its header says 0 ranks"),
+    "ranks": (lambda s: flipped(s, RANKS, "I", 2**32 - 1), "its header says 4294967295 ranks"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_doctor_refuses_a_damaged_segment(segment, damage):
+    change, said = DAMAGES[damage]
+    fd = memfd(change(segment))
+    with pytest.raises(CommunicationError, match=re.escape(said)):
+        Watched(Path(f"/proc/self/fd/{fd}"))
+    os.close(fd)
+
+
+def test_the_doctor_refuses_what_could_shrink_while_it_reads(segment):
+    fd = memfd(segment, sealed=False)
+    with pytest.raises(CommunicationError, match="not sealed"):
+        Watched(Path(f"/proc/self/fd/{fd}"))
+    os.close(fd)
+
+
+class Rank0Says:
+    """A store in which rank 0 is said to have its memory here."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def get(self, key: str) -> bytes:
+        return self.address.encode()
+
+
+JOINED = {
+    "cut": (lambda s: s[:-4096], "bytes instead of"),
+    "magic": (lambda s: flipped(s, MAGIC, "Q", 7), "belongs to another job or version"),
+    "token": (lambda s: flipped(s, TOKEN, "Q", 7), "belongs to another job or version"),
+    "ranks": (lambda s: flipped(s, RANKS, "I", 3), "belongs to another job or version"),
+}
+
+
+def two_ranks(comm: Communicator, say: Say) -> None:
+    if comm.rank == 0:
+        (path,) = segments([os.getpid()])
+        say(path.read_bytes())
+    comm.barrier()
+
+
+@pytest.fixture(scope="module")
+def shared(forks: Forks) -> bytes:
+    """The bytes of a sound segment of two ranks."""
+    (_, (data,)), _ = forks(2, two_ranks)
+    return data
+
+
+@pytest.mark.parametrize("damage", JOINED)
+def test_a_rank_refuses_a_damaged_segment(shared, damage):
+    change, said = JOINED[damage]
+    token = struct.unpack_from("Q", shared, TOKEN)[0]
+    fd = memfd(change(shared))
+    store = Rank0Says(f"{os.getpid()} {fd} {fd} {token}")
+    with ringdp.init() as comm, pytest.raises(CommunicationError, match=said):
+        ShmTransport(store, 1, 2, arena=comm._transport.arena)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("", "cannot be at"),
+        ("1 2 3", "cannot be at"),
+        ("here there 3 4", "cannot be at"),
+        (f"{os.getpid()} 99999 99999 7", "cannot open"),
+        (f"{os.getpid()} 0 0 7", "is not the shared memory of a rank 0"),
+    ],
+)
+def test_a_rank_refuses_an_address_where_there_is_none(address, said):
+    with pytest.raises(CommunicationError, match=said):
+        ShmTransport(Rank0Says(address), 1, 2)
+
+
+def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> None:
+    comm.barrier()
+    if comm.rank == 0:
+        (path,) = segments([os.getpid()])
+        with path.open("r+b") as file:
+            view = mmap.mmap(file.fileno(), 0)
+        records = 64 + 2 * struct.unpack_from("I", view, RECORD)[0]  # where they end
+        noise = random.Random(seed).randbytes
+        if what == "failure":
+            struct.pack_into("Q", view, FAILED, 77 << 32 | 0xFFFFFFFF)
+        elif what == "records":
+            view[64:records] = noise(records - 64)
+        else:
+            view[records:] = noise(len(view) - records)
+        comm._store.set("damaged", "")
+    comm._store.wait(["damaged"])
+    say(table(comm._transport))
+    say(hear(comm, lambda: comm.all_reduce(torch.ones(9), algorithm="ring", async_op=True).wait(1)))
+
+
+def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
+    for code, (_, heard) in forks(2, damaged_under_way, "failure", 0):
+        assert code == 0
+        assert heard.error == heard.again == "CommunicationError"
+        assert "; the shared memory between the ranks is damaged\n" in heard.text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_for_messages_is_an_error_on_every_rank(forks: Forks, seed):
+    """A mismatch where it looks like a message, a timeout where it does not."""
+    for code, (_, heard) in forks(2, damaged_under_way, "messages", seed):
+        assert code == 0
+        assert heard.error == heard.again
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_for_records_is_only_shown(forks: Forks, seed):
+    for code, (shown, _) in forks(2, damaged_under_way, "records", seed):
+        assert code == 0
+        assert shown.replace("\n", "").isprintable()
+        assert [line[0] for line in shown.splitlines()] == ["r", "0", "1"]
+
+
+def test_text_of_another_process_is_shown_without_its_control_characters():
+    assert place(b"\x1b[2Jtrain.py:7\n\xff\0\0") == "?[2Jtrain.py:7?\N{REPLACEMENT CHARACTER}"
+    assert place(b"") == "an unknown line"
+    assert named(3, 2**63 - 1) == "unknown 31 #3 (unknown 31)"

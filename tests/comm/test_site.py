@@ -1,0 +1,62 @@
+"""The user's file:line: of the call, not of ours; cut to size; right for code that is made anew."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ringdp.comm import call
+from ringdp.comm.call import call_site, place
+from ringdp.transport.records import SITE_BYTES
+
+
+def ask(file: str, lines: int = 0) -> bytes:
+    """call_site in a function of another file, on line `lines` + 2."""
+    names: dict[str, object] = {}
+    code = "\n" * lines + "def f(call_site):\n    return call_site(1)"
+    exec(compile(code, file, "exec"), {}, names)
+    return names["f"](call_site)  # type: ignore[operator]
+
+
+def test_it_is_the_line_of_the_call():
+    first = call_site(1)  # from here
+    assert place(first) == f"{__file__}:{first_line()}"
+    assert first is not call_site(1), "another line"
+    assert len(first) == SITE_BYTES
+
+
+def first_line() -> int:
+    with open(__file__) as file:
+        return next(n for n, line in enumerate(file, 1) if line.endswith("# from here\n"))
+
+
+def test_frames_of_ours_and_of_torch_are_passed_over():
+    ours, torchs = call.__file__, torch.__file__
+    for file in (ours, torchs, "<frozen importlib>"):
+        assert place(ask(file)).startswith(f"{__file__}:")
+
+
+def test_a_long_path_keeps_its_end():
+    path = "/very" * 50 + "/train.py"
+    site = ask(path)
+    assert len(site) == SITE_BYTES
+    assert place(site).startswith("...")
+    assert place(site).endswith("/very/very/train.py:2")
+
+
+def test_code_that_is_made_again_and_again_is_not_kept_for_good():
+    for lines in range(3 * call._MOST_SITES // 2):
+        assert place(ask("made", lines)) == f"made:{lines + 2}"
+    assert len(call._sites) <= call._MOST_SITES
+    assert len(call._codes) <= call._MOST_SITES
+
+
+def test_a_thread_that_runs_none_of_the_users_code_is_said_to(monkeypatch):
+    monkeypatch.setattr(call, "_OURS", ("/",))
+    monkeypatch.setattr(call, "_sites", {})
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(call_site(1)))
+    thread.start()
+    thread.join()
+    assert place(found[0]) == "a thread without the user's code"
