@@ -17,7 +17,7 @@ import ringdp
 from ringdp import CommunicationError, Communicator
 from ringdp.comm.call import named, place
 from ringdp.comm.table import table
-from ringdp.transport.shm import SEALS, ShmTransport
+from ringdp.transport.shm import SEALS, ShmTransport, _Address
 from ringdp.transport.watch import Watched, segments
 from tests.comm.failing import hear
 from tests.forks import Forks, Say
@@ -88,6 +88,11 @@ class Rank0Says:
         return self.address.encode()
 
 
+def address(pid: object, fd: object, token: object) -> str:
+    files = [str(fd)] * (len(_Address._fields) - 2)
+    return " ".join([str(pid), *files, str(token)])
+
+
 JOINED = {
     "cut": (lambda s: s[:-4096], "bytes instead of"),
     "magic": (lambda s: flipped(s, MAGIC, "Q", 7), "belongs to another job or version"),
@@ -115,25 +120,26 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
     change, said = JOINED[damage]
     token = struct.unpack_from("Q", shared, TOKEN)[0]
     fd = memfd(change(shared))
-    store = Rank0Says(f"{os.getpid()} {fd} {fd} {token}")
+    store = Rank0Says(address(os.getpid(), fd, token))
     with ringdp.init() as comm, pytest.raises(CommunicationError, match=said):
         ShmTransport(store, 1, 2, arena=comm._transport.arena)
     os.close(fd)
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("there", "said"),
     [
         ("", "cannot be at"),
-        ("1 2 3", "cannot be at"),
-        ("here there 3 4", "cannot be at"),
-        (f"{os.getpid()} 99999 99999 7", "cannot open"),
-        (f"{os.getpid()} 0 0 7", "is not the shared memory of a rank 0"),
+        ("1", "cannot be at"),
+        (address(1, 2, 3) + " 4", "cannot be at"),
+        (address("here", 2, 3), "cannot be at"),
+        (address(os.getpid(), 99999, 7), "cannot open"),
+        (address(os.getpid(), 0, 7), "is not the shared memory of a rank 0"),
     ],
 )
-def test_a_rank_refuses_an_address_where_there_is_none(address, said):
+def test_a_rank_refuses_an_address_where_there_is_none(there, said):
     with pytest.raises(CommunicationError, match=said):
-        ShmTransport(Rank0Says(address), 1, 2)
+        ShmTransport(Rank0Says(there), 1, 2)
 
 
 def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> None:
