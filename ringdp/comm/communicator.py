@@ -8,16 +8,17 @@ the same order. One thread at a time may use a communicator; others take a `dupl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ringdp.comm.call import TAGS, call_site, fingerprint
+from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
-from ringdp.comm.job import Exchange, How, Job, Key
+from ringdp.comm.job import Exchange, How, Job, Key, W
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
@@ -26,12 +27,16 @@ from ringdp.comm.work import ENDED, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import FailureKind, Link, Op, Prepared, Transport
+from ringdp.transport.base import FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
-from ringdp.transport.shm import ShmTransport
 
 MOST_READY = 4096  # calls that a communicator remembers; then it forgets them all
 _all: WeakSet[Communicator] = WeakSet()
+
+
+# Joins those ranks of the job, under a name of their own; collective over them. The arena: that of
+# another transport over the same ranks.
+Connect = Callable[[str, Sequence[int], Arena | None], Transport]
 
 
 class Communicator(Reductions, Moves, Messages):
@@ -39,24 +44,23 @@ class Communicator(Reductions, Moves, Messages):
 
     def __init__(
         self,
-        store: Store | None,
-        rank: int,
-        size: int,
+        connect: Connect,
+        ranks: Sequence[int],
         *,
         name: str,
         timeout: float,
         warn_after: float,
         arena: Arena | None = None,
-        link: Link | None = None,
     ) -> None:
-        self.rank, self.size, self.timeout, self.link = rank, size, timeout, link
-        self._store, self._name = store, name
+        """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ..."""
+        self._connect, self._ranks, self._name = connect, tuple(ranks), name
+        self._transport = connect(name, self._ranks, arena)
+        self.rank, self.size, self.timeout = self._transport.rank, len(ranks), timeout
         self._copies = self._issued = 0
-        prefixed = None if store is None else PrefixStore(name, store)
-        self._transport: Transport = ShmTransport(prefixed, rank, size, arena=arena, link=link)
         self._guard = Guard(self._transport, timeout, warn_after)
         self._closed = False
         self._ready: dict[Key, Prepared] = {}
+        self._group: Group | None = None
         _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()
 
@@ -75,18 +79,53 @@ class Communicator(Reductions, Moves, Messages):
         Collective: every rank must call it.
         """
         self._copies += 1
-        name = f"{self._name}.{self._copies}"
+        return self._made(f"{self._name}.{self._copies}", self._ranks, self._transport.arena)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator of the ranks that give the same `color`, a number from 0 on.
+
+        Collective: every rank must call it. There, ranks are in the order of `key`, and of rank
+        here where keys are equal. None for a rank whose color is None.
+        """
+        if color is not None and color < 0:
+            raise UsageError(f"split: color is {color}; allowed: None, or a number from 0 on")
+        mine = torch.tensor([-1 if color is None else color, key])
+        given = torch.empty(self.size, 2, dtype=torch.int64)
+        self.all_gather(given, mine)
+        self._copies += 1
+        if color is None:
+            return None
+        asked = [(k, rank) for rank, (c, k) in enumerate(given.tolist()) if c == color]
+        ranks = [self._ranks[rank] for _, rank in sorted(asked)]
+        return self._made(f"{self._name}.{self._copies}.{color}", ranks, None)
+
+    def _made(self, name: str, ranks: Sequence[int], arena: Arena | None) -> Communicator:
         made = Communicator(
-            self._store,
-            *(self.rank, self.size),
+            self._connect,
+            ranks,
             name=name,
             timeout=self.timeout,
             warn_after=self._guard.warn_after,
-            arena=self._transport.arena,
-            link=self.link,
+            arena=arena,
         )
         self._duplicates.add(made)
         return made
+
+    @contextmanager
+    def group(self, *, async_op: bool = False) -> Iterator[Group]:
+        """Issue the calls of the block at once, and wait for all of them at its end.
+
+        With `async_op` it does not wait: the Group that it gives can be waited for later. An error
+        in the block goes through, and leaves what was issued under way.
+        """
+        outer, self._group = self._group, Group()
+        group = self._group
+        try:
+            yield group
+        finally:
+            self._group = outer
+        if not async_op:
+            group.wait()
 
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent to others over this communicator."""
@@ -145,7 +184,7 @@ class Communicator(Reductions, Moves, Messages):
             raise UsageError(f"{collective}: root is {root}; ranks are 0..{self.size - 1}")
         if self._closed:
             raise CommunicationError(f"{collective} on a communicator that has been closed")
-        return How(algorithm, async_op, tag, root)
+        return How(algorithm, async_op or self._group is not None, tag, root)
 
     def _program(self, collective: Collective, how: How) -> Program:
         depth = self._transport.depth
@@ -183,7 +222,8 @@ class Communicator(Reductions, Moves, Messages):
         """A call like one before, as short as can be: small messages take a microsecond."""
         number = self._issued
         self._issued = number + 1
-        ticket = ready.run(whole.data_ptr(), _address(part), number, site := call_site(3))
+        begin = ready.run if self._group is None else ready.start
+        ticket = begin(whole.data_ptr(), _address(part), number, site := call_site(3))
         if not ticket:
             if self._transport.kept:
                 self._transport.release()
@@ -215,8 +255,10 @@ class Communicator(Reductions, Moves, Messages):
             finish()
         return ENDED
 
-    def _waited(self, work: Work, background: bool) -> Work:
-        if not background:
+    def _waited(self, work: W, background: bool) -> W:
+        if self._group is not None:
+            self._group.works.append(work)
+        elif not background:
             work.wait()
         return work
 

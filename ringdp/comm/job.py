@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor, dtype
 
@@ -32,6 +32,7 @@ from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
 from ringdp.transport.base import Direct, Prepared
 
+W = TypeVar("W", bound=Work)
 ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 
 
@@ -103,6 +104,9 @@ class Issuer(ABC):
 
     @abstractmethod
     def _again(self, ready: Prepared, whole: Tensor, part: Tensor | None) -> Work: ...
+
+    @abstractmethod
+    def _waited(self, work: W, background: bool) -> W: ...
 
     @abstractmethod
     def _issue(self, job: Job, how: How) -> Work: ...

@@ -71,29 +71,26 @@ class Messages(Issuer):
         return self._recv(tensor, src, tag, async_op=True)
 
     def _send(self, tensor: Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        call, kind = self._letter("send", "dst", tensor, dst, tag)
+        call, kind, later = self._letter("send", "dst", tensor, dst, tag, async_op)
         buffer = flat(tensor).data
-        ticket = self._transport.send(buffer, dst, kind, background=async_op)
-        work = Work(self._guard, call, ticket, None)
-        if not async_op:
-            work.wait()
-        return work
+        ticket = self._transport.send(buffer, dst, kind, background=later)
+        return self._waited(Work(self._guard, call, ticket, None), later)
 
     def _recv(self, tensor: Tensor, src: int | None, tag: int, async_op: bool) -> Received:
-        call, kind = self._letter("recv", "src", tensor, src, tag)
+        call, kind, later = self._letter("recv", "src", tensor, src, tag, async_op)
+        if later and not async_op:
+            raise UsageError("recv in a group cannot say who sent; allowed: irecv")
         out = flat_output(tensor, "recv: tensor")
         sender = torch.empty(1, dtype=torch.int64)
-        ticket = self._transport.receive(out.data, src, kind, sender, background=async_op)
-        work = Received(self._guard, call, ticket, out.settle, sender)
-        if not async_op:
-            work.wait()
-        return work
+        ticket = self._transport.receive(out.data, src, kind, sender, background=later)
+        return self._waited(Received(self._guard, call, ticket, out.settle, sender), later)
 
     def _letter(
-        self, name: str, argument: str, tensor: Tensor, peer: int | None, tag: int
-    ) -> tuple[Call, int]:
-        """The call as errors tell it, and the kind of message that both ends must agree on."""
-        self._how(name, tensor, "", False, tag)
+        self, name: str, argument: str, tensor: Tensor, peer: int | None, tag: int, async_op: bool
+    ) -> tuple[Call, int, bool]:
+        """The call as errors tell it, the kind of message that both ends must agree on, and whether
+        it is not waited for."""
+        how = self._how(name, tensor, "", async_op, tag)
         others = [r for r in range(self.size) if r != self.rank]
         if not others or (peer is not None and peer not in others):
             raise UsageError(
@@ -106,4 +103,4 @@ class Messages(Issuer):
         call = (self._posted, mine, tensor.numel(), call_site(3))
         self._guard.check(call)
         self._posted += 1
-        return call, tag << 24 | fingerprint("send", dtype, "sum", 0)
+        return call, tag << 24 | fingerprint("send", dtype, "sum", 0), how.async_op

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,9 @@ from torch.distributed import DistError, ProcessGroup
 
 from ringdp.comm.communicator import Communicator
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.base import Link
+from ringdp.transport.arena import Arena
+from ringdp.transport.base import Link, Transport
+from ringdp.transport.shm import ShmTransport
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
@@ -62,25 +65,41 @@ def over(group: ProcessGroup) -> Communicator:
     _overs[group.group_name] += 1
     name = f"ringdp/{group.group_name}/{_overs[group.group_name]}"
     store = PrefixStore(name, group.get_group_store())
-    rank, ranks = group.rank(), group.size()
-    return Communicator(store, rank, ranks, name=name, timeout=TIMEOUT, warn_after=WARN_AFTER)
+    return Communicator(
+        partial(_shm, store, group.rank(), None),
+        range(group.size()),
+        name=name,
+        timeout=TIMEOUT,
+        warn_after=WARN_AFTER,
+    )
 
 
 def _connect(timeout: float, warn_after: float, link: Link | None) -> Communicator:
     place = _place()
-    if place is None:
-        return Communicator(
-            None, 0, 1, name="ringdp", timeout=timeout, warn_after=warn_after, link=link
-        )
-    store = _store(place, timedelta(seconds=timeout))
+    store, name, rank, ranks = None, "ringdp", 0, 1
+    if place is not None:
+        store = _store(place, timedelta(seconds=timeout))
+        name, rank, ranks = f"{_generation(store, place.rank)}", place.rank, place.ranks
     return Communicator(
-        store,
-        *(place.rank, place.ranks),
-        name=f"{_generation(store, place.rank)}",
+        partial(_shm, store, rank, link),
+        range(ranks),
+        name=name,
         timeout=timeout,
         warn_after=warn_after,
-        link=link,
     )
+
+
+def _shm(
+    store: Store | None,
+    rank: int,
+    link: Link | None,
+    name: str,
+    ranks: Sequence[int],
+    arena: Arena | None,
+) -> Transport:
+    """A `Connect`, by its first three arguments."""
+    prefixed = None if store is None else PrefixStore(name, store)
+    return ShmTransport(prefixed, ranks.index(rank), len(ranks), arena=arena, link=link)
 
 
 class _Place(NamedTuple):

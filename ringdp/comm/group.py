@@ -1,0 +1,42 @@
+"""Several calls that are waited for once.
+
+    with comm.group():
+        comm.all_reduce(a)
+        comm.all_gather(b, c)
+        comm.isend(d, dst=1)
+
+Each call in the block is issued at once, in order, and none is waited for before the block ends. A
+group is no transaction and no fusion: the bits, the messages and the errors are those of the calls.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ringdp.comm.work import Work
+from ringdp.errors import CommunicationError
+
+
+class Group:
+    """The works of a block, as one: to wait for, or to ask for."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until all results are there, at most `timeout` seconds for all of them together.
+
+        Raises the error of the first call that failed.
+        """
+        start = time.monotonic()
+        for work in self.works:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
+            work.wait(left)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self.exception() is not None or all(w.is_completed() for w in self.works)
+
+    def exception(self) -> CommunicationError | None:
+        """The error of the first call that failed, or None."""
+        return next((e for w in self.works if (e := w.exception())), None)
