@@ -67,7 +67,7 @@ class Engine:
         self.plan = layout(
             [(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found], comm.size
         )
-        self.ledger, empty = Ledger(), like(model)
+        self.ledger, empty = Ledger(comm), like(model)
         self.units = [
             FlatUnit(i, plan, [p for _, p in f.parameters], self.stage, comm, self.ledger, empty)
             for i, (plan, f) in enumerate(zip(self.plan, found, strict=True))

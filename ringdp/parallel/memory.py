@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.prefetch import gathered_peak
 from ringdp.parallel.stages import Keep, Stage
@@ -37,9 +38,13 @@ class Memory(NamedTuple):
 
 
 class Ledger:
-    """Counts the engine's buffers: `now` and `peak` bytes of each category."""
+    """Makes and counts the engine's buffers: `now` and `peak` bytes of each category.
 
-    def __init__(self) -> None:
+    The communicator makes them in memory that collectives read and write in place.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
@@ -53,6 +58,12 @@ class Ledger:
     def empty(self, category: str, elements: int, like: Tensor) -> Tensor:
         """A new flat buffer, counted."""
         self.take(category, elements * like.element_size())
+        return self.make(elements, like)
+
+    def make(self, elements: int, like: Tensor) -> Tensor:
+        """A new flat buffer, not counted."""
+        if like.is_cpu:
+            return self.comm.empty(elements, dtype=like.dtype)
         return torch.empty(elements, dtype=like.dtype, device=like.device)
 
 

@@ -62,7 +62,7 @@ class FlatUnit:
         self.freed = stage.parameters is Keep.SHARD
         self.shard = self.full[self.part]
         if self.freed:
-            self.shard = self.shard.clone()
+            self.shard = ledger.make(plan.shard, like).copy_(self.shard)
         self.gradient = ledger.empty("gradients", self._kept(stage.gradients), like)
         ledger.take("parameters", self._kept(stage.parameters) * like.element_size())
         self.state = State.UNSHARDED

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ringdp
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger, formula, state_bytes, traffic
 from ringdp.parallel.stages import STAGES, Keep, stage_of
@@ -64,7 +65,7 @@ def test_the_ranks_optimizers_hold_every_element_once(sizes, n):
 
 
 def test_a_ledger_keeps_the_peak():
-    ledger = Ledger()
+    ledger = Ledger(ringdp.init())
     ledger.take("buckets", 5)
     ledger.take("buckets", 7)
     ledger.give("buckets", 5)
