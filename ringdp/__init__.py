@@ -12,6 +12,7 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.parallel import DistributedDataParallel, Engine, SyncBatchNorm, shard
+from ringdp.transport.base import Link
 
 __all__ = [
     "CollectiveMismatch",
@@ -20,6 +21,7 @@ __all__ = [
     "Communicator",
     "DistributedDataParallel",
     "Engine",
+    "Link",
     "ModelError",
     "PeerLost",
     "RingdpError",

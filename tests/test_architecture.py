@@ -121,6 +121,7 @@ def test_public_names():
         "Communicator",
         "DistributedDataParallel",
         "Engine",
+        "Link",
         "ModelError",
         "PeerLost",
         "RingdpError",

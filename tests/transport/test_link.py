@@ -1,0 +1,44 @@
+"""The emulated network: as late as it says, with the same bits, and at rest meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from ringdp.schedule.cost import Machine, closed, seconds
+
+
+pytestmark = pytest.mark.process
+
+SLOW = ringdp.Link(latency=0.01, bandwidth=4e6)  # s, bytes/s
+ELEMENTS = 100_000  # 0.1 s for each time that the buffer goes over the link
+
+
+def over(comm: Communicator, algorithm: str) -> tuple[bool, float, float]:
+    """Whether the bits are those without a link; seconds that passed, and of the processor."""
+    g = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(ELEMENTS, generator=g)
+    y = x.clone()
+    comm.all_reduce(x, algorithm=algorithm)
+    with ringdp.init(link=SLOW) as slow:
+        slow.barrier()
+        began, busy = time.monotonic(), time.process_time()
+        slow.all_reduce(y, algorithm=algorithm, async_op=True).wait()
+        passed, busy = time.monotonic() - began, time.process_time() - busy
+    return torch.equal(x, y), passed, busy
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "doubling"])
+def test_a_link_is_as_slow_as_it_says_and_costs_nothing(ranks, n, algorithm):
+    price = closed("all_reduce", algorithm, n)
+    machine = Machine(alpha=SLOW.latency, beta=1 / SLOW.bandwidth, gamma=0, bus=0)
+    predicted = seconds(price, machine, 4 * ELEMENTS)
+    for same, passed, busy in ranks(n)(over, algorithm):
+        assert same
+        assert passed >= 0.9 * predicted  # ranks begin and end a little apart
+        assert busy < passed / 2
