@@ -1,6 +1,6 @@
 """ringdp: collectives and data-parallel training (DDP, ZeRO-1, 2, 3) from scratch."""
 
-from ringdp.comm import Communicator, Work, init
+from ringdp.comm import Communicator, Link, Work, init
 from ringdp.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -12,7 +12,6 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.parallel import DistributedDataParallel, Engine, SyncBatchNorm, shard
-from ringdp.transport.base import Link
 
 __all__ = [
     "CollectiveMismatch",

@@ -11,7 +11,6 @@ import ringdp
 from ringdp import Communicator
 from ringdp.schedule.cost import Machine, closed, seconds
 
-
 pytestmark = pytest.mark.process
 
 SLOW = ringdp.Link(latency=0.01, bandwidth=4e6)  # s, bytes/s
