@@ -24,11 +24,10 @@ nb::tuple where(const RankRecord& r) {
                         r.round.load(), r.peer.load(), r.changed.load());
 }
 
-nb::object call(const RankRecord& r, std::uint64_t number) {
-  const auto info = r.call(number);
+nb::object told(const std::optional<CallInfo>& info) {
   if (!info) return nb::none();
   const auto* site = reinterpret_cast<const char*>(info->site.data());
-  return nb::make_tuple(info->kind, info->elements, nb::bytes(site, strnlen(site, kSite)));
+  return nb::make_tuple(info->number, info->kind, info->elements, nb::bytes(site, strnlen(site, kSite)));
 }
 
 const char* checked(const nb::bytes& site) {
@@ -125,12 +124,16 @@ NB_MODULE(_core, m) {
       .def("finished", &Progress::finished)
       .def("record", [](Progress& self, int rank) { return where(record_of(self.segment(), rank)); })
       .def("call", [](Progress& self, int rank, std::uint64_t number) {
-             return call(record_of(self.segment(), rank), number);
+             return told(record_of(self.segment(), rank).call(number));
            })
-      .def("gone", [](Progress& self, int rank) {
-             record_of(self.segment(), rank);
-             return self.segment().gone(rank);
+      .def("message",
+           [](Progress& self, int rank) { return told(record_of(self.segment(), rank).message.read()); })
+      .def("waits_for_message",
+           [](Progress& self, std::uint64_t number, std::uint64_t kind, std::uint64_t elements,
+              nb::bytes site) {
+             self.segment().record(self.rank()).message.write(number, kind, elements, checked(site));
            })
+      .def("has_message", [](Progress& self) { self.segment().record(self.rank()).message.clear(); })
       .def("sent_bytes", [](Progress& self) { return self.peers().sent_bytes.load(); })
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
 
@@ -171,8 +174,9 @@ NB_MODULE(_core, m) {
                      return nb::make_tuple(int(f.failure), f.rank, f.reporter);
                    })
       .def("record", [](Watch& self, int rank) { return where(record_of(self, rank)); })
+      .def("message", [](Watch& self, int rank) { return told(record_of(self, rank).message.read()); })
       .def("call", [](Watch& self, int rank, std::uint64_t number) {
-        return call(record_of(self, rank), number);
+        return told(record_of(self, rank).call(number));
       });
   m.def("abandon", [](nb::object core) { core.release(); }, nb::arg("core"),
         "Never destroy `core`: a forked child holds it without its thread and its memory.");

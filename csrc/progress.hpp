@@ -93,6 +93,7 @@ class Progress {
     segment_.record(rank_).pid.store(-1, std::memory_order_release);
   }
 
+  int rank() const { return rank_; }
   Segment& segment() { return segment_; }
   Peers& peers() { return peers_; }
 

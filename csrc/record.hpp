@@ -1,6 +1,7 @@
 // What a rank does and did last, where its peers and `ringdp doctor` read it even while it is stuck.
 //
-//   RankRecord = where it is | what it found wrong | Call[kCalls], call k in place k % kCalls
+//   RankRecord = where it is | what it found wrong | the message that it waits for
+//              | Call[kCalls], call k in place k % kCalls
 //
 // Only numbers and text of a fixed size: whoever reads it checks every one, and trusts none. Single
 // writer. Nothing but `pid` and a Call's `count` orders anything; the rest informs people.
@@ -52,14 +53,18 @@ class alignas(kLine) Call {
     count_.store(number + 1, std::memory_order_release);
   }
 
-  // Nothing where it is another call by now, or one half written.
-  std::optional<CallInfo> read(std::uint64_t number) const {
+  // It is over, and there is no other yet.
+  void clear() { count_.store(0, std::memory_order_relaxed); }
+
+  // Nothing where there is none, or one half written.
+  std::optional<CallInfo> read() const {
     // acquire, all of them: the parts are of this call if it is there before and after
-    if (count_.load(std::memory_order_acquire) != number + 1) return std::nullopt;
-    CallInfo info{number, kind_.load(std::memory_order_acquire),
+    const auto count = count_.load(std::memory_order_acquire);
+    if (count == 0) return std::nullopt;
+    CallInfo info{count - 1, kind_.load(std::memory_order_acquire),
                   elements_.load(std::memory_order_acquire), {}};
     for (std::size_t i = 0; i < kSite / 8; ++i) info.site[i] = site_[i].load(std::memory_order_acquire);
-    if (count_.load(std::memory_order_relaxed) != number + 1) return std::nullopt;
+    if (count_.load(std::memory_order_relaxed) != count) return std::nullopt;
     return info;
   }
 
@@ -80,6 +85,7 @@ struct alignas(kLine) RankRecord {
   std::atomic<std::int32_t> round, peer;       // of the one under way; peer: whom it waits for, or -1
   std::atomic<std::int32_t> pid;               // 0 before it has attached, -1 once it has closed
   Finding finding;
+  Call message;                                // a send or recv that has waited for a while
   Call calls[kCalls];
 
   // The rank is about to run this collective. 15 ns.
@@ -95,7 +101,8 @@ struct alignas(kLine) RankRecord {
     finished.store(begun.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
   std::optional<CallInfo> call(std::uint64_t number) const {
-    return calls[number % kCalls].read(number);
+    const auto found = calls[number % kCalls].read();
+    return found && found->number == number ? found : std::nullopt;
   }
 
   // CLOCK_MONOTONIC, the same in all processes of a host, to some 4 ms for a quarter of the price.

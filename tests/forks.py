@@ -48,15 +48,20 @@ class Forks:
         there.close()
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Ended]:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         name = function.__module__, function.__qualname__
-        self.pipe.send((sys.path, size, store.port, *name, arguments))
+        self.pipe.send((sys.path, size, job_store.port, *name, arguments))
         ended: list[Ended] = self.pipe.recv()
         return ended
 
     def close(self) -> None:
         self.pipe.close()
         self.process.wait()
+
+
+def store() -> TCPStore:
+    """In a rank: what its job has to talk over beside a communicator."""
+    return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def main(fd: int) -> None:

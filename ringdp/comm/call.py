@@ -49,6 +49,11 @@ def peer_of(kind: int) -> int:
     return kind >> 14 & ROOTS - 1
 
 
+def other_end(kind: int) -> str:
+    """Of a message."""
+    return "any rank" if peer_of(kind) == ANYBODY else f"rank {peer_of(kind)}"
+
+
 def dtype_of(kind: int) -> str:
     return _name(DTYPES, kind >> 4 & 31).removeprefix("torch.")
 
@@ -64,8 +69,7 @@ def named(number: int, kind: int) -> str:
     parts += [_name(CALLED_OPS, kind & 15)] * (name in REDUCING)
     parts += [f"root {peer_of(kind)}"] * (name in ROOTED)
     if name in MESSAGES:
-        who = "any rank" if peer_of(kind) == ANYBODY else f"rank {peer_of(kind)}"
-        parts.append(f"{'to' if name == 'send' else 'from'} {who}")
+        parts.append(f"{'to' if name == 'send' else 'from'} {other_end(kind)}")
     return f"{name} #{number} ({', '.join(parts)})"
 
 

@@ -55,6 +55,8 @@ class Guard:
     def look(self, call: Call) -> None:
         """Raise if it cannot end: a failure, or a rank that is in another collective instead."""
         self.check(call)
+        if collective_of(call[1]) in MESSAGES:
+            self.transport.tell(call)
         rank = self.transport.rank
         here = self.transport.record(rank)
         mine = here and self.transport.call(rank, here.begun - 1)
@@ -65,6 +67,11 @@ class Guard:
             if theirs is not None and _differ(mine, theirs):
                 self.transport.fail(FailureKind.MISMATCH, r)
                 self.check(call)
+
+    def over(self, call: Call) -> None:
+        """It has ended, after a `look`."""
+        if collective_of(call[1]) in MESSAGES:
+            self.transport.tell(None)
 
     def warn(self, call: Call, waited: float) -> None:
         """Say that a collective takes long, and who is missing."""

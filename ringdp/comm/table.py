@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ringdp.comm.call import named, place, tag_of
+from ringdp.comm.call import named, other_end, place, tag_of
 from ringdp.transport.records import CLOSED, Call, RankRecord
 
 HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
@@ -22,6 +22,7 @@ class Observed(Protocol):
     def ranks(self) -> int: ...
     def record(self, rank: int) -> RankRecord | None: ...
     def call(self, rank: int, number: int) -> Call | None: ...
+    def message(self, rank: int) -> Call | None: ...
 
 
 def table(observed: Observed) -> str:
@@ -51,6 +52,8 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
         now = observed.call(rank, record.begun - 1)
         round_ = str(record.round) if record.round >= 0 else ""
         waits = f"rank {record.waits_for}" if record.waits_for >= 0 else ""
+    elif (now := observed.message(rank)) is not None:
+        waits = other_end(now[1])
     if now is not None:
         number, kind, elements, site = now
         doing = f"{named(number, kind)} of {elements}"

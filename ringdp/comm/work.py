@@ -50,6 +50,8 @@ class Work:
         except CommunicationError as e:
             self._error = e
             raise
+        if waited:
+            self._guard.over(self._call)
         self._complete()
 
     def is_completed(self) -> bool:

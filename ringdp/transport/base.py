@@ -215,6 +215,14 @@ class Transport(Protocol):
         """That rank's call of collective `number`, unless it has not begun it, or forgot it."""
         ...
 
+    def message(self, rank: int) -> Call | None:
+        """The send or recv that that rank has told to wait for."""
+        ...
+
+    def tell(self, call: Call | None) -> None:
+        """Let all see that this rank waits for a send or recv; None: no more."""
+        ...
+
     def sent_bytes(self) -> int:
         """Payload bytes sent to other ranks so far."""
         ...

@@ -35,17 +35,9 @@ class Source(Protocol):
     """csrc's view of a segment: a communicator's own, or one from outside."""
 
     def record(self, rank: int, /) -> tuple[int, int, int, int, int, int]: ...
-    def call(self, rank: int, number: int, /) -> tuple[int, int, bytes] | None: ...
 
 
 def read_record(source: Source, rank: int) -> RankRecord:
     pid, begun, finished, round_, waits_for, changed = source.record(rank)
     seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - changed / 1e9 if changed else 0.0
     return RankRecord(pid, begun, finished, round_, waits_for, max(0.0, seconds))
-
-
-def read_call(source: Source, rank: int, number: int) -> Call | None:
-    found = source.call(rank, number) if number >= 0 else None
-    if found is None:
-        return None
-    return (number, *found)

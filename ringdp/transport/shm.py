@@ -37,7 +37,7 @@ from ringdp.transport.base import (
     Prepared,
     chunk_bounds,
 )
-from ringdp.transport.records import Call, RankRecord, read_call, read_record
+from ringdp.transport.records import Call, RankRecord, read_record
 from ringdp.transport.watch import NAME, keep_open, let_go
 
 FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
@@ -217,7 +217,17 @@ class ShmTransport:
         return read_record(self._core, rank) if os.getpid() == self._process else None
 
     def call(self, rank: int, number: int) -> Call | None:
-        return read_call(self._core, rank, number) if os.getpid() == self._process else None
+        known = number >= 0 and os.getpid() == self._process
+        return self._core.call(rank, number) if known else None
+
+    def message(self, rank: int) -> Call | None:
+        return self._core.message(rank) if os.getpid() == self._process else None
+
+    def tell(self, call: Call | None) -> None:
+        if call is None:
+            self._core.has_message()
+        else:
+            self._core.waits_for_message(*call)
 
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())

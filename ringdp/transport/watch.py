@@ -12,7 +12,7 @@ from pathlib import Path
 from ringdp._core import Watch
 from ringdp.errors import CommunicationError
 from ringdp.transport.base import FailureKind
-from ringdp.transport.records import Call, RankRecord, read_call, read_record
+from ringdp.transport.records import Call, RankRecord, read_record
 
 NAME = "ringdp"  # of a segment's file, see /proc/PID/fd
 
@@ -60,7 +60,10 @@ class Watched:
         return read_record(self._watch, rank)
 
     def call(self, rank: int, number: int) -> Call | None:
-        return read_call(self._watch, rank, number)
+        return self._watch.call(rank, number) if number >= 0 else None
+
+    def message(self, rank: int) -> Call | None:
+        return self._watch.message(rank)
 
     def failure(self) -> tuple[FailureKind, int] | None:
         """What ended it, and the rank at fault, or that gave up."""

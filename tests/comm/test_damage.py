@@ -20,7 +20,7 @@ from ringdp.comm.table import table
 from ringdp.transport.shm import SEALS, ShmTransport, _Address
 from ringdp.transport.watch import Watched, segments
 from tests.comm.failing import hear
-from tests.forks import Forks, Say
+from tests.forks import Forks, Say, store
 
 pytestmark = pytest.mark.process
 
@@ -143,6 +143,7 @@ def test_a_rank_refuses_an_address_where_there_is_none(there, said):
 
 
 def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> None:
+    talk = store()
     comm.barrier()
     if comm.rank == 0:
         (path,) = segments([os.getpid()])
@@ -156,8 +157,8 @@ def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> Non
             view[64:records] = noise(records - 64)
         else:
             view[records:] = noise(len(view) - records)
-        comm._store.set("damaged", "")
-    comm._store.wait(["damaged"])
+        talk.set("damaged", "")
+    talk.wait(["damaged"])
     say(table(comm._transport))
     say(hear(comm, lambda: comm.all_reduce(torch.ones(9), algorithm="ring", async_op=True).wait(1)))
 

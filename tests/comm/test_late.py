@@ -18,9 +18,9 @@ import torch
 
 import ringdp
 from ringdp import Communicator, Work
-from ringdp.comm.table import process_state
+from ringdp.comm.table import process_state, table
 from tests.comm.failing import COLLECTIVES, Heard, hear
-from tests.forks import PATIENCE, Forks, Say
+from tests.forks import PATIENCE, Forks, Say, store
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +41,7 @@ STALLS = {"stopped": stopped, "sleeping": sleeping}
 
 
 def victim_stalls(comm: Communicator, say: Say, how: str, when: str) -> None:
-    victim = comm.size - 1
+    victim, talk = comm.size - 1, store()
     comms = {name: comm.duplicate() for name in COLLECTIVES}
     for c in comms.values():
         c.barrier()  # collective 0
@@ -59,7 +59,7 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str) -> None:
         works = {name: begin(name) for name in COLLECTIVES if when != "before"}
         for name, work in works.items() if when == "after" else ():
             hear(comms[name], work.wait)  # the others may have given up before we came to it
-        comm._store.set("stalls", "")
+        talk.set("stalls", "")
         STALLS[how](continued)
         for name, c in comms.items():
             say((name, hear(c, c.barrier)))
@@ -72,7 +72,7 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str) -> None:
     patience = PATIENCE if goes_on else SLOW if when == "within" else TIMEOUT
 
     works = {name: begin(name) for name in COLLECTIVES}
-    comm._store.wait(["stalls"])
+    talk.wait(["stalls"])
     while how == "stopped" and "stopped" not in process_state(comm._transport.record(victim).pid):
         time.sleep(0.01)
 
@@ -82,9 +82,9 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str) -> None:
     with ThreadPoolExecutor(len(comms)) as pool:
         for name, heard in zip(comms, pool.map(other, comms), strict=True):
             say((name, heard))
-    comm._store.set(f"done/{comm.rank}", "")
+    talk.set(f"done/{comm.rank}", "")
     if comm.rank == 0:
-        comm._store.wait([f"done/{r}" for r in range(victim)])
+        talk.wait([f"done/{r}" for r in range(victim)])
         os.kill(comm._transport.record(victim).pid, signal.SIGCONT)
     comm.barrier()  # a rank that leaves now would be lost to the victim
 
@@ -113,18 +113,44 @@ def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n):
                 assert f"all_reduce #0 (int32, sum) at {__file__}:" in row, where
 
 
+def receives(comm: Communicator, say: Say) -> None:
+    x, talk = torch.ones(10), store()
+    if comm.rank == 0:
+        comm.recv(x, 1, tag=7)
+    elif comm.rank == 1:
+        talk.wait(["told"])
+        comm.send(x, 0, tag=7)
+    else:
+        while comm._transport.message(0) is None:
+            time.sleep(0.01)
+        say(table(comm._transport))
+        talk.set("told", "")
+    comm.barrier()
+    say(table(comm._transport))
+
+
+def test_a_rank_that_waits_for_a_message_is_seen_by_all(forks: Forks):
+    *_, (code, (during, after)) = forks(3, receives)
+    assert code == 0
+    row = during.splitlines()[1].split(None, 1)[1]
+    assert re.match(r"recv #0 \(float32, from rank 1\) of 10 +7 +rank 1 +", row), during
+    assert f" {__file__}:" in row
+    assert "recv" not in after
+
+
 def stall(comm: Communicator, say: Say) -> None:
     told: list[str] = []
+    talk = store()
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ringdp").addHandler(handler)
     with ringdp.init(timeout=PATIENCE, warn_after=0.1) as other:
         other.barrier()  # collective 0
-        while comm.rank == 1 and not comm._store.check(["told"]):
+        while comm.rank == 1 and not talk.check(["told"]):
             time.sleep(0.01)
         work = other.all_reduce(torch.ones(10), async_op=True)
         if comm.rank == 0:
-            threading.Timer(0.5, comm._store.set, ("told", "")).start()
+            threading.Timer(0.5, talk.set, ("told", "")).start()
         work.wait()
         comm.barrier()
     say(told)
