@@ -5,6 +5,11 @@
 Ranks are pinned to a core each, and all three take turns in short rounds, so that a slow phase of
 the machine hits all of them. Alone means that rank 0 trains and the others sleep. The time of a
 step is the slowest rank's.
+
+Then the ranks talk over an emulated link, as slow as makes all of the gradients' all_reduces take
+as long as backward computes:
+
+    exposed = step - step without communication        hidden = communication - exposed
 """
 
 from __future__ import annotations
@@ -25,9 +30,12 @@ from torch import nn
 
 import ringdp
 from ringdp.cli import gpt
+from ringdp.transport.base import Link
 
 SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
+CAPS = (25, 8, 4)  # MiB of a bucket, over the slow link
+LATENCY = 5e-5  # s, of the slow link
 ROUNDS, STEPS = 12, 3  # a round is STEPS steps of each; the first one warms up
 
 
@@ -46,32 +54,105 @@ def main() -> None:
         "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "ringdp": ringdp.DistributedDataParallel(copy.deepcopy(model)),
     }
-    step = {name: stepper(m, comm.rank) for name, m in wrapped.items()}
-    times: dict[str, list[float]] = defaultdict(list)
-    for round_ in range(arguments.rounds + 1):
-        for name in wrapped:
-            for _ in range(STEPS):
-                dist.barrier()
-                start = time.perf_counter()
-                if name != "alone" or comm.rank == 0:
-                    step[name]()
-                if round_:
-                    times[name].append(time.perf_counter() - start)
-    parameters = sum(p.numel() for p in model.parameters())
-    results = {name: summary(slowest(seconds)) for name, seconds in times.items()}
+    steps = {name: stepper(m, comm.rank) for name, m in wrapped.items()}
+    if comm.rank:
+        steps["alone"] = lambda: None
+    times = interleaved(steps, arguments.rounds)
+    results = {name: summary(seconds) for name, seconds in times.items()}
+    parameters = elements(model)
     if comm.rank == 0:
-        report(results, parameters)
+        print(f"{parameters:,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW")
+        report(results)
+    overlap = overlapped(model, arguments.rounds)
+    if comm.rank == 0:
+        for row in overlap:
+            print(", ".join(f"{name} {value}" for name, value in row.items()))
         if arguments.json:
             found = {"parameters": parameters, "ranks": comm.size, "step_ms": results}
+            found["slow_link"] = overlap
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
 
+def interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step but the first round's, the slowest rank's."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for round_ in range(rounds + 1):
+        for name, step in steps.items():
+            for _ in range(STEPS):
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                if round_:
+                    times[name].append(time.perf_counter() - start)
+    return {name: slowest(seconds) for name, seconds in times.items()}
+
+
+def overlapped(model: nn.Module, rounds: int) -> list[dict[str, float]]:
+    """One row a bucket size."""
+    local = copy.deepcopy(model)
+    tokens = batch(dist.get_rank())
+
+    def forward(net: nn.Module) -> torch.Tensor:
+        net.zero_grad()
+        return gpt.next_byte_loss(net, tokens)
+
+    compute = interleaved(
+        {"forward": lambda: forward(local), "both": lambda: forward(local).backward()}, rounds
+    )
+    backward = statistics.median(compute["both"]) - statistics.median(compute["forward"])
+    sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * elements(model)
+    link = Link(LATENCY, sent / backward)
+    rows = []
+    for cap in CAPS:
+        comm = ringdp.init(link=link)
+        net = ringdp.DistributedDataParallel(
+            copy.deepcopy(model), process_group=comm, bucket_cap_mb=cap
+        )
+
+        def alone(net: nn.Module = net) -> None:
+            with net.no_sync():
+                forward(net).backward()
+
+        def reduce_only(net: nn.Module = net) -> None:
+            for finish in [bucket.start() for bucket in net.reducer.buckets]:
+                finish()
+
+        found = interleaved(
+            {
+                "compute": alone,
+                "communication": reduce_only,
+                "together": lambda net=net: forward(net).backward(),
+            },
+            rounds,
+        )
+        ms = {name: round(1e3 * statistics.median(s), 2) for name, s in found.items()}
+        exposed = ms["together"] - ms["compute"]
+        hidden = ms["communication"] - exposed
+        rows.append(
+            {"bucket MiB": cap, "MB/s": round(link.bandwidth / 1e6, 1)}
+            | {f"{name} ms": value for name, value in ms.items()}
+            | {
+                "exposed ms": round(exposed, 2),
+                "hidden ms": round(hidden, 2),
+                "hidden share": round(hidden / ms["communication"], 3),
+            }
+        )
+    return rows
+
+
+def elements(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def batch(rank: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(rank)
+    return torch.randint(gpt.VOCABULARY, (ROWS, TOKENS + 1), generator=seed)
+
+
 def stepper(model: nn.Module, rank: int) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(
-        gpt.VOCABULARY, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(rank)
-    )
+    tokens = batch(rank)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -97,9 +178,8 @@ def summary(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def report(results: dict[str, dict[str, float]], parameters: int) -> None:
+def report(results: dict[str, dict[str, float]]) -> None:
     alone = results["alone"]
-    print(f"{parameters:,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW")
     print("            min ms  median ms   max ms   x alone, min   x alone, median")
     for name, t in results.items():
         print(
