@@ -21,7 +21,7 @@ from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
-from ringdp.cli.options import Options, default_batch, parse_stages
+from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
 from ringdp.schedule.cost import Machine
@@ -42,7 +42,16 @@ def ringdp() -> None:
 @app.command()
 def train(
     ranks: Annotated[int, typer.Option(help="processes that train together")] = 2,
-    stage: Annotated[str, typer.Option(help="all, or some of 0,1,2,3")] = "all",
+    stage: Annotated[
+        str | None, typer.Option(help="all, or some of 0,1,2,3; all if not given")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="instead of stages: all, or some of naive,parameter-server,async,ddp",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="optimizer steps of every run")] = Options.steps,
     seed: Annotated[int, typer.Option(help="fixes the model and the batches")] = Options.seed,
     batch: Annotated[
@@ -64,9 +73,12 @@ def train(
 ) -> int:
     """Train a byte-level GPT with every stage and compare them, with one another and with one
     process alone: losses, bytes held, bytes sent."""
+    if stage is not None and mode is not None:
+        raise UsageError("train takes either --stage or --mode")
     options = Options(
         ranks=ranks,
-        stages=parse_stages(stage),
+        stages=parse_stages(stage or "all"),
+        modes=parse_modes(mode) if mode is not None else (),
         steps=steps,
         seed=seed,
         batch=default_batch(ranks) if batch is None else batch,

@@ -11,6 +11,7 @@ from pathlib import Path
 from ringdp.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
+MODES = ("naive", "parameter-server", "async", "ddp")
 MOST_RANKS = 64  # all ranks are processes of this machine
 LEAST_BATCH = 16  # the default global batch is the least multiple of the ranks from here on
 
@@ -21,6 +22,7 @@ class Options:
 
     ranks: int = 2
     stages: tuple[int, ...] = STAGES
+    modes: tuple[str, ...] = ()  # instead of the stages, where there are any
     steps: int = 120
     seed: int = 0
     batch: int = LEAST_BATCH
@@ -44,6 +46,18 @@ def parse_stages(given: str) -> tuple[int, ...]:
     if not all(word in {str(stage) for stage in STAGES} for word in words):
         raise UsageError(f"--stage is {given!r}; allowed: all, 0, 1, 2, 3, or some as in 0,3")
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def parse_modes(given: str) -> tuple[str, ...]:
+    """`all`, or modes between commas, each once and in the order given."""
+    if given.strip() == "all":
+        return MODES
+    words = [word.strip() for word in given.split(",")]
+    if not all(word in MODES for word in words):
+        raise UsageError(
+            f"--mode is {given!r}; allowed: all, {', '.join(MODES)}, or some as in async,ddp"
+        )
+    return tuple(dict.fromkeys(words))
 
 
 def check(options: Options) -> None:

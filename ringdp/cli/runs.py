@@ -32,6 +32,14 @@ def text_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def load(options: Options, expected: str) -> bytes:
+    """The text, in a rank."""
+    data = text.load(options.text, options.context + 1).data
+    if text_digest(data) != expected:
+        raise ringdp.RingdpError("the text changed while the ranks were starting; run again")
+    return data
+
+
 def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) -> Record:
     """The reference: the same model and batches in this process.
 
@@ -41,7 +49,7 @@ def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) 
     model = gpt.build(gpt.Shape(options.context), options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     steps = train(model, optimizer, data, options, rows=slice(None), mean=lambda loss: loss)
-    done = list(_reporting(steps, "single", options, emit, dict))
+    done = list(reporting(steps, "single", options, emit, dict))
     return Record(
         stage=None,
         ranks=1,
@@ -62,9 +70,7 @@ def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
     """What each rank runs, on one thread: all stages, one after another."""
     torch.set_num_threads(1)
     comm = ringdp.init()
-    data = text.load(job.options.text, job.options.context + 1).data
-    if text_digest(data) != job.text_digest:
-        raise ringdp.RingdpError("the text changed while the ranks were starting; run again")
+    data = load(job.options, job.text_digest)
     records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
     comm.close()
     return records
@@ -89,9 +95,9 @@ def _run_stage(
     share = options.batch // comm.size
     rows = slice(comm.rank * share, (comm.rank + 1) * share)
     steps = train(model, optimizer, data, options, rows=rows, mean=mean)
-    report = emit if comm.rank == 0 else _silent
+    report = emit if comm.rank == 0 else silent
     done, sent = [], [engine.sent_bytes()]
-    for step in _reporting(
+    for step in reporting(
         steps, f"stage {stage}", options, report, lambda: engine.memory(optimizer)._asdict()
     ):
         done.append(step)
@@ -125,7 +131,7 @@ def _per_step(sent: list[int], formula: int) -> int:
     return max(deltas, key=lambda delta: abs(delta - formula))
 
 
-def _reporting(
+def reporting(
     steps: Iterator[Step],
     run: str,
     options: Options,
@@ -149,5 +155,5 @@ def _sample(model: gpt.GPT, options: Options) -> bytes:
     return gpt.write(model, options.context, PROMPT, SAMPLE_BYTES, options.seed)
 
 
-def _silent(_: Progress) -> None:
+def silent(_: Progress) -> None:
     """Rank 0 speaks for all."""

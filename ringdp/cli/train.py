@@ -3,12 +3,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from ringdp.cli import text
+from ringdp.cli import mode_report, text
 from ringdp.cli.launch import Entry, launch
 from ringdp.cli.live import Display
+from ringdp.cli.modes import run_mode
 from ringdp.cli.options import Options, check
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
@@ -35,18 +37,26 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         reference = None
         if options.reference:
             reference = run_single(options, learned.data, display.update)
-        job = Job(options, text_digest(learned.data))
-        ranks = launch(entry, job, options.ranks, display.update)
+        if options.modes:
+            modes = [run_mode(m, options, learned.data, display.update) for m in options.modes]
+        else:
+            job = Job(options, text_digest(learned.data))
+            ranks = launch(entry, job, options.ranks, display.update)
+    if options.modes:
+        problems = mode_report.complaints(modes, reference, options)
+        mode_report.show(console, modes, reference, problems)
+        if options.json is not None:
+            _write_json(options.json, [mode_report.to_json(run) for run in modes])
+        return 1 if problems else 0
     problems = complaints(ranks, reference)
     show(console, ranks[0], reference, problems)
     if options.json is not None:
-        _write_json(options.json, ranks[0])
+        _write_json(options.json, [to_json(run) for run in ranks[0]])
     return 1 if problems else 0
 
 
-def _write_json(path: Path, runs: Sequence[Record]) -> None:
-    """An object for one stage, a list for several."""
-    objects = [to_json(run) for run in runs]
+def _write_json(path: Path, objects: Sequence[dict[str, Any]]) -> None:
+    """An object for one stage or mode, a list for several."""
     whole = objects[0] if len(objects) == 1 else objects
     try:
         path.write_text(json.dumps(whole, indent=2) + "\n")

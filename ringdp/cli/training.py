@@ -6,7 +6,7 @@ What differs between them comes in as functions: which rows are mine, how a loss
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ class Step(NamedTuple):
     seconds: float
 
 
+class Optimizer(Protocol):
+    """What the loop asks of one."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> object: ...
+
+
 class Progress(NamedTuple):
     """What a run says of itself while it goes on."""
 
@@ -36,7 +44,7 @@ class Progress(NamedTuple):
 
 def train(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     data: bytes,
     options: Options,
     *,

@@ -222,6 +222,10 @@ class DistributedDataParallel(nn.Module):
             reducer.shadow()
         self._reduced_last = bool(status.reduces)
 
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to reduce gradients so far."""
+        return self._reducer()[1].comm.sent_bytes()
+
     # ---- hooks, copies
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:

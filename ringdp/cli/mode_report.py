@@ -1,0 +1,122 @@
+"""What `ringdp train --mode` says at the end: a column a mode, and what must hold of them.
+
+The modes that make one step of all gradients learn what the single process learns, within
+Note [the bound on the loss]; a synchronous server and DDP add the same numbers in the same order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ringdp.cli.modes import ModeRun
+from ringdp.cli.options import Options
+from ringdp.cli.record import Record
+from ringdp.cli.verdict import loss_bound
+
+EXACT = ("parameter-server", "ddp")  # equal bit for bit
+
+
+def show(
+    console: Console, runs: Sequence[ModeRun], reference: Record | None, problems: Sequence[str]
+) -> None:
+    console.print()
+    console.print(_table(runs, reference))
+    if not problems:
+        console.print(Text(_all_hold(runs, reference), style="green"))
+    for problem in problems:
+        console.print(Text(f"WRONG: {problem}", style="bold red"), soft_wrap=True)
+
+
+def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:
+    """One line for everything that does not hold."""
+    found = []
+    tokens = options.batch * options.context
+    for run in runs:
+        if run.sent != run.sent_formula:
+            found.append(f"{run.mode}: {run.sent:,} bytes sent, formula {run.sent_formula:,}")
+        if not np.isfinite(run.loss).all():
+            found.append(f"{run.mode}: a loss is not finite: training diverged")
+        elif reference is not None and run.mode != "async":
+            found += _too_far(run, reference, tokens)
+        if run.mode != "async" and len({part.digest for part in run.parts}) > 1:
+            found.append(f"{run.mode}: processes differ in a parameter after the last step")
+    exact = [run for run in runs if run.mode in EXACT]
+    if len({(run.loss, run.parts[-1].digest) for run in exact}) > 1:
+        found.append(f"{' and '.join(EXACT)} differ in a loss or a parameter")
+    return found
+
+
+def to_json(run: ModeRun) -> dict[str, Any]:
+    return {
+        "mode": run.mode,
+        "ranks": run.ranks,
+        "parameters": run.parameters,
+        "loss": list(run.loss),
+        "step_ms": {"p50": round(run.milliseconds, 3)},
+        "traffic": {
+            "sent_bytes_per_step": run.sent,
+            "formula": run.sent_formula,
+            "busiest_process": run.most,
+        },
+        "staleness": list(run.staleness),
+    }
+
+
+def _too_far(run: ModeRun, reference: Record, tokens: int) -> list[str]:
+    for step, (mine, alone) in enumerate(zip(run.loss, reference.loss, strict=True)):
+        bound = loss_bound(step, tokens, reference.loss[0])
+        if not abs(mine - alone) <= bound:
+            return [
+                f"{run.mode}: |Δloss| from the single process is {abs(mine - alone):.2e} at step "
+                f"{step}, above the float32 bound {bound:.2e}"
+            ]
+    return []
+
+
+def _all_hold(runs: Sequence[ModeRun], reference: Record | None) -> str:
+    lines = ["Bytes sent equal their formulas."]
+    if reference is not None and any(run.mode != "async" for run in runs):
+        lines.append("Losses stay within the float32 bound, but for async's.")
+    if all(mode in [run.mode for run in runs] for mode in EXACT):
+        lines.append(f"{' and '.join(EXACT)} are equal bit for bit.")
+    return " ".join(lines)
+
+
+def _table(runs: Sequence[ModeRun], reference: Record | None) -> Table:
+    first = runs[0]
+    table = Table(
+        title=f"{first.parameters:,} parameters, {first.ranks} ranks, {len(first.loss)} steps",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+        pad_edge=False,
+    )
+    table.add_column("bytes are per step", no_wrap=True, header_style="dim")
+    for run in runs:
+        table.add_column(run.mode, justify="right", no_wrap=True)
+    table.add_row("processes", *(f"{len(run.parts)}" for run in runs))
+    table.add_row("final loss", *(f"{run.loss[-1]:.6f}" for run in runs))
+    if reference is not None:
+        alone = f"{reference.loss[-1]:.6f}"
+        table.add_row("  one process alone", *(alone for _ in runs), style="dim")
+    table.add_row("step ms, p50", *(f"{run.milliseconds:.1f}" for run in runs))
+    table.add_section()
+    table.add_row("sent, all processes", *(f"{run.sent:,}" for run in runs))
+    same = [f"{'=' if r.sent == r.sent_formula else '≠'} {r.sent_formula:,}" for r in runs]
+    table.add_row("  formula", *same, style="dim")
+    table.add_row("sent, the busiest", *(f"{run.most:,}" for run in runs))
+    table.add_row("staleness, mean", *(_of(run, np.mean) for run in runs))
+    table.add_row("  most", *(_of(run, np.max) for run in runs))
+    return table
+
+
+def _of(run: ModeRun, summary: Any) -> str:
+    if not run.staleness:
+        return "0" if run.mode != "async" else "-"
+    return f"{summary(run.staleness):.2f}".removesuffix(".00")

@@ -1,0 +1,166 @@
+"""What `ringdp train --mode` runs: data parallelism as it was done before DDP, beside DDP.
+
+    naive             one process with a replica a rank
+    parameter-server  a server and a worker a rank; all workers' gradients make a step
+    async             the same, but every gradient makes a step
+    ddp               ringdp.DistributedDataParallel
+
+`ranks` models compute gradients in each; a server is one process more.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+import ringdp
+from ringdp.cli import gpt
+from ringdp.cli.launch import launch
+from ringdp.cli.options import Options
+from ringdp.cli.runs import load, reporting, silent, text_digest
+from ringdp.cli.training import Optimizer, Progress, Step, parameter_digest, train
+from ringdp.parallel.simple import SERVER, DataParallel, RemoteOptimizer, serve, serve_each
+
+Emit = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process measured."""
+
+    loss: tuple[float, ...]  # of its rows, one a step; empty for a server
+    seconds: tuple[float, ...]
+    sent: int  # bytes in the last step; of an asynchronous server, in a step on average
+    digest: str  # of its parameters after the last step
+    staleness: tuple[int, ...] = ()  # of each gradient, in an asynchronous server
+
+
+@dataclass(frozen=True)
+class ModeRun:
+    """One mode, all its processes together."""
+
+    mode: str
+    ranks: int
+    parameters: int  # elements of the model
+    parts: tuple[Part, ...]
+    sent_formula: int  # bytes per step, of all processes
+
+    @property
+    def loss(self) -> tuple[float, ...]:
+        """Mean over the global batch, one a step."""
+        learning = [part.loss for part in self.parts if part.loss]
+        return tuple(sum(losses) / len(learning) for losses in zip(*learning, strict=True))
+
+    @property
+    def milliseconds(self) -> float:
+        """Median of a step."""
+        return float(np.median(self.parts[-1].seconds)) * 1e3
+
+    @property
+    def sent(self) -> int:
+        return sum(part.sent for part in self.parts)
+
+    @property
+    def most(self) -> int:
+        """Of the process that sends most."""
+        return max(part.sent for part in self.parts)
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        return self.parts[0].staleness
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is given; see `runs.Job`."""
+
+    mode: str
+    options: Options
+    text_digest: str
+
+
+def run_mode(mode: str, options: Options, data: bytes, emit: Emit) -> ModeRun:
+    """Bytes sent per step, with n ranks and P bytes of parameters: 2(n − 1)P, or 2nP by way of a
+    server; naive mode also copies its tokens, its outputs and their gradients."""
+    n, model = options.ranks, gpt.GPT(gpt.Shape(options.context))
+    elements = sum(p.numel() for p in model.parameters())
+    size = 4 * elements
+    if mode == "naive":
+        rows = options.batch * options.context * (n - 1) // n
+        logits = rows * gpt.VOCABULARY * 4
+        formula = 2 * (n - 1) * size + rows * 8 + 2 * logits
+        return ModeRun(mode, n, elements, (_naive(options, data, emit),), formula)
+    served = mode != "ddp"
+    job = Job(mode, options, text_digest(data))
+    parts = launch(part, job, n + served, emit)
+    return ModeRun(mode, n, elements, tuple(parts), 2 * (n if served else n - 1) * size)
+
+
+def _naive(options: Options, data: bytes, emit: Emit) -> Part:
+    torch.set_num_threads(1)
+    model = DataParallel(gpt.build(gpt.Shape(options.context), options.seed), options.ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    steps = train(model, optimizer, data, options, rows=slice(None), mean=_own)
+    return _measured("naive", steps, options, emit, lambda: model.copied, model)
+
+
+def part(job: Job, emit: Emit) -> Part:
+    """What each process of the other modes runs, on one thread."""
+    torch.set_num_threads(1)
+    options, mode = job.options, job.mode
+    comm = ringdp.init()
+    data = load(options, job.text_digest)
+    net: nn.Module
+    net = model = gpt.build(gpt.Shape(options.context), options.seed)
+    report = emit if comm.rank == comm.size - 1 else silent
+    if mode == "ddp":
+        net = ddp = ringdp.DistributedDataParallel(model)
+        optimizer: Optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate)
+        worker, sent = comm.rank, ddp.sent_bytes
+    elif comm.rank == SERVER:
+        return _serve(mode, options, model, comm)
+    else:
+        scale = 1 / options.ranks if mode == "parameter-server" else 1.0
+        optimizer = RemoteOptimizer(model, comm, scale=scale)
+        worker, sent = comm.rank - 1, comm.sent_bytes
+    share = options.batch // options.ranks
+    rows = slice(worker * share, (worker + 1) * share)
+    steps = train(net, optimizer, data, options, rows=rows, mean=_own)
+    return _measured(mode, steps, options, report, sent, model)
+
+
+def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communicator) -> Part:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    staleness: list[int] = []
+    if mode == "async":
+        staleness = serve_each(model, optimizer, comm, options.steps)
+    else:
+        serve(model, optimizer, comm, options.steps)
+    sent = comm.sent_bytes() // options.steps
+    return Part((), (), sent, parameter_digest(model), tuple(staleness))
+
+
+def _measured(
+    mode: str,
+    steps: Iterator[Step],
+    options: Options,
+    emit: Emit,
+    sent: Callable[[], int],
+    model: nn.Module,
+) -> Part:
+    done, totals = [], [sent()]
+    for step in reporting(steps, mode, options, emit, dict):
+        done.append(step)
+        totals.append(sent())
+    return Part(
+        tuple(step.loss for step in done),
+        tuple(step.seconds for step in done),
+        totals[-1] - totals[-2],
+        parameter_digest(model),
+    )
+
+
+def _own(loss: torch.Tensor) -> torch.Tensor:
+    return loss
