@@ -24,7 +24,10 @@ EXACT = ("parameter-server", "ddp")  # equal bit for bit
 def show(
     console: Console, runs: Sequence[ModeRun], reference: Record | None, problems: Sequence[str]
 ) -> None:
+    first = runs[0]
+    title = f"{first.parameters:,} parameters, {first.ranks} ranks, {len(first.loss)} steps"
     console.print()
+    console.print(Text(title, style="bold"))
     console.print(_table(runs, reference))
     if not problems:
         console.print(Text(_all_hold(runs, reference), style="green"))
@@ -80,23 +83,17 @@ def _too_far(run: ModeRun, reference: Record, tokens: int) -> list[str]:
 
 def _all_hold(runs: Sequence[ModeRun], reference: Record | None) -> str:
     lines = ["Bytes sent equal their formulas."]
-    if reference is not None and any(run.mode != "async" for run in runs):
-        lines.append("Losses stay within the float32 bound, but for async's.")
-    if all(mode in [run.mode for run in runs] for mode in EXACT):
+    modes = [run.mode for run in runs]
+    if reference is not None and modes != ["async"]:
+        but = ", but for async's, which has none" if "async" in modes else ""
+        lines.append(f"Losses stay within the float32 bound{but}.")
+    if all(mode in modes for mode in EXACT):
         lines.append(f"{' and '.join(EXACT)} are equal bit for bit.")
     return " ".join(lines)
 
 
 def _table(runs: Sequence[ModeRun], reference: Record | None) -> Table:
-    first = runs[0]
-    table = Table(
-        title=f"{first.parameters:,} parameters, {first.ranks} ranks, {len(first.loss)} steps",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0),
-        pad_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("bytes are per step", no_wrap=True, header_style="dim")
     for run in runs:
         table.add_column(run.mode, justify="right", no_wrap=True)
