@@ -77,7 +77,7 @@ def train(
         raise UsageError("train takes either --stage or --mode")
     options = Options(
         ranks=ranks,
-        stages=parse_stages(stage or "all"),
+        stages=parse_stages("all" if stage is None else stage),
         modes=parse_modes(mode) if mode is not None else (),
         steps=steps,
         seed=seed,
