@@ -105,7 +105,9 @@ class Progress {
     do {
       if (failed_) break;
       if (running_) {
+        ++peers_.waiting;
         done_.wait_until(lock, end);
+        --peers_.waiting;
       } else {
         run_front(lock, end, false);
       }
