@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import ringdp
 from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
 from ringdp.parallel.ddp.assign import Gradient, assign
 from tests.parallel.ddp_cases import WIDTH, Branches, Outputs, Transformer, loss, mlp, rows
@@ -529,7 +528,11 @@ def test_it_works_over_torchs_groups(ranks):
     ranks(2)(no_group)
 
 
-def test_one_process_needs_no_init_of_torch():
-    net = DistributedDataParallel(mlp(), process_group=ringdp.init())
+def alone(comm: Communicator) -> None:
+    net = DistributedDataParallel(mlp())
     single = copy.deepcopy(net.module)
     assert equal(backward(net, 0, 0), backward(single, 0, 0))
+
+
+def test_one_rank_has_its_own_gradients(ranks):
+    ranks(1)(alone)
