@@ -1,9 +1,10 @@
-"""One training step of a GPT under DDP: ours, torch's over gloo, and one process alone.
+"""One training step of a GPT under DDP: ours, torch's over gloo, and without communication.
 
     torchrun --nproc-per-node 2 -m bench.ddp_step --json bench/results/ddp_step.json
 
-Ranks are pinned to a core each, and all three take turns in short rounds, so that a slow phase of
-the machine hits all of them. Alone means that rank 0 trains and the others sleep. The time of a
+Ranks are pinned to a core each, and all four take turns in short rounds, so that a slow phase of
+the machine hits all of them. Alone means that rank 0 trains and the others sleep; apart, that every
+rank trains for itself at the same time, which shows what sharing the machine costs. The time of a
 step is the slowest rank's.
 
 Then the ranks talk over an emulated link, as slow as makes all of the gradients' all_reduces take
@@ -51,6 +52,7 @@ def main() -> None:
     model = gpt.build(SHAPE, seed=0)
     wrapped: dict[str, nn.Module] = {
         "alone": copy.deepcopy(model),
+        "apart": copy.deepcopy(model),
         "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "ringdp": ringdp.DistributedDataParallel(copy.deepcopy(model)),
     }

@@ -181,6 +181,15 @@ def evaluated(net: nn.Module, step: int, rank: int) -> None:
     images(net, step, rank)
 
 
+def evaluated_inside(net: nn.Module, step: int, rank: int) -> None:
+    """Between a forward and its backward."""
+    out = net(rows(step, rank, 0, 2, 8, 8))
+    with torch.no_grad():
+        net.eval()(rows(step, rank, 7, 2, 8, 8))
+    net.train()
+    loss(out).backward()
+
+
 class Case(NamedTuple):
     make: Callable[[int], nn.Module]  # of the rank
     step: Callable[[Any, int, int], None] = plain
@@ -202,6 +211,7 @@ CASES = {
     "cnn with batch norm": Case(lambda _: CNN(), images),
     "cnn, own buffers": Case(lambda _: CNN(), images, {"broadcast_buffers": False}),
     "cnn, evaluated between": Case(lambda _: CNN(), evaluated),
+    "cnn, evaluated before backward": Case(lambda _: CNN(), evaluated_inside),
     "cnn, channels last": Case(lambda _: CNN().to(memory_format=torch.channels_last), images),
     "tied transformer": Case(lambda _: Transformer()),
     "sparse embedding": Case(lambda _: Transformer(sparse=True)),

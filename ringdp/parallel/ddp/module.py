@@ -166,11 +166,8 @@ class DistributedDataParallel(nn.Module):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, output: Any, *, reduces: bool) -> None:
-        _, reducer = self._reducer()
         if reduces:
-            reducer.arm(tensors(output))
-        else:
-            reducer.disarm()
+            self._reducer()[1].arm(tensors(output))
         self._reduced_last, self._started = reduces, True
 
     @contextmanager

@@ -134,10 +134,6 @@ class Reducer:
                 if tensor.requires_grad:
                     tensor.register_hook(_ender(weakref.ref(self)))  # type: ignore[no-untyped-call]
 
-    def disarm(self) -> None:
-        """A forward has ended whose backward shall not reduce."""
-        self._armed = False
-
     # ---- backward
 
     def made(self, index: int) -> None:
