@@ -1,0 +1,202 @@
+// What one rank has to do in a collective that needs no channels, and its message to all others: in
+// lines that carry their own flags, or laid out as a whole. direct.hpp says when which.
+//
+// Note [two slots are enough]
+//   A message is overwritten by the next but one. Whoever writes message k has finished collective
+//   k-1, for which it has read every peer's message k-1, and a peer writes that one only when it has
+//   finished reading the messages k-2.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "combine.hpp"
+#include "peers.hpp"
+
+namespace ringdp {
+
+enum class Collective { all_reduce, reduce_scatter, all_gather, all_to_all };  // base.DIRECT's order
+
+// What one rank has to do. Shard r of the whole buffer is [bounds[r], bounds[r + 1]).
+struct Exchange {
+  Collective collective;
+  const std::int64_t* bounds;  // [ranks + 1], in elements
+  std::byte* whole;            // all_reduce: in place; all_gather: output; else the input
+  std::byte* part;             // all_gather: input; all_to_all: pieces of this rank's shard's length
+  int root = -1;               // who alone reads an all_gather, or is read in an all_to_all
+};
+
+// Memory that all ranks have mapped, at `base` in this one.
+struct Arena {
+  std::byte* base = nullptr;
+  std::size_t bytes = 0;
+
+  std::int64_t offset(const std::byte* at) const {
+    return at >= base && at < base + bytes ? at - base : -1;
+  }
+};
+
+class Messages {
+ public:
+  Messages(Segment& segment, int rank, Peers& peers, Put& put, Arena arena)
+      : segment_(segment), rank_(rank), ranks_(segment.ranks()), peers_(peers), put_(put), arena_(arena),
+        from_(ranks_), offsets_(ranks_), inbox_(kTiny * ranks_) {}
+
+ protected:
+  void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
+    job_ = job, dtype_ = dtype;
+    heading_ = {number, digest, std::uint64_t(job.bounds[ranks_]), 0};
+    for (int r = 1; r < ranks_; ++r)  // FNV-1a, a number at a time
+      heading_.cuts = (heading_.cuts ^ std::uint64_t(job.bounds[r])) * 0x100000001b3;
+    step_ = 0;
+  }
+
+  bool gathers() const { return job_.collective == Collective::all_gather; }
+  bool permutes() const { return job_.collective == Collective::all_to_all; }
+  bool reads() const { return !gathers() || job_.root < 0 || job_.root == rank_; }
+  bool is_read(int r) const { return !permutes() || job_.root < 0 || job_.root == r; }
+
+  // Bytes that this rank sends, as the schedule has it.
+  std::size_t sent() const {
+    const auto own = bytes(rank_), others = bytes(0, ranks_) - own;
+    const std::size_t readers = job_.root < 0 ? ranks_ - 1 : job_.root != rank_;
+    switch (job_.collective) {
+      case Collective::all_reduce: return others + own * (ranks_ - 1);
+      case Collective::reduce_scatter: return others;
+      case Collective::all_gather: return own * readers;
+      case Collective::all_to_all: return is_read(rank_) ? others : 0;
+    }
+    return 0;
+  }
+
+  std::size_t begin_of(int shard) const { return job_.bounds[shard] * dtype_.size; }
+  std::size_t bytes(int shard) const { return begin_of(shard + 1) - begin_of(shard); }
+  std::size_t bytes(int first, int last) const { return begin_of(last) - begin_of(first); }
+  // Everyone reads all messages whole, but only its own shard of them in tiles.
+  std::size_t whole_limit() const { return gathers() ? kWhole : kWhole / (ranks_ - 1); }
+
+  // What `r` has to say, and how long it is.
+  std::size_t message_bytes(int r) const {
+    return gathers() ? bytes(r) : is_read(r) ? bytes(0, ranks_) : 0;
+  }
+  const std::byte* message() const { return gathers() ? job_.part : job_.whole; }
+
+  // With every rank's message in `from_`: compute this rank's result.
+  void finish_whole() {
+    from_[rank_] = message();
+    if (gathers()) {
+      for (int r = 0; r < ranks_ && reads(); ++r)
+        copy_bytes(job_.whole + begin_of(r), from_[r], bytes(r));
+    } else if (permutes()) {
+      for (int r = 0; r < ranks_; ++r)
+        if (is_read(r)) copy_bytes(piece_of(r), from_[r] + begin_of(rank_), bytes(rank_));
+    } else if (job_.collective == Collective::all_reduce) {
+      fold(dtype_, job_.whole, from_.data(), ranks_, job_.bounds[ranks_]);
+    } else {
+      for (auto& at : from_) at += begin_of(rank_);
+      fold(dtype_, job_.part, from_.data(), ranks_, bytes(rank_) / dtype_.size);
+    }
+  }
+
+  // Of an all_to_all: where what r sends goes.
+  std::byte* piece_of(int r) const { return job_.part + (job_.root < 0 ? r * bytes(rank_) : 0); }
+
+  void run_lines() {
+    const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never that of an untouched line
+    if (step_ == 0) write_lines(flag), step_ = 1;
+    for (; step_ < ranks_; ++step_) read_lines(flag, (rank_ + step_) % ranks_);
+    finish_whole();
+    ++lines_;
+  }
+
+  void write_lines(std::uint32_t flag) {
+    Line* line = segment_.lines(rank_, lines_);
+    const std::byte* from = message();
+    std::size_t left = message_bytes(rank_), room = sizeof(Line::data) - sizeof(Heading);
+    std::memcpy(line->data, &heading_, sizeof(Heading));
+    copy_bytes(line->data + sizeof(Heading), from, std::min(left, room));
+    while (true) {
+      line->flag.store(flag, std::memory_order_release);  // release: the data before its flag
+      if (left <= room) return;
+      from += room, left -= room, room = sizeof(Line::data), ++line;
+      copy_bytes(line->data, from, std::min(left, room));
+    }
+  }
+
+  void read_lines(std::uint32_t flag, int r) {
+    const Line* line = segment_.lines(r, lines_);
+    std::byte* to = inbox_.data() + r * kTiny;
+    from_[r] = to;
+    // acquire: the data, written before the flag
+    auto await = [&] {
+      peers_.await(r, [&] { return line->flag.load(std::memory_order_acquire) == flag; });
+    };
+    await();
+    Heading said;
+    std::memcpy(&said, line->data, sizeof(Heading));
+    check(r, said);
+    std::size_t left = message_bytes(r), room = sizeof(Line::data) - sizeof(Heading);
+    copy_bytes(to, line->data + sizeof(Heading), std::min(left, room));
+    while (left > room) {
+      to += room, left -= room, room = sizeof(Line::data), ++line;
+      await();
+      copy_bytes(to, line->data, std::min(left, room));
+    }
+  }
+
+  void run_whole() {
+    if (step_ == 0) {
+      put_(segment_.whole(rank_, posts_), message(), message_bytes(rank_));
+      post(-1);
+      step_ = 1;
+    }
+    for (; step_ < ranks_; ++step_) {
+      const int r = (rank_ + step_) % ranks_;
+      read_post(r);
+      from_[r] = segment_.whole(r, posts_);
+    }
+    finish_whole();
+    ++posts_;
+  }
+
+  void post(std::int64_t offset) {
+    Post& mine = segment_.board(rank_).posts[posts_ % 2];
+    mine.heading = heading_;
+    mine.offset = offsets_[rank_] = offset;
+    mine.count.store(posts_ + 1, std::memory_order_release);  // release: message and heading first
+  }
+
+  void read_post(int r) {
+    const Post& theirs = segment_.board(r).posts[posts_ % 2];
+    // acquire: the heading, and the message if it lies whole, were written before the count
+    peers_.await(r, [&] { return theirs.count.load(std::memory_order_acquire) == posts_ + 1; });
+    check(r, theirs.heading);
+    offsets_[r] = theirs.offset;
+    if (offsets_[r] >= 0 && std::size_t(offsets_[r]) + message_bytes(r) > arena_.bytes)
+      throw Failed{Failure::mismatch, r, stamp(heading_), stamp(theirs.heading)};
+  }
+
+  void check(int r, const Heading& said) const {
+    if (said.number != heading_.number || said.digest != heading_.digest ||
+        said.elements != heading_.elements || said.cuts != heading_.cuts)
+      throw Failed{Failure::mismatch, r, stamp(heading_), stamp(said)};
+  }
+  Stamp stamp(const Heading& h) const { return {h.number, h.elements * dtype_.size, h.digest, 0, 0}; }
+
+  Segment& segment_;
+  int rank_, ranks_;
+  Peers& peers_;
+  Put& put_;
+  Arena arena_;
+
+  Exchange job_{};
+  Dtype dtype_{};
+  Heading heading_{};
+  std::int64_t step_ = 0;
+  std::uint64_t lines_ = 0, posts_ = 0;  // so far, the same on every rank
+  std::vector<const std::byte*> from_;   // by rank: whence to read
+  std::vector<std::int64_t> offsets_;    // by rank: of its buffer in the arena, or -1
+  std::vector<std::byte> inbox_;
+};
+
+}  // namespace ringdp
