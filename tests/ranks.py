@@ -42,6 +42,7 @@ class Pool:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
+        self.died: list[int] = []
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
@@ -56,6 +57,7 @@ class Pool:
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         outcomes = self.outcomes(function, *arguments)
         failed = [o for o in outcomes if isinstance(o, RankError)]
+        failed += [RankError(rank, "nothing", "it ended") for rank in self.died]
         if failed:
             self.close()
             raise failed[0]
@@ -84,6 +86,7 @@ class Pool:
                     results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
                     results[rank] = None
+                    self.died.append(rank)
         if any(isinstance(r, RankError) for r in results.values()):
             return [results[r] for r in order]
         return [results[r] for r in range(self.size)]
@@ -106,6 +109,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the pool holds the store
     }
+    import pytest  # whose own failures are no Exceptions
     import torch
 
     torch.set_num_threads(1)
@@ -118,5 +122,5 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
         try:
             function = getattr(importlib.import_module(module), name)
             pipe.send(function(comm, *arguments))
-        except Exception as e:
+        except (Exception, pytest.fail.Exception) as e:
             pipe.send(RankError(rank, type(e).__name__, traceback.format_exc()))

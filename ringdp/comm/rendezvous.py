@@ -14,18 +14,20 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError, ProcessGroup
 
-from ringdp.comm.communicator import Communicator
+from ringdp.comm.communicator import Communicator, Connect
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
+from ringdp.transport.c10d import C10dTransport, gloo
 from ringdp.transport.shm import ShmTransport
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TransportName = Literal["shm", "c10d"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 _last_generation = 0
 _stores: dict[tuple[_Place, str, str], Store] = {}
@@ -34,19 +36,29 @@ _world: Communicator | None = None
 
 
 def init(
-    *, timeout: float = TIMEOUT, warn_after: float = WARN_AFTER, link: Link | None = None
+    *,
+    timeout: float = TIMEOUT,
+    warn_after: float = WARN_AFTER,
+    transport: TransportName = "shm",
+    link: Link | None = None,
 ) -> Communicator:
     """The communicator of all ranks that torchrun started, or of one rank without it.
 
     Collective: every rank must call it, and call it equally often. After a failure, ranks that have
     called `abort`, and new processes in the place of those that died, come together by it again.
     `timeout` is how long a collective may wait for another rank, in seconds; after `warn_after` of
-    them the logger `ringdp` warns once of a collective that does not end. With a `link` the ranks
+    them the logger `ringdp` warns once of a collective that does not end. `transport`: shared
+    memory, for the ranks of one host, or torch.distributed's gloo, for any. With a `link` the ranks
     of one host talk as over that network: messages come late, at no cost of cores. Raises
     UsageError if torchrun's variables are set in part only, or are not what torchrun sets.
     """
     global _world
-    _world = _connect(timeout, warn_after, link)
+    if transport not in get_args(TransportName):
+        names = ", ".join(get_args(TransportName))
+        raise UsageError(f"transport is {transport!r}; allowed: {names}")
+    if link is not None and transport != "shm":
+        raise UsageError("a link is emulated in shared memory only; allowed: transport='shm'")
+    _world = _connect(timeout, warn_after, transport, link)
     return _world
 
 
@@ -57,16 +69,20 @@ def world() -> Communicator:
     return _world
 
 
-def over(group: ProcessGroup) -> Communicator:
+def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicator:
     """A communicator of the ranks of a torch.distributed group, of which only the store is used.
 
-    Collective over the group.
+    Collective over the group. `transport` as for `init`.
     """
     _overs[group.group_name] += 1
     name = f"ringdp/{group.group_name}/{_overs[group.group_name]}"
     store = PrefixStore(name, group.get_group_store())
+    if transport == "shm":
+        connect: Connect = partial(_shm, store, group.rank(), None)
+    else:
+        connect = partial(_gloo, store, group.rank(), timedelta(seconds=TIMEOUT))
     return Communicator(
-        partial(_shm, store, group.rank(), None),
+        connect,
         range(group.size()),
         name=name,
         timeout=TIMEOUT,
@@ -74,14 +90,20 @@ def over(group: ProcessGroup) -> Communicator:
     )
 
 
-def _connect(timeout: float, warn_after: float, link: Link | None) -> Communicator:
-    place = _place()
+def _connect(
+    timeout: float, warn_after: float, transport: TransportName, link: Link | None
+) -> Communicator:
+    place, limit = _place(), timedelta(seconds=timeout)
     store, name, rank, ranks = None, "ringdp", 0, 1
     if place is not None:
-        store = _store(place, timedelta(seconds=timeout))
+        store = _store(place, limit)
         name, rank, ranks = f"{_generation(store, place.rank)}", place.rank, place.ranks
+    if transport == "shm":
+        connect: Connect = partial(_shm, store, rank, link)
+    else:
+        connect = partial(_gloo, store or HashStore(), rank, limit)
     return Communicator(
-        partial(_shm, store, rank, link),
+        connect,
         range(ranks),
         name=name,
         timeout=timeout,
@@ -100,6 +122,19 @@ def _shm(
     """A `Connect`, by its first three arguments."""
     prefixed = None if store is None else PrefixStore(name, store)
     return ShmTransport(prefixed, ranks.index(rank), len(ranks), arena=arena, link=link)
+
+
+def _gloo(
+    store: Store,
+    rank: int,
+    timeout: timedelta,
+    name: str,
+    ranks: Sequence[int],
+    _: Arena | None,
+) -> Transport:
+    """The same over gloo."""
+    prefixed = PrefixStore(name, store)
+    return C10dTransport(prefixed, gloo(prefixed, ranks.index(rank), len(ranks), timeout))
 
 
 class _Place(NamedTuple):

@@ -1,0 +1,337 @@
+"""Programs over any torch.distributed group: gloo between hosts, for instance.
+
+A thread runs the rows in order. What it sends goes out beside them, so it waits only for what it
+receives. Failures go through the group's store: a dead rank is seen by those that wait for it,
+since its connections end, and soon by all. Backends cannot stop waiting, so the threads of a
+communicator that has failed are left alone until their peers end. Unlike in shared memory, a short
+message is lost if its sender's process ends before it was received.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.schedule.program import NONE, Program
+from ringdp.transport import wire
+from ringdp.transport.arena import Arena
+from ringdp.transport.base import (
+    MESSAGE,
+    Direct,
+    Failure,
+    FailureKind,
+    Op,
+    Prepared,
+    Stamp,
+    chunk_bounds,
+)
+from ringdp.transport.records import Call, RankRecord
+from ringdp.transport.rows import Rows, Unequal
+from ringdp.transport.told import Told, somebody
+
+SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
+GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
+# A backend's tags have 31 bits: that of collectives, one without messages, users', long rests'.
+COLLECTIVE, ENDS, USERS, RESTS = 0, 1, 2, 1 << 30
+TAGS = RESTS - USERS
+
+
+class _Job(NamedTuple):
+    ticket: int
+    program: Program
+    buffer: Tensor
+    bounds: tuple[int, ...]
+    op: Op
+    number: int
+    digest: int  # of its kind and those of all before it
+
+
+class _Failed(Exception):
+    """Of a kind, by a rank; with what was expected and found if it was a message."""
+
+    def __init__(
+        self, kind: FailureKind, rank: int, stamps: tuple[Stamp, Stamp] | None = None
+    ) -> None:
+        self.told = kind, rank, stamps
+
+
+def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> wire.Group:
+    """A group of its own. Collective. Raises CommunicationError where the ranks do not meet."""
+    try:
+        return cast(wire.Group, ProcessGroupGloo(store, rank, ranks, timeout))
+    except RuntimeError as e:
+        raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
+
+
+class C10dTransport:
+    """One rank's end of a group. See `Transport`."""
+
+    depth = 1 << 20  # slots: what is sent waits in memory
+    exchanges = False
+    arena: Arena | None = None
+    kept: Mapping[int, object] = {}
+
+    def __init__(self, store: Store, group: wire.Group) -> None:
+        """`store` and `group` are for this transport alone."""
+        self.rank, self.ranks = group.rank(), group.size()
+        self._group, self._process = group, os.getpid()
+        self._tickets, self._rests = count(1), count()
+        self._digest, self._sent = 1, 0
+        self._open: set[int] = set()  # tickets of what has not ended
+        self._told = Told(store, self.rank, self.ranks)
+        self._watched = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._spawn(self._loop)
+
+    def start(
+        self,
+        program: Program,
+        buffer: Tensor,
+        op: Op,
+        call: Call,
+        *,
+        background: bool,
+        bounds: tuple[int, ...] | None = None,
+    ) -> int:
+        self.check(buffer)
+        number, kind, *_ = call
+        self._digest = (self._digest ^ kind) * GOLDEN % (1 << 62)
+        cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
+        ticket = self._ticket()
+        self._jobs.put(_Job(ticket, program, buffer, cuts, op, number, self._digest))
+        return ticket
+
+    def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
+        self.check(buffer)
+        tag, rest, ticket = _tag(kind), next(self._rests), self._ticket()
+
+        def begin() -> None:
+            with self._talking(to):
+                parts = wire.send(self._group, buffer, to, (rest, kind, 0), tag, _rest_tag(rest))
+            self._sent += buffer.nbytes
+            if buffer.nbytes <= SHORT:
+                self._end(ticket)
+                self._spawn(partial(_hold, parts))
+            else:
+                self._spawn(partial(self._until_all, [(part, to) for part in parts], ticket))
+
+        self._attempt(begin)
+        return ticket
+
+    def receive(
+        self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
+    ) -> int:
+        self.check(buffer)
+        tag, who, ticket = _tag(kind), -1 if sender is None else sender, self._ticket()
+
+        def begin() -> None:
+            if sender is None:
+                self._watch()
+            with self._talking(who):
+                message = wire.Incoming(self._group, who, tag)
+            self._spawn(partial(finish, message))
+
+        def finish(message: wire.Incoming) -> None:
+            self._until(message.first, who)
+            peer = message.first._source_rank() if sender is None else sender
+            rest, found, size = message.stamp
+            if (found, size) != (kind, buffer.nbytes):
+                expected = MESSAGE, kind, buffer.nbytes
+                raise _Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
+            message.take(buffer, peer, _rest_tag(rest), lambda part: self._until(part, peer))
+            source[0] = peer
+            self._end(ticket)
+
+        self._attempt(begin)
+        return ticket
+
+    def check(self, buffer: Tensor) -> None:
+        if buffer.device.type != "cpu":
+            raise UsageError(f"this transport moves CPU tensors; this one is on {buffer.device}")
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
+                "forked from it, cannot use it"
+            )
+
+    def prepare(
+        self,
+        collective: Direct,
+        shards: tuple[int, ...],
+        dtype: torch.dtype,
+        op: Op,
+        kind: int,
+        root: int | None = None,
+    ) -> Prepared:
+        raise AssertionError("a transport without exchanges prepares none")
+
+    def keep(self, ticket: int, *objects: object) -> None:
+        """Nothing: jobs hold what they need."""
+
+    def release(self) -> None:
+        """Nothing: jobs hold what they need."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def wait(self, ticket: int, timeout: float) -> bool:
+        with self._told.changed:
+            self._told.changed.wait_for(
+                lambda: ticket not in self._open or self._told.failure, timeout
+            )
+            return ticket not in self._open
+
+    def failure(self) -> Failure | None:
+        self._told.look()
+        return self._told.failure
+
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        self._told.fail(kind, rank)
+
+    def record(self, rank: int) -> RankRecord | None:
+        return None
+
+    def call(self, rank: int, number: int) -> Call | None:
+        return None
+
+    def message(self, rank: int) -> Call | None:
+        return None
+
+    def tell(self, call: Call | None) -> None:
+        """Nothing: there is no place where all could see it."""
+
+    def sent_bytes(self) -> int:
+        return self._sent
+
+    def close(self) -> None:
+        if os.getpid() == self._process:
+            self._told.leave()
+            self._jobs.put(None)
+
+    # --- on threads of its own
+
+    def _spawn(self, act: Callable[[], None]) -> None:
+        run = partial(self._attempt, act)
+        threading.Thread(target=run, daemon=True, name="ringdp-c10d").start()
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except _Failed as e:
+            self._told.fail(*e.told)
+        except BaseException:
+            self.fail(FailureKind.ABORTED, self.rank)  # else all would wait for it
+            raise
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        rows = Rows(job.program, job.buffer, job.bounds, job.op)
+        sends: list[tuple[wire.Pending, int]] = []
+        for row in job.program:
+            room = rows.room(row) if row.recv_peer != NONE else None
+            received = None if row.recv_peer == NONE else self._received(row.recv_peer, job, room)
+            try:
+                sent = rows.run(row, received)
+            except Unequal:
+                raise _Failed(FailureKind.MISMATCH, somebody(row.recv_peer, self.rank)) from None
+            if sent is not None:
+                stamp = job.number, job.digest, 0
+                with self._talking(row.send_peer):
+                    parts = wire.send(
+                        self._group, sent, row.send_peer, stamp, COLLECTIVE, COLLECTIVE
+                    )
+                sends += [(part, row.send_peer) for part in parts]
+                self._sent += sent.nbytes
+        rows.end()
+        self._until_all(sends, job.ticket)
+
+    def _received(self, peer: int, job: _Job, room: int | None) -> Tensor:
+        with self._talking(peer):
+            message = wire.Incoming(self._group, peer, COLLECTIVE)
+        self._until(message.first, peer)
+        found, size = message.stamp, job.buffer.element_size()
+        expected = job.number, job.digest, found[2] if room is None else room * size
+        whole = job.buffer.numel() * size
+        if found != expected or found[2] % size or not 0 <= found[2] <= whole:
+            raise _Failed(FailureKind.MISMATCH, peer, (expected, found))
+        value = job.buffer.new_empty(found[2] // size)
+        message.take(value, peer, COLLECTIVE, lambda part: self._until(part, peer))
+        return value
+
+    @contextmanager
+    def _talking(self, peer: int) -> Iterator[None]:
+        """An error in the block means that `peer`, or -1: somebody, has gone."""
+        try:
+            yield
+        except RuntimeError as e:
+            raise _Failed(FailureKind.LOST, somebody(peer, self.rank)) from e
+
+    def _until(self, part: wire.Pending, peer: int) -> None:
+        with self._told.waits_for(peer), self._talking(peer):
+            part.wait(wire.LONG)
+
+    def _until_all(self, parts: list[tuple[wire.Pending, int]], ticket: int) -> None:
+        for part, peer in parts:
+            self._until(part, peer)
+        self._end(ticket)
+
+    def _watch(self) -> None:
+        """Look after every rank from now on: who waits for anybody hears of no one's death."""
+        if self._watched:
+            return
+        self._watched = True
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                self._spawn(partial(self._until_it_ends, rank))
+
+    def _until_it_ends(self, rank: int) -> None:
+        try:
+            self._group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
+        except RuntimeError:
+            if not self._told.left(rank):
+                self.fail(FailureKind.LOST, rank)
+
+    def _ticket(self) -> int:
+        ticket = next(self._tickets)
+        with self._told.changed:
+            self._open.add(ticket)
+        return ticket
+
+    def _end(self, ticket: int) -> None:
+        with self._told.changed:
+            self._open.discard(ticket)
+            self._told.changed.notify_all()
+
+
+def _hold(parts: list[wire.Pending]) -> None:
+    """Until they have been sent; if that fails, it is the receiver's loss."""
+    with suppress(RuntimeError):
+        for part in parts:
+            part.wait(wire.LONG)
+
+
+def _tag(kind: int) -> int:
+    tag = kind >> 24
+    if tag >= TAGS:
+        raise UsageError(f"tag is {tag}; over torch.distributed tags are 0..{TAGS - 1}")
+    return USERS + tag
+
+
+def _rest_tag(number: int) -> int:
+    return RESTS + number % (1 << 30)

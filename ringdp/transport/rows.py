@@ -1,0 +1,97 @@
+"""What one row of a program does to a rank's buffer, in torch: who waits for whom is not said here.
+
+16-bit floats: a chunk of float16 or bfloat16 that is reduced into is float32 until its value is
+read: sent, copied or added elsewhere, or at the end; then it is rounded. csrc does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ringdp.schedule.program import NONE, REDUCE, STORE, Program, Row
+from ringdp.transport.base import Op
+
+
+def _minimum(a: Tensor, b: Tensor) -> Tensor:
+    """torch's, but -0.0 < 0.0: which of them torch returns depends on where they lie in memory."""
+    return torch.where(a == b, torch.where(torch.signbit(a), a, b), torch.minimum(a, b))
+
+
+def _maximum(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a == b, torch.where(torch.signbit(a), b, a), torch.maximum(a, b))
+
+
+COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": _minimum,
+    "max": _maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class Unequal(Exception):
+    """What should go into a chunk is not as long as the chunk: a peer meant another length."""
+
+
+class Rows:
+    """The chunks of one rank while its program runs."""
+
+    def __init__(self, program: Program, buffer: Tensor, bounds: Sequence[int], op: Op) -> None:
+        """`bounds`: chunk c is [bounds[c], bounds[c+1])."""
+        self._op = op
+        self._own = range(program.chunks)
+        self._chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in self._own}
+        self._sums: dict[int, Tensor] = {}  # 16-bit chunks that are being summed, in float32
+
+    def room(self, row: Row) -> int | None:
+        """Elements that the row's message must have; None: any number, as scratch takes."""
+        free = row.dst_chunk not in self._own and not row.flags & REDUCE
+        return None if free else self._chunks[row.dst_chunk].numel()
+
+    def run(self, row: Row, received: Tensor | None) -> Tensor | None:
+        """Do what the row says to what it has received, if it receives; return what it sends."""
+        value = self._read(row.src_chunk) if received is None else received
+        if row.flags and self.room(row) not in (None, value.numel()):
+            raise Unequal
+        dtype = value.dtype
+        if row.flags & REDUCE:
+            value = COMBINE[self._op](self._wide(row.dst_chunk), _widened(value))
+        sent = None
+        if row.send_peer != NONE:
+            value = value.to(dtype)
+            sent = value.clone()
+        if row.flags & STORE:
+            self._write(row.dst_chunk, value, dtype)
+        return sent
+
+    def end(self) -> None:
+        """After the last row."""
+        for chunk in self._own:
+            self._read(chunk)
+
+    def _write(self, chunk: int, value: Tensor, dtype: torch.dtype) -> None:
+        self._sums.pop(chunk, None)
+        if value.dtype != dtype:
+            self._sums[chunk] = value
+        elif chunk in self._own:
+            self._chunks[chunk].copy_(value)
+        else:
+            self._chunks[chunk] = value.clone()
+
+    def _wide(self, chunk: int) -> Tensor:
+        return self._sums[chunk] if chunk in self._sums else _widened(self._chunks[chunk])
+
+    def _read(self, chunk: int) -> Tensor:
+        if chunk in self._sums:
+            self._chunks[chunk].copy_(self._sums.pop(chunk))
+        return self._chunks[chunk]
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,0 +1,109 @@
+"""Failures that ranks without a common memory tell one another, through a store.
+
+    failed       kind rank reporter, and the numbers of two stamps: the first failure stays
+    closed/RANK  that rank has closed, and will send nothing any more
+
+Reading it trusts nothing: what makes no sense is a failure too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.transport.base import Failure, FailureKind, Stamp
+
+LOOK = 0.1  # seconds between looks into the store
+NOTHING: Stamp = (0, 0, 0)
+
+
+class Told:
+    """What has failed, as far as this rank knows."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self.failure: Failure | None = None
+        self.changed = threading.Condition()  # notified when there is a failure
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._keys = count()
+        self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
+        self._suspects: set[int] = set()  # waits for ranks that had closed at the last look
+        self._looked = 0.0
+
+    def fail(self, kind: FailureKind, rank: int, stamps: tuple[Stamp, Stamp] | None = None) -> None:
+        """Tell the others, unless this rank has heard of a failure, or been first to tell."""
+        expected, found = stamps or (NOTHING, NOTHING)
+        said = " ".join(map(str, (kind.value, rank, self._rank, *expected, *found)))
+        with self.changed:
+            if self.failure is not None:
+                return
+            self.failure = Failure(kind, rank, self._rank, expected, found)
+            with suppress(DistError):  # whoever served the store has gone: nobody can be told
+                first = self._store.compare_set("failed", "", said).decode()
+                self.failure = _parsed(first, self._rank, self._ranks)
+            self.changed.notify_all()
+
+    def leave(self) -> None:
+        """This rank closes: what it still waits for is over, and who waits for it shall know."""
+        with self.changed, suppress(DistError):
+            if self.failure is None:
+                self.failure = Failure(
+                    FailureKind.STOPPED, self._rank, self._rank, NOTHING, NOTHING
+                )
+                self._store.set(f"closed/{self._rank}", "1")
+            self.changed.notify_all()
+
+    def left(self, rank: int) -> bool:
+        """Whether that rank has closed; for -1, whether all others have."""
+        others = [r for r in range(self._ranks) if r != self._rank] if rank < 0 else [rank]
+        return all(self._store.check([f"closed/{r}"]) for r in others)
+
+    @contextmanager
+    def waits_for(self, rank: int) -> Iterator[None]:
+        """What the block waits for comes from that rank, or -1: from any."""
+        key = next(self._keys)
+        self._waiting[key] = rank
+        try:
+            yield
+        finally:
+            del self._waiting[key]
+
+    def look(self) -> None:
+        """What others have told, and whether those that this rank waits for have left."""
+        if self.failure is not None or time.monotonic() < self._looked + LOOK:
+            return
+        self._looked = time.monotonic()
+        try:
+            if self._store.check(["failed"]):
+                said = self._store.get("failed").decode()
+                with self.changed:
+                    self.failure = self.failure or _parsed(said, self._rank, self._ranks)
+                    self.changed.notify_all()
+                return
+            waiting = dict(list(self._waiting.items()))
+            suspects = {key for key, rank in waiting.items() if self.left(rank)}
+        except DistError:  # rank 0 serves the store, or its agent did
+            self.fail(FailureKind.LOST, 0)
+            return
+        # What it sent last may be on its way: it is lost if the wait lasts until the next look.
+        if lasting := suspects & self._suspects:
+            self.fail(FailureKind.LOST, somebody(waiting[min(lasting)], self._rank))
+        self._suspects = suspects
+
+
+def somebody(rank: int, here: int) -> int:
+    """The rank, or for -1 one that is not `here`."""
+    return rank if rank >= 0 else int(here == 0)
+
+
+def _parsed(said: str, rank: int, ranks: int) -> Failure:
+    with suppress(ValueError):
+        kind, who, reporter, a, b, c, d, e, f = map(int, said.split())
+        if {who, reporter} <= set(range(ranks)):
+            return Failure(FailureKind(kind), who, reporter, (a, b, c), (d, e, f))
+    return Failure(FailureKind.DAMAGED, rank, rank, NOTHING, NOTHING)

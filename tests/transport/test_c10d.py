@@ -1,0 +1,246 @@
+"""The transport over torch.distributed: the simulator's bits, messages, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import over, rendezvous
+from ringdp.transport import wire
+from ringdp.transport.base import FailureKind, Link
+from ringdp.transport.c10d import C10dTransport
+from ringdp.transport.told import Told
+from tests.comm import test_forms, test_groups, test_messages
+from tests.comm.failing import Heard, hear
+from tests.transport.test_conformance import ROWS, Case, agree, found
+
+pytestmark = pytest.mark.process
+
+TIMEOUT = 20.0
+LENGTHS = (0, 1, 7, 1003)
+DTYPES = ("float32", "bfloat16", "int16", "bool")
+
+
+def over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Called with a communicator over gloo in place of the pool's."""
+
+    @wraps(function)
+    def run(comm: Communicator, *arguments: Any) -> Any:
+        other = ringdp.init(transport="c10d", timeout=TIMEOUT)
+        rendezvous._world = comm  # which the tests after this one use
+        result = function(other, *arguments)
+        comm.barrier()  # else a rank that is done would be lost to one that is not
+        other.close()
+        return result
+
+    return run
+
+
+@over_gloo
+def found_over_gloo(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    assert isinstance(comm._transport, C10dTransport)
+    return found(comm, cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
+    cases = [
+        Case(*row, LENGTHS[(i + k + n) % 4], DTYPES[(i + 3 * k) % 4])
+        for k in (0, 1)
+        for i, row in enumerate(ROWS)
+    ]
+    cases += [Case("all_reduce", "direct", 50_000 + n, d) for d in DTYPES]
+
+    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
+        return ranks(n)(found_over_gloo, cases)
+
+    agree(pool, n, cases)
+
+
+@over_gloo
+def calls(comm: Communicator) -> None:
+    """What the communicator's own tests ask of shared memory."""
+    test_forms.moved(comm, 10)
+    test_forms.added(comm, 10)
+    test_messages.exchange(comm)
+    test_messages.any_order(comm, 3)
+    test_messages.short_ones_need_no_receiver(comm)
+    test_messages.anybody(comm)
+    test_messages.beside_collectives(comm)
+    test_groups.parts.__wrapped__(comm)
+    test_groups.together(comm)
+    with pytest.raises(ringdp.UsageError, match="tags are 0"):
+        comm.send(torch.zeros(1), (comm.rank + 1) % comm.size, tag=1 << 30)
+    with pytest.raises(ringdp.UsageError, match="CPU"):
+        comm.all_reduce(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_it_offers_what_a_communicator_has(ranks, n: int):
+    ranks(n)(calls)
+
+
+def of_a_group(comm: Communicator) -> None:
+    store = dist.PrefixStore(f"of_a_group/{comm.size}", comm._connect.args[0])
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    evens = dist.new_group(range(0, comm.size, 2))
+    for group in (dist.group.WORLD, evens):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        with over(group, transport="c10d") as whole, whole.duplicate() as other:
+            x = torch.ones(5)
+            other.all_reduce(x)
+            whole.all_reduce(x)
+            assert torch.all(x == whole.size**2)
+            parts = whole.split(0, key=-whole.rank)
+            assert parts is not None
+            assert parts.rank == whole.size - 1 - whole.rank
+            parts.barrier()
+            comm.barrier() if group is dist.group.WORLD else None
+            parts.close()
+    comm.barrier()
+    dist.destroy_process_group()
+
+
+def test_over_any_group(ranks):
+    ranks(3)(of_a_group)
+
+
+@over_gloo
+def mistaken(comm: Communicator, what: str) -> Heard | None:
+    x, odd = torch.ones(5000), comm.rank == 1
+    act = {
+        "collective": lambda: comm.broadcast(x) if odd else comm.all_reduce(x),
+        "length": lambda: comm.all_reduce(x[1:] if odd else x),
+        "dtype": lambda: comm.all_reduce(x.int() if odd else x),
+        "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
+        "late": lambda: time.sleep(1) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
+    }[what]
+    return hear(comm, act, comm.barrier, comm.barrier)
+
+
+@pytest.mark.parametrize("what", ["collective", "length", "dtype", "message", "late"])
+def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
+    for heard in ranks(2)(mistaken, what):
+        assert heard is not None
+        wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
+        assert heard.error == heard.again == wanted, heard
+        if what == "message":
+            assert "expected 19996 bytes of float32 with tag 0 from rank 0" in heard.text
+
+
+def killed(comm: Communicator) -> list[Heard | None]:
+    c = ringdp.init(transport="c10d", timeout=30.0)
+    others = [c.duplicate() for _ in range(2)]
+    c.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.ones(5000)
+    a, b = others
+    calls = (lambda: c.all_reduce(x), c), (lambda: a.recv(x), a), (lambda: b.recv(x, 1), b)
+    return [hear(on, call) for call, on in calls]
+
+
+def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
+    said = fresh_ranks(3, timeout=60.0).outcomes(killed)
+    assert said[1] is None
+    for rank in (0, 2):
+        for heard in said[rank]:
+            assert heard.error == heard.again == "PeerLost", heard
+            assert "rank 1 has ended" in heard.text
+
+
+def leaves(comm: Communicator) -> Heard | None:
+    """Rank 1 closes where the others still count on it."""
+    c = ringdp.init(transport="c10d", timeout=30.0)
+    rendezvous._world = comm
+    c.barrier()
+    if comm.rank == 1:
+        c.close()
+        comm.barrier()
+        return None
+    heard = hear(c, c.barrier)
+    comm.barrier()
+    c.close()
+    return heard
+
+
+def test_a_rank_that_closes_is_lost_to_the_others(ranks):
+    here, left, there = ranks(3)(leaves)
+    assert left is None
+    for heard in (here, there):
+        assert heard.error == heard.again == "PeerLost"
+        assert "rank 1 has ended" in heard.text
+
+
+@pytest.mark.parametrize("length", [0, 1, wire.INLINE, wire.INLINE + 1, 5 * wire.INLINE])
+def test_a_message_in_two_parts(length: int):
+    class Loop:
+        """A group of one rank, whose sends arrive in the order of sending."""
+
+        sent: list[torch.Tensor] = []  # noqa: RUF012
+
+        def send(self, tensors: list[torch.Tensor], _: int, __: int) -> None:
+            self.sent.append(tensors[0])
+
+        def recv(self, tensors: list[torch.Tensor], _: int, __: int) -> None:
+            tensors[0].copy_(self.sent.pop(0))
+
+    loop = Loop()
+    given = torch.arange(length) % 251
+    wire.send(loop, given.byte(), 0, (7, 9, 0), 0, 0)
+    message = wire.Incoming(loop, 0, 0)
+    assert message.stamp == (7, 9, length)
+    out = torch.zeros(length, dtype=torch.uint8)
+    message.take(out, 0, 0, lambda _: None)
+    assert torch.equal(out, given.byte())
+    assert not loop.sent
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "1 1",
+        "2 1 0 0 0 0 0 0 x",
+        "99 1 0 0 0 0 0 0 0",
+        "1 7 0 0 0 0 0 0 0",
+        "1 0 -1" + " 0" * 6,
+    ],
+)
+def test_what_makes_no_sense_is_a_failure_too(said: str):
+    store = dist.HashStore()
+    store.set("failed", said)
+    told = Told(store, 0, 2)
+    told.look()
+    assert told.failure is not None
+    assert told.failure.kind is FailureKind.DAMAGED
+
+
+def test_the_first_failure_stays_and_is_the_same_for_all():
+    store = dist.HashStore()
+    one, other = Told(store, 0, 3), Told(store, 1, 3)
+    one.fail(FailureKind.MISMATCH, 2, ((5, 6, 7), (8, 9, 10)))
+    other.fail(FailureKind.LOST, 0)
+    one.fail(FailureKind.TIMEOUT, 0)
+    assert one.failure == other.failure
+    assert one.failure is not None
+    assert one.failure[:3] == (FailureKind.MISMATCH, 2, 0)
+    assert one.failure.found == (8, 9, 10)
+
+
+def test_what_it_does_not_know_it_refuses():
+    with pytest.raises(ringdp.UsageError, match="shm, c10d"):
+        ringdp.init(transport="tcp")
+    with pytest.raises(ringdp.UsageError, match="shared memory only"):
+        ringdp.init(transport="c10d", link=Link(0.1, 1e9))
