@@ -13,12 +13,12 @@ All of it goes through one place, and nothing overlaps with computing.
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 
 class DataParallel(nn.Module):
@@ -33,25 +33,29 @@ class DataParallel(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         first, *others = rows.chunk(self.replicas)
-        own: dict[str, Tensor] = dict(self.module.named_parameters())
-        jobs = [(own, first)]
-        jobs += [(self._replicate(), self._move(part)) for part in others]
+        jobs = [(self.module, first)] + [(self._replica(), self._move(part)) for part in others]
         with ThreadPoolExecutor(len(jobs)) as threads:
             grad = torch.is_grad_enabled()
-            outputs = list(threads.map(lambda job: self._run(*job, grad=grad), jobs))
+            outputs = list(threads.map(lambda job: _run(*job, grad=grad), jobs))
         return torch.cat([outputs[0], *(self._move(output) for output in outputs[1:])])
 
-    def _replicate(self) -> dict[str, Tensor]:
-        return {name: self._move(p) for name, p in self.module.named_parameters()}
+    def _replica(self) -> nn.Module:
+        """The module with its parameters moved, and a copy of its buffers.
 
-    def _run(self, parameters: dict[str, Tensor], rows: Tensor, *, grad: bool) -> Tensor:
-        with torch.set_grad_enabled(grad):  # which every thread has for itself
-            output: Tensor = functional_call(self.module, parameters, (rows,))
-        return output
+        A module of its own: a thread that swaps the parameters of one swaps them for all threads.
+        """
+        parameters = {id(p): self._move(p) for p in self.module.parameters()}
+        return copy.deepcopy(self.module, dict[int, Any](parameters))
 
     def _move(self, tensor: Tensor) -> Tensor:
         moved: Tensor = _Move.apply(tensor, self)  # type: ignore[no-untyped-call]
         return moved
+
+
+def _run(module: nn.Module, rows: Tensor, *, grad: bool) -> Tensor:
+    with torch.set_grad_enabled(grad):  # which every thread has for itself
+        output: Tensor = module(rows)
+    return output
 
 
 class _Move(torch.autograd.Function):
