@@ -55,10 +55,15 @@ def waits(comm: Communicator, path: str) -> None:
     comm.all_reduce(torch.ones(100), tag=5)
 
 
+def arrive(comm: Communicator) -> None:
+    comm.barrier()
+
+
 @pytest.fixture
 def hanging(ranks, tmp_path) -> Iterator[Pool]:
     """Two ranks, of which rank 0 waits for rank 1, which is in the user's code."""
     pool = ranks(2)
+    pool(arrive)  # else its ranks may still be on their way to each other
     with ThreadPoolExecutor(1) as thread:
         job = thread.submit(pool, waits, str(tmp_path / "go"))
         while not any(watched.record(0).waits_for == 1 for watched in views(pool)):
