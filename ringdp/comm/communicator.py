@@ -178,6 +178,8 @@ class Communicator(Reductions, Moves, Messages):
         root: int = 0,
     ) -> How:
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"{collective}: tensor is {tensor.layout}; allowed: a dense one")
         if not 0 <= tag < TAGS:
             raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
         if not 0 <= root < self.size:

@@ -278,6 +278,7 @@ def refusals(comm: Communicator) -> list[str]:
         lambda: comm.all_reduce(three.int(), scale=2),
         lambda: comm.all_reduce(torch.zeros(3, dtype=torch.complex64), "max"),
         lambda: comm.all_reduce(torch.zeros(3, dtype=torch.uint16)),
+        lambda: comm.all_reduce(torch.eye(3).to_sparse()),
     ]
     said = []
     for call in calls:
@@ -323,6 +324,7 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
         ("int32", "floats"),
         ("complex64", "sum and avg"),
         ("uint16", "bfloat16"),
+        ("sparse", "dense"),
     ]
     for said in ranks(2)(refusals):
         for text, words in zip(said, allowed, strict=True):
