@@ -1,12 +1,26 @@
 """Triton kernels, each beside its torch reference, which is also the path for CPU tensors.
 
-`flatten` fills a gradient bucket, `fold` sums what the ranks sent, `adamw` steps a flat shard. All
-work on the tensors they are given and pick their path by device. Importing this package imports
-torch only; Triton is imported by the first launch on a GPU.
+`flatten` fills a gradient bucket and `unflatten` empties it, `fold` sums what the ranks sent,
+`unscale` averages and looks for inf and nan, `squared_norm` is for clipping, `adamw` steps a flat
+shard, `stochastic_round` makes bfloat16 of float32 without bias. All work on the tensors they are
+given and pick their path by device. Importing this package imports torch only; Triton is imported
+by the first launch on a GPU.
 """
 
 from .adamw import adamw
 from .flatten import flatten
 from .fold import fold
+from .norm import squared_norm
+from .stochastic import stochastic_round
+from .unflatten import unflatten
+from .unscale import unscale
 
-__all__ = ["adamw", "flatten", "fold"]
+__all__ = [
+    "adamw",
+    "flatten",
+    "fold",
+    "squared_norm",
+    "stochastic_round",
+    "unflatten",
+    "unscale",
+]

@@ -6,6 +6,7 @@ With t = `step`, counted from 1, λ = `weight_decay`:
     m ← m + (1 − β1)·(g − m)
     v ← β2·v + ((1 − β2)·g)·g
     p ← p + (−lr/(1 − β1^t)·m) / (√v/√(1 − β2^t) + ε)
+    copy ← round(p)     where there is one: what mixed precision computes and gathers in
 
 Loshchilov & Hutter 2019, in the order of operations of `torch.optim.AdamW`. Every operation is one
 IEEE float32 operation, rounded to nearest even, and none are fused, so an element's bits depend on
@@ -13,8 +14,8 @@ its own p, g, m, v only: not on its place in the buffer, the shard it is in, or 
 own AdamW gives neither promise: with `fused=True` the last elements of a range, which do not fill a
 SIMD vector, get other bits than the rest, and the other variants fuse multiply-adds where the CPU
 can and take a square root that is up to 0.75 ulp off [measured: torch 2.13, AVX512].
-Must move 28 bytes an element: reads p, g, m, v, writes p, m, v. Leaves out: amsgrad, maximize, and
-parameters that are not float32. Reference: `adamw_torch`.
+Must move 28 bytes an element, reading p, g, m, v and writing p, m, v; 30 with a copy. Leaves out:
+amsgrad, maximize, and parameters that are not float32. Reference: `adamw_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .jit import jit
+from .precision import HALF
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -58,9 +60,11 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    copy: Tensor | None = None,
 ) -> None:
     """Update param, exp_avg and exp_avg_sq in place; all four are float32 [elems], contiguous.
 
+    `copy`, bfloat16 or float16 [elems] and contiguous, gets the new param, rounded to nearest even.
     Raises ValueError on another dtype, shape, layout or device, and on step < 1.
     """
     for name, x in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -75,6 +79,16 @@ def adamw(
                 f"adamw works on contiguous torch.float32[elems], not {x.dtype}{list(x.shape)} "
                 f"with strides {x.stride()}"
             )
+    if copy is not None and not (
+        copy.shape == param.shape
+        and copy.device == param.device
+        and copy.dtype in HALF
+        and copy.is_contiguous()
+    ):
+        raise ValueError(
+            f"copy must be contiguous, of {HALF}, {list(param.shape)} on {param.device}, not "
+            f"{copy.dtype}{list(copy.shape)} with strides {copy.stride()} on {copy.device}"
+        )
     if step < 1 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"step counts from 1 and betas are in [0, 1), not {step} and {betas}")
     factors = Factors(
@@ -88,10 +102,12 @@ def adamw(
     )
     with torch.no_grad():
         launch = adamw_triton if param.is_cuda else adamw_torch
-        launch(param, grad, exp_avg, exp_avg_sq, factors)
+        launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
 
 
-def adamw_torch(param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, k: Factors) -> None:
+def adamw_torch(
+    param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
+) -> None:
     """Uses no operation of torch that rounds twice, fuses, or treats a SIMD tail differently."""
     size = CACHED * torch.get_num_threads()
     scratch = torch.empty(2, min(size, param.numel()))
@@ -104,6 +120,8 @@ def adamw_torch(param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, k: Fac
         # √ in float64, then rounded, is the correctly rounded float32 √; torch's own is not.
         a.copy_(wide.copy_(v).sqrt_()).div_(k.correction).add_(k.eps)
         p.mul_(k.decay).add_(torch.mul(m, k.size, out=b).div_(a))
+        if copy is not None:
+            copy[first : first + size].copy_(p)
 
 
 @jit
@@ -112,6 +130,7 @@ def adamw_kernel(
     grad: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
+    copy: tl.tensor,  # not looked at unless COPIES
     elems: tl.tensor,
     decay: tl.tensor,
     fresh1: tl.tensor,
@@ -120,6 +139,7 @@ def adamw_kernel(
     size: tl.tensor,
     correction: tl.tensor,
     eps: tl.tensor,
+    COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -135,9 +155,13 @@ def adamw_kernel(
     tl.store(param + where, p, mask=inside)
     tl.store(exp_avg + where, m, mask=inside)
     tl.store(exp_avg_sq + where, v, mask=inside)
+    if COPIES:
+        tl.store(copy + where, p.to(copy.dtype.element_ty), mask=inside)
 
 
-def adamw_triton(param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, k: Factors) -> None:
+def adamw_triton(
+    param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
+) -> None:
     """Note [16-byte accesses]
 
     A masked access stays 16 bytes wide only if Triton knows that the mask changes at multiples of
@@ -147,8 +171,13 @@ def adamw_triton(param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, k: Fa
     body = param.numel() - param.numel() % 16
     for first, last in ((0, body), (body, param.numel())):
         if first < last:
-            slices = (x[first:last] for x in (param, grad, avg, avg_sq))
-            grid = (-(-(last - first) // BLOCK),)
-            adamw_kernel[grid](
-                *slices, last - first, *k, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+            out = param if copy is None else copy
+            adamw_kernel[(-(-(last - first) // BLOCK),)](
+                *(x[first:last] for x in (param, grad, avg, avg_sq, out)),
+                last - first,
+                *k,
+                COPIES=copy is not None,
+                BLOCK=BLOCK,
+                num_warps=4,
+                enable_fp_fusion=False,
             )

@@ -12,30 +12,18 @@ being exactly the slice they go to. Reference: `flatten_torch`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .jit import jit, triton_dtype
-from .precision import wide_dtype
+from .precision import check_scale, scaled_copy, wide_dtype
+from .spans import BLOCK, Span, by_dtype, check, gaps, upload
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-BLOCK = 4096  # elements per program
-
-
-class Span(NamedTuple):
-    """out[offset : offset + elems] comes from `address` (bytes), or is padding if that is 0."""
-
-    address: int
-    offset: int
-    elems: int
 
 
 def flatten(
@@ -46,7 +34,9 @@ def flatten(
     `out` is [elems], contiguous; the tensors may have any shape, strides and float dtype. Raises
     ValueError if they overlap in `out`, reach past its end, or have an unsupported dtype or device.
     """
-    _check(tensors, out, scale, offsets)
+    check(tensors, out, offsets, "out")
+    for x in tensors:
+        check_scale(scale, x.dtype, out.dtype)
     with torch.no_grad():
         (flatten_triton if out.is_cuda else flatten_torch)(tensors, out, scale, offsets)
 
@@ -54,19 +44,10 @@ def flatten(
 def flatten_torch(
     tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
 ) -> None:
-    for first, last in _gaps(tensors, out, offsets):
+    for first, last in gaps(tensors, out, offsets):
         out[first:last].zero_()
     for x, offset in zip(tensors, offsets, strict=True):
-        part = out.narrow(0, offset, x.numel()).view(x.shape)
-        wide = wide_dtype(x.dtype, out.dtype)
-        if scale == 1:
-            part.copy_(x)
-        elif x.dtype in (out.dtype, wide):  # torch multiplies 16-bit floats in float32 inside
-            torch.mul(x, scale, out=part)
-        elif out.dtype == wide:
-            part.copy_(x).mul_(scale)
-        else:
-            torch.mul(x.to(wide), scale, out=part)
+        scaled_copy(x, out.narrow(0, offset, x.numel()).view(x.shape), scale)
 
 
 @jit
@@ -102,17 +83,14 @@ def flatten_triton(
     tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
 ) -> None:
     dense = [x.contiguous() for x in tensors]  # also keeps copies alive until the launch
-    spans: dict[torch.dtype, list[Span]] = {x.dtype: [] for x in dense} or {out.dtype: []}
-    for x, offset in zip(dense, offsets, strict=True):
-        if x.numel():
-            spans[x.dtype].append(Span(x.data_ptr(), offset, x.numel()))
-    padding = [Span(0, first, last - first) for first, last in _gaps(tensors, out, offsets)]
+    spans = by_dtype(dense, offsets, out.dtype)
+    padding = [Span(0, first, last - first) for first, last in gaps(tensors, out, offsets)]
     next(iter(spans.values())).extend(padding)
     for dtype, rows in spans.items():  # one launch, unless dtypes are mixed
         if rows:
-            chunks = chunk_table(tuple(rows), dtype.itemsize, out.is_cuda)
+            chunks = upload(rows, dtype.itemsize, out.device)
             flatten_kernel[(len(chunks),)](
-                chunks.to(out.device, non_blocking=True),
+                chunks,
                 out,
                 scale,
                 SOURCE=triton_dtype(dtype),
@@ -120,55 +98,3 @@ def flatten_triton(
                 BLOCK=BLOCK,
                 num_warps=8,
             )
-
-
-@lru_cache(maxsize=64)  # an allocator gives gradients the same addresses step after step
-def chunk_table(spans: tuple[Span, ...], itemsize: int, pinned: bool) -> Tensor:
-    """Cut spans into chunks of at most BLOCK elements: int64[chunks, 3] on the host."""
-    table = torch.tensor(spans, dtype=torch.int64)
-    pieces = (table[:, 2] + BLOCK - 1) // BLOCK
-    skip = torch.arange(int(pieces.sum()))
-    skip = (skip - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)) * BLOCK
-    table = table.repeat_interleave(pieces, 0)
-    table[:, 0] += skip * itemsize * (table[:, 0] != 0)
-    table[:, 1] += skip
-    table[:, 2] = (table[:, 2] - skip).clamp(max=BLOCK)
-    return table.pin_memory() if pinned else table
-
-
-def _gaps(tensors: Sequence[Tensor], out: Tensor, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """The parts (first, last) of `out` that no tensor covers."""
-    covered = sorted((o, o + x.numel()) for o, x in zip(offsets, tensors, strict=True) if x.numel())
-    ends = [0, *(last for _, last in covered)]
-    starts = [*(first for first, _ in covered), out.numel()]
-    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
-
-def _check(tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]) -> None:
-    if out.dim() != 1 or not out.is_contiguous():
-        raise ValueError(f"out must be 1-D and contiguous, not {_describe(out)}")
-    if len(offsets) != len(tensors):
-        raise ValueError(f"{len(tensors)} tensors need as many offsets, not {len(offsets)}")
-    for i, (x, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        limit = torch.finfo(wide_dtype(x.dtype, out.dtype)).max
-        if not math.isfinite(scale) or abs(scale) > limit:
-            raise ValueError(f"scale must be finite and at most {limit:g}, not {scale}")
-        if x.device != out.device:
-            raise ValueError(f"tensor {i} is on {x.device}, out on {out.device}")
-        if not 0 <= offset <= out.numel() - x.numel():
-            raise ValueError(
-                f"tensor {i}, {_describe(x)}, at offset {offset} does not fit "
-                f"in {out.numel()} elements"
-            )
-    order = sorted(
-        (o, i) for i, (o, x) in enumerate(zip(offsets, tensors, strict=True)) if x.numel()
-    )
-    for (a, i), (b, j) in pairwise(order):
-        if a + tensors[i].numel() > b:
-            raise ValueError(
-                f"tensor {i}, {_describe(tensors[i])}, at offset {a} overlaps tensor {j} at {b}"
-            )
-
-
-def _describe(x: Tensor) -> str:
-    return f"{x.dtype}{list(x.shape)} with strides {x.stride()}"

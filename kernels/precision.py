@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
@@ -19,3 +22,23 @@ def wide_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     if source == torch.float64 and target in HALF:
         raise ValueError(f"{source} to {target} would round twice; go through torch.float32")
     return torch.float64 if torch.float64 in (source, target) else torch.float32
+
+
+def check_scale(scale: float, source: torch.dtype, target: torch.dtype) -> None:
+    """Raise ValueError unless it is finite in the dtype of the product; as `wide_dtype`, too."""
+    limit = torch.finfo(wide_dtype(source, target)).max
+    if not math.isfinite(scale) or abs(scale) > limit:
+        raise ValueError(f"scale must be finite and at most {limit:g}, not {scale}")
+
+
+def scaled_copy(source: Tensor, out: Tensor, scale: float) -> None:
+    """out = round(wide(source) · scale) by torch, in as few passes as that takes."""
+    wide = wide_dtype(source.dtype, out.dtype)
+    if scale == 1:
+        out.copy_(source)
+    elif source.dtype in (out.dtype, wide):  # torch multiplies 16-bit floats in float32 inside
+        torch.mul(source, scale, out=out)
+    elif out.dtype == wide:
+        out.copy_(source).mul_(scale)
+    else:
+        torch.mul(source.to(wide), scale, out=out)

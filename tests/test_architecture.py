@@ -152,7 +152,15 @@ def test_public_names():
         "svg",
         "verify",
     ]
-    assert sorted(ringdp.kernels.__all__) == ["adamw", "flatten", "fold"]
+    assert sorted(ringdp.kernels.__all__) == [
+        "adamw",
+        "flatten",
+        "fold",
+        "squared_norm",
+        "stochastic_round",
+        "unflatten",
+        "unscale",
+    ]
 
 
 @pytest.mark.parametrize("package", [ringdp, ringdp.schedule, ringdp.kernels])

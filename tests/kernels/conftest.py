@@ -10,7 +10,20 @@ import torch
 from ringdp.kernels.adamw import adamw_kernel
 from ringdp.kernels.flatten import flatten_kernel
 from ringdp.kernels.fold import fold_kernel
+from ringdp.kernels.norm import squared_norm_kernel
+from ringdp.kernels.stochastic import stochastic_round_kernel
+from ringdp.kernels.unflatten import unflatten_kernel
+from ringdp.kernels.unscale import unscale_kernel
 
+KERNELS = (
+    adamw_kernel,
+    flatten_kernel,
+    fold_kernel,
+    squared_norm_kernel,
+    stochastic_round_kernel,
+    unflatten_kernel,
+    unscale_kernel,
+)
 # Triton's name of a dtype: torch's
 DTYPES = {
     "fp16": torch.float16,
@@ -35,6 +48,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """`*_triton` launchers take CPU tensors here; no environment variable is set, nothing leaks."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-    for kernel in (adamw_kernel, flatten_kernel, fold_kernel):
+    language = pytest.importorskip("triton.language")
+    add = language.standard._sum_combine
+    # tl.sum itself was compiled for devices, when triton was imported; the interpreter does this.
+    monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, add))
+    for kernel in KERNELS:
         assert kernel.function is not None  # the first use puts `tl` where the kernel finds it
         monkeypatch.setitem(vars(kernel), "function", interpreter.InterpretedFunction(kernel.fn))

@@ -11,6 +11,10 @@ import torch
 
 from ringdp.kernels import adamw
 from ringdp.kernels.adamw import CACHED, Factors, adamw_torch, adamw_triton
+from tests.kernels.inputs import LENGTHS, some
+
+# The interpreter computes with numpy, which warns of what it is meant to do here.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 U = torch.finfo(torch.float32).eps / 2
 FACTORS = Factors(0.99999, 0.1, 0.999, 0.001, -1e-3 / 0.271, math.sqrt(0.003), 1e-8)
@@ -96,13 +100,40 @@ def test_follows_torch() -> None:
     assert ((got.param - theirs.detach()).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("elems", [1, 15, 16, 17, 1024, 2500])
+@pytest.mark.parametrize("elems", LENGTHS)
 def test_kernel_equals_reference(interpreted: None, elems: int) -> None:
     got = random_state(elems)
     want = got.copy()
-    adamw_torch(*want, FACTORS)
-    adamw_triton(*got, FACTORS)
+    adamw_torch(*want, None, FACTORS)
+    adamw_triton(*got, None, FACTORS)
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copy_is_the_new_parameter_rounded(interpreted: None, dtype: torch.dtype) -> None:
+    """From views at odd addresses, with inf, nan, zeros and subnormals among the gradients."""
+    start = random_state(2501)
+    start.grad[:51] = some(51, torch.float32, special=True)
+    got, want, without = start.copy(), start.copy(), start.copy()
+    copies = torch.full((2, 2501), torch.nan, dtype=dtype)
+    adamw_torch(*want.part(1, 2501), copies[0, 1:], FACTORS)
+    adamw_triton(*got.part(1, 2501), copies[1, 1:], FACTORS)
+    adamw_torch(*without.part(1, 2501), None, FACTORS)
+    assert same_bits(got, want)
+    assert same_bits(want, without)
+    assert torch.equal(copies[0].view(torch.int16), copies[1].view(torch.int16))
+    assert torch.equal(copies[0, 1:].view(torch.int16), want.param[1:].to(dtype).view(torch.int16))
+
+
+def test_copy_of_a_step() -> None:
+    state, copy = random_state(100), torch.empty(100, dtype=torch.bfloat16)
+    adamw(*state, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, copy=copy)
+    assert torch.equal(copy, state.param.bfloat16())
+    for wrong in (torch.empty(100), torch.empty(99).half(), torch.empty(200).half()[::2]):
+        with pytest.raises(ValueError, match="copy must be"):
+            adamw(
+                *state, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, copy=wrong
+            )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -145,7 +176,7 @@ def test_each_operation_is_correctly_rounded() -> None:
     m = r(m + r(r(g - m) * fresh1))
     v = r(r(v * beta2) + r(r(g * fresh2) * g))
     p = r(r(p * decay) + r(r(m * size) / r(r(r(v.sqrt()) / correction) + eps)))
-    adamw_torch(*got, FACTORS)
+    adamw_torch(*got, None, FACTORS)
     assert same_bits(got, State(p.float(), got.grad, m.float(), v.float()))
 
 

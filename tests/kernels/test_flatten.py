@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from ringdp.kernels import flatten
-from ringdp.kernels.flatten import Span, chunk_table, flatten_torch, flatten_triton
-from ringdp.kernels.precision import FLOATS, HALF, wide_dtype
+from ringdp.kernels.flatten import flatten_torch, flatten_triton
+from ringdp.kernels.precision import wide_dtype
+from ringdp.kernels.spans import Span, chunk_table
+from tests.kernels.inputs import LENGTHS, PAIRS, same_bits, some
 
-PAIRS = [(a, b) for a in FLOATS for b in FLOATS if not (a == torch.float64 and b in HALF)]
+# The interpreter computes with numpy, which warns of what it is meant to do here.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+
 SCALES = [1.0, -0.375, float(torch.tensor(0.1))]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor], list[int], int]:
@@ -62,7 +62,6 @@ def test_reference_against_float64(source: torch.dtype, target: torch.dtype, sca
     assert (out[overflows].isinf() | (out[overflows].abs() == narrow.max)).all()
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # to fp16, meant to
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_kernel_equals_reference(
@@ -73,6 +72,26 @@ def test_kernel_equals_reference(
     flatten_torch(tensors, want, scale, offsets)
     flatten_triton(tensors, got, scale, offsets)
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_lengths(interpreted: None, skip: int) -> None:
+    """All in one launch, at odd addresses too, with inf, nan, zeros and subnormals."""
+    tensors = [some(n, torch.bfloat16, skip=skip, special=n > 15) for n in LENGTHS]
+    offsets = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    got, want = torch.empty(sum(LENGTHS)), torch.empty(sum(LENGTHS))
+    flatten_torch(tensors, want, 0.5, offsets)
+    flatten_triton(tensors, got, 0.5, offsets)
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_number_of_tensors(interpreted: None, count: int) -> None:
+    tensors = [torch.full((3,), float(i + 1)) for i in range(count)]
+    got = torch.full((5 * count,), torch.nan)
+    flatten_triton(tensors, got, 1.0, [5 * i for i in range(count)])
+    want = torch.tensor([[i + 1.0] * 3 + [0.0] * 2 for i in range(count)])
+    assert torch.equal(got.view(count, 5), want)
 
 
 def test_mixed_dtypes_and_no_tensors(interpreted: None) -> None:

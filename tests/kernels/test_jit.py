@@ -12,12 +12,18 @@ from ringdp.kernels.adamw import adamw_kernel
 
 USE = """
 import sys, torch
-from ringdp.kernels import adamw, flatten, fold
+from ringdp.kernels import (
+    adamw, flatten, fold, squared_norm, stochastic_round, unflatten, unscale
+)
 x = [torch.ones(40) for _ in range(4)]
 out = torch.empty(64)
 flatten(x[:1], out, scale=0.5, offsets=[3])
 fold(torch.ones(2, 40), x[0])
 adamw(*x, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+unflatten(out, x[:1], offsets=[3])
+unscale(out, out, torch.zeros(1), scale=0.5)
+squared_norm(x)
+stochastic_round(out, torch.empty(64, dtype=torch.bfloat16), seed=1)
 assert "triton" not in sys.modules
 """
 INTERPRET = """

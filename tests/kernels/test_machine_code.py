@@ -17,12 +17,18 @@ import torch
 
 from ringdp.kernels.adamw import BLOCK as ADAMW_BLOCK
 from ringdp.kernels.adamw import Factors, adamw_kernel
-from ringdp.kernels.flatten import BLOCK as FLATTEN_BLOCK
 from ringdp.kernels.flatten import flatten_kernel
 from ringdp.kernels.fold import BLOCK as FOLD_BLOCK
 from ringdp.kernels.fold import fold_kernel
 from ringdp.kernels.jit import jit, triton_dtype
+from ringdp.kernels.norm import squared_norm_kernel
 from ringdp.kernels.precision import wide_dtype
+from ringdp.kernels.spans import BLOCK as SPAN_BLOCK
+from ringdp.kernels.stochastic import BLOCK as STOCHASTIC_BLOCK
+from ringdp.kernels.stochastic import FIRST, HIGH, NAN, SECOND, stochastic_round_kernel
+from ringdp.kernels.unflatten import unflatten_kernel
+from ringdp.kernels.unscale import BLOCK as UNSCALE_BLOCK
+from ringdp.kernels.unscale import unscale_kernel
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -104,10 +110,13 @@ def test_fold(
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_adamw(arch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", [None, BF16])
+def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
     pointers = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), "*fp32")
+    pointers["copy"] = f"*{SHORT[copy or F32]}"
     arguments = pointers | {"elems": "i32"} | dict.fromkeys(Factors._fields, "fp32")
-    code = compiled(adamw_kernel, arch, tmp_path, arguments, {"BLOCK": ADAMW_BLOCK}, 4)
+    constants = {"COPIES": copy is not None, "BLOCK": ADAMW_BLOCK}
+    code = compiled(adamw_kernel, arch, tmp_path, arguments, constants, 4)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") == {128}
     assert not spills(code)
@@ -129,15 +138,75 @@ def test_flatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
     constants = {
         "SOURCE": triton_dtype(source),
         "WIDE": triton_dtype(wide_dtype(source, target)),
-        "BLOCK": FLATTEN_BLOCK,
+        "BLOCK": SPAN_BLOCK,
     }
     code = compiled(flatten_kernel, arch, tmp_path, arguments, constants, 8)
     # The full chunk, in 256 threads of 16-byte accesses; the rest are tails and padding.
-    per_thread = FLATTEN_BLOCK // 256
+    per_thread = SPAN_BLOCK // 256
     assert count_128(code, "LDG") == per_thread * source.itemsize // 16
     assert count_128(code, "STG") == per_thread * target.itemsize // 16
     assert not spills(code)
     assert ".ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("source", "target"), [(F32, F32), (F32, BF16), (BF16, F32), (F16, F16)])
+def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
+    arguments = {"chunks": "*i64", "flat": f"*{SHORT[source]}", "scale": "fp64"}
+    constants = {
+        "TARGET": triton_dtype(target),
+        "WIDE": triton_dtype(wide_dtype(source, target)),
+        "BLOCK": SPAN_BLOCK,
+    }
+    code = compiled(unflatten_kernel, arch, tmp_path, arguments, constants, 8)
+    per_thread = SPAN_BLOCK // 256
+    assert count_128(code, "LDG") == per_thread * source.itemsize // 16
+    assert count_128(code, "STG") == per_thread * target.itemsize // 16
+    assert not spills(code)
+    assert ".ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("source", [F32, BF16, F64])
+def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
+    arguments = {"chunks": "*i64", "partial": "*fp64"}
+    constants = {"SOURCE": triton_dtype(source), "BLOCK": SPAN_BLOCK}
+    code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, 8)
+    assert count_128(code, "LDG") == SPAN_BLOCK // 256 * source.itemsize // 16
+    assert not spills(code)
+    assert ".ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, F32), (F16, F16)])
+def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
+    arguments = {
+        "x": f"*{SHORT[source]}",
+        "out": f"*{SHORT[target]}",
+        "found": "*fp32",
+        "scale": "fp64",
+        "elems": "i32",
+    }
+    constants = {"WIDE": triton_dtype(wide_dtype(source, target)), "BLOCK": UNSCALE_BLOCK}
+    code = compiled(unscale_kernel, arch, tmp_path, arguments, constants, 4)
+    assert width(code, "LDG") == {128}
+    assert width(code, "STG") == {32, 128}  # 32: the flag
+    assert not spills(code)
+    assert ".ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_stochastic_round(arch: int, tmp_path: Path) -> None:
+    arguments = {"x": "*fp32", "out": "*i16", "elems": "i32", "offset": "i64"}
+    arguments |= {"key0": "u32", "key1": "u32"}
+    constants = {"HIGH": HIGH, "FIRST": FIRST, "SECOND": SECOND, "NAN": NAN}
+    constants |= {"BLOCK": STOCHASTIC_BLOCK}
+    code = compiled(
+        stochastic_round_kernel, arch, tmp_path, arguments, constants, 4, ("key0", "key1")
+    )
+    assert width(code, "LDG") == {128}
+    assert width(code, "STG") <= {64, 128}
+    assert not spills(code)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -1,0 +1,139 @@
+"""float32 to bfloat16, rounded up or down at random, so that the error has no bias.
+
+    out = the upper 16 bits of (bits(x) + r),   r uniform in [0, 2^16)
+
+The bits of a finite float are ordered as its magnitude is, so this goes to the next bfloat16 away
+from zero with the probability that x lies that far on the way there: the mean is x itself, and
+updates that rounding to nearest would swallow survive on average (Gupta et al. 2015). inf stays,
+nan becomes torch's, and past the largest bfloat16 the next one up is inf.
+r of element e is a hash of (seed, offset + e) and of nothing else, so the bits of an element do not
+depend on the shard it is in, the block or the device. The hash is two rounds of xor-shift and
+multiply, the finisher of MurmurHash3 with the constants of Wellons' lowbias32, keyed before and
+between; it is for rounding, not for secrets.
+Must move 6 bytes an element. Reference: `stochastic_round_torch`.
+"""
+# ruff: noqa: N803  a Triton constant is upper case
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .jit import jit
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = 1024  # elements per program
+CACHED = 65536  # elements per torch call and thread
+HIGH, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B  # odd multipliers
+NAN = 0x7FC0  # torch's bfloat16
+
+
+def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
+    """out = x rounded at random; x is float32[elems], out bfloat16[elems], both contiguous.
+
+    `offset` is the place of x[0] in the whole that x is a shard of. Take another `seed`, from
+    [0, 2^64), for every step. Raises ValueError on another dtype, shape, layout, device or seed.
+    """
+    for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.bfloat16)):
+        if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype}[elems], not {tensor.dtype}"
+                f"{list(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if x.shape != out.shape or x.device != out.device:
+        raise ValueError(
+            f"x is {list(x.shape)} on {x.device}, out {list(out.shape)} on {out.device}"
+        )
+    if not 0 <= seed < 1 << 64 or not 0 <= offset <= (1 << 63) - 1 - x.numel():
+        raise ValueError(f"seed is in [0, 2^64) and offset in [0, 2^63), not {seed} and {offset}")
+    with torch.no_grad():
+        launch = stochastic_round_triton if x.is_cuda else stochastic_round_torch
+        launch(x, out, keys(seed), offset)
+
+
+def keys(seed: int) -> tuple[int, int]:
+    """Two uint32 from a seed, by SplitMix64 (Steele et al. 2014): near seeds give far keys."""
+    z = (seed + 0x9E3779B97F4A7C15) % (1 << 64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    z ^= z >> 31
+    return z >> 32, z & 0xFFFFFFFF
+
+
+def stochastic_round_torch(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
+    size = CACHED * torch.get_num_threads()
+    for first in range(0, x.numel(), size):
+        part, target = x[first : first + size], out[first : first + size]
+        sum_ = _random16(offset + first, len(part), key).add_(part.view(torch.int32))
+        target.view(torch.int16).copy_(sum_.bitwise_right_shift_(16))
+        target.view(torch.int16).masked_fill_(part != part, NAN)
+
+
+def _random16(first: int, count: int, key: tuple[int, int]) -> Tensor:
+    """int32[count] in [0, 2^16): those of the elements [first, first + count)."""
+    where = torch.arange(first, first + count)
+    h = where.to(torch.int32)  # modulo 2^32, as all that follows
+    h ^= (where >> 32).to(torch.int32).mul_(_signed(HIGH))
+    h ^= _signed(key[0])
+    shifted = torch.empty_like(h)
+    for shift, factor, then in ((16, FIRST, key[1]), (15, SECOND, 0)):
+        h ^= torch.bitwise_right_shift(h, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
+        h.mul_(_signed(factor)).add_(_signed(then))
+    h ^= torch.bitwise_right_shift(h, 16, out=shifted)
+    return h.bitwise_and_(0xFFFF)
+
+
+def _signed(x: int) -> int:
+    """The int32 with the bits of a uint32."""
+    return x - (x >> 31 << 32)
+
+
+@jit
+def stochastic_round_kernel(
+    x: tl.tensor,
+    out: tl.tensor,  # bfloat16, as int16
+    elems: tl.tensor,
+    offset: tl.int64,
+    key0: tl.uint32,
+    key1: tl.uint32,
+    HIGH: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    NAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = where < elems
+    value = tl.load(x + where, mask=inside)
+    place = (where + offset).to(tl.uint64)
+    h = place.to(tl.uint32) ^ ((place >> 32).to(tl.uint32) * tl.full((), HIGH, tl.uint32))
+    h ^= tl.cast(key0, tl.uint32)
+    h = (h ^ (h >> 16)) * tl.full((), FIRST, tl.uint32) + tl.cast(key1, tl.uint32)
+    h = (h ^ (h >> 15)) * tl.full((), SECOND, tl.uint32)
+    h = (h ^ (h >> 16)) & 0xFFFF
+    bits = ((value.to(tl.uint32, bitcast=True) + h) >> 16).to(tl.int16)
+    bits = tl.where(value == value, bits, tl.full((), NAN, tl.int16))
+    tl.store(out + where, bits, mask=inside)
+
+
+def stochastic_round_triton(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
+    body = x.numel() - x.numel() % 16
+    for first, last in ((0, body), (body, x.numel())):  # See Note [16-byte accesses]
+        if first < last:
+            stochastic_round_kernel[(-(-(last - first) // BLOCK),)](
+                x[first:last],
+                out[first:last].view(torch.int16),
+                last - first,
+                offset + first,
+                *key,
+                HIGH=HIGH,
+                FIRST=FIRST,
+                SECOND=SECOND,
+                NAN=NAN,
+                BLOCK=BLOCK,
+                num_warps=4,
+            )

@@ -1,0 +1,108 @@
+"""squared_norm: against exact sums, by reference and kernel, within the bound of its docstring."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from ringdp.kernels import squared_norm
+from ringdp.kernels.norm import CACHED, squared_norm_torch, squared_norm_triton
+from ringdp.kernels.precision import FLOATS
+from tests.kernels.inputs import LENGTHS, some
+
+U = 2.0**-53
+
+
+def exact(tensors: list[torch.Tensor]) -> float:
+    """The sum of squares, rounded once."""
+    return math.fsum(v * v for x in tensors for v in x.double().flatten().tolist())
+
+
+def bound(tensors: list[torch.Tensor], value: float) -> float:
+    """γ(n − 1) of the sum of positive terms, and half an ulp of `exact`. A square of float64 is
+    rounded too, once there and once in `exact`."""
+    k = (sum(x.numel() for x in tensors) + 2) * U
+    return k / (1 - k) * value + U * value
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_reference_and_kernel_against_exact(interpreted: None, dtype: torch.dtype) -> None:
+    tensors = [
+        some(4096 + 100, dtype),
+        some(4096, dtype, skip=1),
+        some(4000, dtype).view(40, 100)[::3, ::2],
+        some(0, dtype),
+        some(1, dtype).squeeze(0),
+    ]
+    want = exact(tensors)
+    for run in (squared_norm, squared_norm_torch, squared_norm_triton):
+        got = run(tensors)
+        assert (got.dtype, got.shape) == (torch.float64, ())
+        assert abs(got.item() - want) <= bound(tensors, want)
+
+
+@pytest.mark.parametrize("elems", LENGTHS)
+def test_lengths(interpreted: None, elems: int) -> None:
+    x = [some(elems, torch.float32)]
+    want = exact(x)
+    for run in (squared_norm_torch, squared_norm_triton):
+        assert abs(run(x).item() - want) <= bound(x, want)
+
+
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_number_of_tensors(interpreted: None, count: int) -> None:
+    tensors = [torch.full((3,), float(i)) for i in range(count)]
+    for run in (squared_norm, squared_norm_torch, squared_norm_triton):
+        assert run(tensors).item() == 3 * sum(i * i for i in range(count))  # whole numbers: exact
+
+
+def test_a_square_is_exact_and_does_not_overflow(interpreted: None) -> None:
+    info = torch.finfo(torch.float32)
+    for value in (info.max, info.smallest_normal * info.eps, 1 + info.eps):
+        x = torch.full((1,), value, dtype=torch.float32)
+        square = Fraction(x.item()) ** 2
+        for run in (squared_norm_torch, squared_norm_triton):
+            assert Fraction(run([x]).item()) == square
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_says_that_something_is_not_finite(interpreted: None, value: float) -> None:
+    x = torch.ones(5000)
+    x[4999] = value
+    for run in (squared_norm_torch, squared_norm_triton):
+        assert not math.isfinite(run([torch.ones(5), x]).item())
+
+
+def test_bits_repeat_and_more_than_one_call_is_summed() -> None:
+    elems = 2 * CACHED * torch.get_num_threads() + 5
+    x = some(elems, torch.float32)
+    first = squared_norm([x])
+    assert squared_norm([x.clone()]).item() == first.item()
+    assert squared_norm([torch.ones(elems)]).item() == elems
+
+
+def test_mixed_dtypes(interpreted: None) -> None:
+    tensors = [torch.full((5,), 2.0, dtype=dtype) for dtype in FLOATS]
+    assert squared_norm(tensors).item() == 80
+    assert squared_norm_triton(tensors).item() == 80
+
+
+def test_refuses() -> None:
+    with pytest.raises(ValueError, match=r"tensor 1 is torch\.int32"):
+        squared_norm([torch.ones(2), torch.ones(2).int()])
+    with pytest.raises(ValueError, match="one device"):
+        squared_norm([torch.ones(2), torch.ones(2, device="meta")])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gpu_against_exact(dtype: torch.dtype) -> None:
+    tensors = [some(elems, dtype, skip=elems % 2) for elems in LENGTHS]
+    want, there = exact(tensors), [x.cuda() for x in tensors]
+    first = squared_norm(there)
+    assert abs(first.item() - want) <= bound(tensors, want)
+    assert squared_norm(there).item() == first.item()

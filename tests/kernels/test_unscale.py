@@ -1,0 +1,114 @@
+"""unscale: its rounding is flatten's, its flag torch.isfinite's, its kernel the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringdp.kernels import flatten, unscale
+from ringdp.kernels.unscale import CACHED, unscale_torch, unscale_triton
+from tests.kernels.inputs import LENGTHS, PAIRS, same_bits, some
+
+TENTH = float(torch.tensor(0.1))  # the interpreter takes floats for float32
+# The interpreter computes with numpy, which warns of what it is meant to do here.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_reference(source: torch.dtype, target: torch.dtype, special: bool) -> None:
+    x, found = some(1000, source, special=special), torch.zeros(1)
+    got, want = torch.empty(1000, dtype=target), torch.empty(1000, dtype=target)
+    unscale(x, got, found, scale=0.1)
+    flatten([x], want, scale=0.1, offsets=[0])
+    assert same_bits(got, want)
+    assert found.item() == (not want.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [p for p in PAIRS if torch.float32 in p or p[0] == p[1]]
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_kernel_equals_reference(
+    interpreted: None, source: torch.dtype, target: torch.dtype, special: bool
+) -> None:
+    x = some(2500, source, skip=1, special=special)
+    got, want = torch.empty(2500, dtype=target), torch.empty(2500, dtype=target)
+    flags = torch.zeros(2, 1)
+    unscale_torch(x, want, flags[0], TENTH)
+    unscale_triton(x, got, flags[1], TENTH)
+    assert same_bits(got, want)
+    assert flags[0].item() == flags[1].item() == (not want.isfinite().all())
+
+
+@pytest.mark.parametrize("elems", LENGTHS)
+def test_lengths(interpreted: None, elems: int) -> None:
+    """A nan in the last place must be found, wherever blocks and launches are cut."""
+    x = some(elems, torch.float32)
+    for last in (0.5, torch.nan):
+        x[-1:] = last
+        got, want = torch.empty(elems), torch.empty(elems)
+        flags = torch.zeros(2, 1)
+        unscale_torch(x, want, flags[0], 0.25)
+        unscale_triton(x, got, flags[1], 0.25)
+        assert same_bits(got, want)
+        assert flags[0].item() == flags[1].item() == (elems > 0 and last != last)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_finds_one_of_many_and_forgets_none(value: float) -> None:
+    elems = CACHED * torch.get_num_threads() + 100
+    x, found = torch.ones(elems), torch.zeros(1)
+    for place in (0, elems // 2, elems - 1):
+        x[place] = value
+        unscale(x, x, found, scale=1.0)  # in place
+        assert found.item() == 1
+        x[place] = 0.0
+        unscale(x, x, found, scale=1.0)
+        assert found.item() == 1  # that of an earlier bucket stays
+        found.zero_()
+        unscale(x, x, found, scale=1.0)
+        assert found.item() == 0
+
+
+def test_an_overflow_of_the_cast_is_found() -> None:
+    found = torch.zeros(1)
+    unscale(torch.full((3,), 65536.0), torch.empty(3, dtype=torch.float16), found, scale=0.5)
+    assert found.item() == 0
+    unscale(torch.full((3,), 65536.0), torch.empty(3, dtype=torch.float16), found, scale=1.0)
+    assert found.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "found", "scale", "message"),
+    [
+        (torch.ones(4), torch.ones(3), torch.zeros(1), 1.0, "contiguous and"),
+        (torch.ones(8)[::2], torch.ones(4), torch.zeros(1), 1.0, "strides"),
+        (torch.ones(4), torch.ones(4), torch.zeros(2), 1.0, "found must be"),
+        (torch.ones(4), torch.ones(4), torch.zeros(1).int(), 1.0, "found must be"),
+        (torch.ones(4), torch.ones(4), torch.zeros(1, device="meta"), 1.0, "meta"),
+        (torch.ones(4), torch.ones(4), torch.zeros(1), float("nan"), "finite"),
+        (torch.ones(4).int(), torch.ones(4), torch.zeros(1), 1.0, "not supported"),
+        (torch.ones(4).double(), torch.ones(4).half(), torch.zeros(1), 1.0, "round twice"),
+    ],
+)
+def test_refuses(
+    x: torch.Tensor, out: torch.Tensor, found: torch.Tensor, scale: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        unscale(x, out, found, scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) -> None:
+    for special in (False, True) if elems > 15 else (False,):
+        x = some(elems, source, special=special)
+        want, flag = torch.empty(elems, dtype=target), torch.zeros(1)
+        unscale(x, want, flag, scale=0.1)
+        got, found = torch.empty(elems, dtype=target, device="cuda"), torch.zeros(1, device="cuda")
+        unscale(x.cuda(), got, found, scale=0.1)
+        assert found.item() == flag.item()
+        assert torch.equal(got.cpu().nan_to_num(), want.nan_to_num())
