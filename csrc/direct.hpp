@@ -28,8 +28,8 @@ class Direct : private Messages {
     std::size_t longest = 0;
     for (int r = 0; r < ranks_; ++r) longest = std::max(longest, bytes(r));
     const std::size_t message = gathers() ? longest : bytes(0, ranks_);
-    slab_ = segment_.slab() / dtype.size * dtype.size;
-    count_ = (longest + slab_ - 1) / slab_;
+    part_ = segment_.part() / dtype.size * dtype.size;
+    count_ = (longest + part_ - 1) / part_;
     path_ = ranks_ == 1         ? Path::alone
             : message <= kTiny  ? Path::lines
             : message <= whole_limit() ? Path::whole
@@ -58,13 +58,17 @@ class Direct : private Messages {
     std::size_t first, bytes;
   };
   Span span(int shard, std::size_t t) const {
-    const std::size_t length = bytes(shard), first = std::min(t * slab_, length);
-    return {first, std::min(slab_, length - first)};
+    const std::size_t length = bytes(shard), first = std::min(t * part_, length);
+    return {first, std::min(part_, length - first)};
   }
 
   void run_tiles() {
     if (step_ == 0) post(arena_.offset(message())), step_ = 1;
-    for (; step_ < ranks_; ++step_) read_post((rank_ + step_) % ranks_);
+    for (; step_ < ranks_; ++step_) {
+      const int r = (rank_ + step_) % ranks_;
+      read_post(r);
+      if (registered(r)) within(arena_.base, arena_.bytes, r);
+    }
     all_registered_ = std::all_of(offsets_.begin(), offsets_.end(), [](auto o) { return o >= 0; });
     const std::size_t steps = 3 * (count_ + 2);
     for (; step_ < std::int64_t(ranks_ + steps); ++step_) {
@@ -189,7 +193,7 @@ class Direct : private Messages {
   }
 
   Path path_ = Path::alone;
-  std::size_t slab_ = 0, count_ = 0;  // bytes of a tile's part; how many tiles
+  std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; how many tiles
   std::uint64_t tiles_ = 0;           // so far, the same on every rank
   bool all_registered_ = false;
   std::vector<std::byte*> copies_;

@@ -3,7 +3,7 @@
 //
 //   Header | RankRecord[ranks] | desk 0 ... ranks-1 | channel (0,0) (0,1) ... (ranks-1, ranks-1)
 //   channel = Cursors | Slot[depth],  Slot = Stamp | slab bytes
-//   desk    = Board | Line[2][kLines] | whole[2] | parts[kTiles][ranks] | result[kTiles]
+//   desk    = Board | Line[2][kLines] | messages[kRoom] | parts[kTiles][ranks] | result[kTiles]
 //
 // A channel is between two ranks, for the row interpreter; the diagonal ones are unused: 1/ranks of
 // the space, in exchange for plain indexing. A desk is where one rank lays out what all others may
@@ -17,6 +17,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -50,6 +51,7 @@ struct Cursors {
 
 constexpr std::size_t kTiny = 256;    // bytes of the longest message sent in lines
 constexpr std::size_t kWhole = 256 << 10;  // bytes of the longest message laid out as a whole
+constexpr std::size_t kRoom = 4 * kWhole;  // where they lie: see Note [room]
 constexpr int kTiles = 3;                  // tiles that may be laid out at once
 
 // A cache line that carries its own flag: one miss brings both. `flag` is written last.
@@ -69,7 +71,7 @@ struct Heading {
 struct Post {
   alignas(kLine) std::atomic<std::uint64_t> count;  // how many it has posted; written last
   Heading heading;
-  std::int64_t offset;  // where in the arena its buffer is, or -1
+  std::int64_t offset;  // where its message lies: in the arena, or among its messages; -1: nowhere
 };
 
 // How many tiles a rank has laid out, taken from every other rank, and collected the results of.
@@ -89,7 +91,7 @@ class Segment {
 
   // Maps `fd`. Rank 0 writes the header; the others check that it is the one they were told of.
   Segment(int fd, int rank, int ranks, int depth, std::size_t slab, std::uint64_t token)
-      : ranks_(ranks), depth_(depth), slab_(slab), bytes_(size(ranks, depth, slab)) {
+      : ranks_(ranks), depth_(depth), slab_(slab), part_(part_size(ranks, slab)), bytes_(size(ranks, depth, slab)) {
     struct stat status;
     if (fstat(fd, &status) != 0 || std::size_t(status.st_size) != bytes_)
       throw std::runtime_error("the shared segment has " + std::to_string(status.st_size) +
@@ -151,29 +153,30 @@ class Segment {
   Line* lines(int rank, std::uint64_t message) {
     return reinterpret_cast<Line*>(desk(rank) + sizeof(Board)) + message % 2 * kLines;
   }
-  std::byte* whole(int rank, std::uint64_t message) {
-    return desk(rank) + kFixed + message % 2 * kWhole;
-  }
+  std::byte* messages(int rank) { return desk(rank) + kFixed; }
   // The part of a tile that `rank` lays out for `owner`, and the result that it lays out for all.
   std::byte* part(int rank, int owner, std::uint64_t tile) {
-    return tiles(rank) + (tile % kTiles * ranks_ + owner) * slab_;
+    return tiles(rank) + (tile % kTiles * ranks_ + owner) * part_;
   }
   std::byte* result(int rank, std::uint64_t tile) {
-    return tiles(rank) + (std::size_t(kTiles) * ranks_ + tile % kTiles) * slab_;
+    return tiles(rank) + (std::size_t(kTiles) * ranks_ + tile % kTiles) * part_;
   }
   int ranks() const { return ranks_; }
   int depth() const { return depth_; }
   std::size_t slab() const { return slab_; }
+  std::size_t part() const { return part_; }
 
  private:
   static constexpr std::size_t kFixed = sizeof(Board) + 2 * kLines * sizeof(Line);
+  // All of a rank together are more than a cache keeps: see Note [room].
+  static std::size_t part_size(int ranks, std::size_t slab) { return slab * std::max(1, 8 / ranks); }
   static std::size_t desk_size(int ranks, std::size_t slab) {
-    return kFixed + 2 * kWhole + kTiles * (ranks + 1) * slab;
+    return kFixed + kRoom + kTiles * (ranks + 1) * part_size(ranks, slab);
   }
   std::byte* desk(int rank) {
     return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) + rank * desk_size(ranks_, slab_);
   }
-  std::byte* tiles(int rank) { return desk(rank) + kFixed + 2 * kWhole; }
+  std::byte* tiles(int rank) { return messages(rank) + kRoom; }
   static std::size_t channel_size(int depth, std::size_t slab) {
     return sizeof(Cursors) + depth * (sizeof(Stamp) + slab);
   }
@@ -182,7 +185,7 @@ class Segment {
   }
 
   int ranks_, depth_;
-  std::size_t slab_, bytes_;
+  std::size_t slab_, part_, bytes_;  // part_: of a tile, for one owner
   std::byte* base_ = nullptr;
   std::vector<int> pidfds_;
 };

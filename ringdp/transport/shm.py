@@ -47,7 +47,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def slab_bytes(ranks: int) -> int:
-    """A FIFO slot, or one rank's part of a tile: all that is in use at once fits the caches."""
+    """A FIFO slot: all that is in use at once fits the caches."""
     return max(4 << 10, min(64 << 10, (512 << 10) // ranks) & -64)
 
 
