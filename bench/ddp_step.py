@@ -2,15 +2,21 @@
 
     torchrun --nproc-per-node 2 -m bench.ddp_step --json bench/results/ddp_step.json
 
-Ranks are pinned to a core each, and all four take turns in short rounds, so that a slow phase of
-the machine hits all of them. Alone means that rank 0 trains and the others sleep; apart, that every
-rank trains for itself at the same time, which shows what sharing the machine costs. The time of a
-step is the slowest rank's.
+Ranks are pinned to a core each, and all take turns in short rounds, so that a slow phase of the
+machine hits all of them. Alone means that rank 0 trains and the others sleep; apart, that every
+rank trains for itself at the same time, which shows what sharing the machine costs: no way to train
+together can take less. The time of a step is the slowest rank's.
 
-Then the ranks talk over an emulated link, as slow as makes all of the gradients' all_reduces take
-as long as backward computes:
+Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces take as
+long as backward computes:
 
-    exposed = step - step without communication        hidden = communication - exposed
+    silent         forward and backward of DDP on every rank alone: all but communication
+    together       the same of the ranks together
+    communication  the same all_reduces, and nothing else
+    exposed = together - silent        hidden = communication - exposed
+
+The emulation copies what a network's hardware would move, on the cores that compute; that counts as
+exposed, too.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,9 +42,19 @@ from ringdp.transport.base import Link
 
 SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
-CAPS = (25, 4)  # MiB of a bucket, over the slow link
+CAPS = (None, 25)  # MiB of a bucket, over the slow link: ours, and torch's
 LATENCY = 5e-5  # s, of the slow link
 ROUNDS, STEPS = 12, 3  # a round is STEPS steps of each; the first one warms up
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a slow link leaves to wait for. `bucket_mib`: of DDP's argument; None: the default."""
+
+    bucket_mib: int | None
+    mb_per_s: float
+    ms: dict[str, float]  # medians
+    hidden_share: float
 
 
 def main() -> None:
@@ -55,6 +72,7 @@ def main() -> None:
         "apart": copy.deepcopy(model),
         "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "ringdp": ringdp.DistributedDataParallel(copy.deepcopy(model)),
+        "ringdp, 25 MiB": ringdp.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=25),
     }
     steps = {name: stepper(m, comm.rank) for name, m in wrapped.items()}
     if comm.rank:
@@ -65,13 +83,14 @@ def main() -> None:
     if comm.rank == 0:
         print(f"{parameters:,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW")
         report(results)
-    overlap = overlapped(model, arguments.rounds)
+    single = comm.split(comm.rank)
+    overlap = overlapped(model, single, arguments.rounds)
     if comm.rank == 0:
         for row in overlap:
-            print(", ".join(f"{name} {value}" for name, value in row.items()))
+            print(", ".join(f"{name} {value}" for name, value in asdict(row).items()))
         if arguments.json:
             found = {"parameters": parameters, "ranks": comm.size, "step_ms": results}
-            found["slow_link"] = overlap
+            found["slow_link"] = [asdict(row) for row in overlap]
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
@@ -90,9 +109,9 @@ def interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str
     return {name: slowest(seconds) for name, seconds in times.items()}
 
 
-def overlapped(model: nn.Module, rounds: int) -> list[dict[str, float]]:
-    """One row a bucket size."""
-    local, tokens = copy.deepcopy(model), batch(dist.get_rank())
+def overlapped(model: nn.Module, single: ringdp.Communicator, rounds: int) -> list[Overlap]:
+    """One a bucket size."""
+    tokens = batch(dist.get_rank())
 
     def forward(net: nn.Module) -> torch.Tensor:
         net.zero_grad()
@@ -101,49 +120,50 @@ def overlapped(model: nn.Module, rounds: int) -> list[dict[str, float]]:
     def both(net: nn.Module) -> None:
         forward(net).backward()
 
-    def over(link: Link, cap: int) -> tuple[nn.Module, Callable[[], None]]:
-        """A model whose ranks talk over the link, and all its communication alone."""
+    def over(group: ringdp.Communicator, cap: int | None) -> nn.Module:
+        """Trained enough for its buckets to be in their final order."""
         net = ringdp.DistributedDataParallel(
-            copy.deepcopy(model), process_group=ringdp.init(link=link), bucket_cap_mb=cap
+            copy.deepcopy(model), process_group=group, bucket_cap_mb=cap
         )
+        for _ in range(2):
+            both(net)
+        return net
 
-        def communicate() -> None:
-            for finish in [bucket.start() for bucket in net.reducer.buckets]:
-                finish()
+    def communicate(net: nn.Module) -> None:
+        for finish in [bucket.start() for bucket in net.reducer.buckets]:
+            finish()
 
-        return net, communicate
-
+    local = copy.deepcopy(model)
     compute = interleaved({"forward": lambda: forward(local), "both": lambda: both(local)}, rounds)
     backward = statistics.median(compute["both"]) - statistics.median(compute["forward"])
     sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * elements(model)
-    rows = []
+    link = Link(LATENCY, sent / backward)
+    found = []
     for cap in CAPS:
-        link = Link(LATENCY, sent / backward)
-        _, communicate = over(link, cap)
-        (took,) = interleaved({"communication": communicate}, rounds).values()
-        # The emulation, too, takes time: a faster link makes up for it.
-        link = Link(LATENCY, link.bandwidth * statistics.median(took) / backward)
-        net, communicate = over(link, cap)
-        both(net)
-        forward(net)  # buckets are rebuilt
-        found = interleaved(
-            {
-                "compute": lambda: both(local),
-                "communication": communicate,
-                "together": lambda net=net: both(net),
-            },
-            rounds,
-        )
-        ms = {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
-        exposed = ms["together"] - ms["compute"]
+        silent, net = over(single, cap), over(ringdp.init(link=link), cap)
+        ms = {
+            name: 1e3 * statistics.median(seconds)
+            for name, seconds in interleaved(
+                {
+                    "communication": lambda net=net: communicate(net),
+                    "silent": lambda net=silent: both(net),
+                    "together": lambda net=net: both(net),
+                },
+                rounds,
+            ).items()
+        }
+        exposed = ms["together"] - ms["silent"]
         hidden = ms["communication"] - exposed
         ms |= {"backward": 1e3 * backward, "exposed": exposed, "hidden": hidden}
-        rows.append(
-            {"bucket MiB": cap, "MB/s": round(link.bandwidth / 1e6, 1)}
-            | {f"{name} ms": round(value, 1) for name, value in ms.items()}
-            | {"hidden share": round(hidden / ms["communication"], 3)}
+        found.append(
+            Overlap(
+                bucket_mib=cap,
+                mb_per_s=round(link.bandwidth / 1e6, 1),
+                ms={name: round(value, 1) for name, value in ms.items()},
+                hidden_share=round(hidden / ms["communication"], 3),
+            )
         )
-    return rows
+    return found
 
 
 def elements(model: nn.Module) -> int:
@@ -185,10 +205,10 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 def report(results: dict[str, dict[str, float]]) -> None:
     alone = results["alone"]
-    print("            min ms  median ms   max ms   x alone, min   x alone, median")
+    print("                  min ms  median ms   max ms   x alone, min   x alone, median")
     for name, t in results.items():
         print(
-            f"{name:<8} {t['min']:>9.1f} {t['median']:>10.1f} {t['max']:>8.1f} "
+            f"{name:<14} {t['min']:>9.1f} {t['median']:>10.1f} {t['max']:>8.1f} "
             f"{t['min'] / alone['min']:>14.2f} {t['median'] / alone['median']:>17.2f}"
         )
 

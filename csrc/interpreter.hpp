@@ -1,5 +1,7 @@
 // Runs one rank's rows over the FIFO channels, slab by slab: the whole program on the first slab of
 // every chunk, then on the second, ... so that a channel needs `depth` slots and not a chunk's worth.
+// Over a link, where a message is long under way, it takes `stride` slabs at a time, and channels
+// have as many times more slots: a row's first slab travels while the row sends its next ones.
 // A row ends with the last slab of its chunk. Both ends of a transfer see that by the chunk's length,
 // so ranks need not agree on the lengths of chunks that they do not exchange. It cannot stall: to
 // leave out both ends of a message only takes waits away.
@@ -38,31 +40,35 @@ struct Rows {
 // A network that this host does not have: messages arrive late, as over one port a rank.
 struct Link {
   double latency = 0, bandwidth = 0;  // s, bytes/s; a bandwidth of 0 is no link at all
+  int stride = 1;                     // slabs taken at a time
 };
 
 class Interpreter {
  public:
   Interpreter(Segment& segment, int rank, Peers& peers, Put& put, Link link)
-      : segment_(segment), rank_(rank), peers_(peers), put_(put), link_(link) {}
+      : segment_(segment), rank_(rank), peers_(peers), put_(put), link_(link), stride_(link.stride) {}
 
   void begin(const Rows& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
     job_ = job, dtype_ = dtype, number_ = number, digest_ = digest;
     slab_ = segment_.slab() / dtype.size;
-    if (scratch_.size() < job.scratch * segment_.slab()) scratch_.resize(job.scratch * segment_.slab());
-    scratch_pieces_.assign(job.scratch, {});
+    const std::size_t scratch = std::size_t(job.scratch) * stride_;
+    scratch_.resize(std::max(scratch_.size(), scratch * segment_.slab()));
+    scratch_pieces_.assign(scratch, {});
     going_.assign(job.count, true);
     left_ = job.count;
-    sums_.resize(std::max(sums_.size(), std::size_t(job.chunks + job.scratch)));
+    sums_.resize(std::max(sums_.size(), std::size_t(job.chunks + job.scratch) * stride_));
     for (auto& sum : sums_) sum.clear();
-    first_ = row_ = 0;
+    first_ = row_ = turn_ = 0;
   }
 
   void run() {
-    for (; left_ > 0; first_ += slab_) {
-      for (; row_ < job_.count; ++row_)
-        if (going_[row_] && !run_row(job_.rows[row_])) going_[row_] = false, --left_;
-      for (int c = 0; c < job_.chunks; ++c) round(c);
-      row_ = 0;
+    for (; left_ > 0; first_ += stride_ * slab_) {
+      for (; row_ < job_.count; ++row_, turn_ = 0)
+        for (; turn_ < stride_ && going_[row_]; ++turn_)
+          if (!run_row(job_.rows[row_])) going_[row_] = false, --left_;
+      for (; turn_ < stride_; ++turn_)
+        for (int c = 0; c < job_.chunks; ++c) round(c);
+      row_ = turn_ = 0;
     }
   }
 
@@ -115,8 +121,8 @@ class Interpreter {
 
   void store(int chunk, Piece target, Piece value) {
     if (chunk >= job_.chunks)
-      scratch_pieces_[chunk - job_.chunks] = {target.data, value.count, value.more, value.from};
-    sums_[chunk].clear();
+      scratch_pieces_[scratch_at(chunk)] = {target.data, value.count, value.more, value.from};
+    sum_of(chunk).clear();
     copy_bytes(target.data, value.data, value.count * dtype_.size);
   }
 
@@ -128,7 +134,7 @@ class Interpreter {
       if (out && sum != out) put_(out, sum, value.count * dtype_.size);
       return;
     }
-    std::vector<float>& sum = sums_[row.dst_chunk];  // see Note [one rounding]
+    std::vector<float>& sum = sum_of(row.dst_chunk);  // see Note [one rounding]
     if (sum.empty()) {
       sum.resize(target.count);
       dtype_.widen(sum.data(), target.data, target.count);
@@ -142,21 +148,23 @@ class Interpreter {
 
   // The chunk's value is about to be read.
   void round(int chunk) {
-    std::vector<float>& sum = sums_[chunk];
+    std::vector<float>& sum = sum_of(chunk);
     if (sum.empty()) return;
     dtype_.narrow(piece(chunk).data, sum.data(), sum.size());
     sum.clear();
   }
 
-  // The elements [first, first + slab) of a chunk; a scratch chunk holds one slab at a time.
+  std::size_t scratch_at(int chunk) const { return (chunk - job_.chunks) * stride_ + turn_; }
+  std::vector<float>& sum_of(int chunk) { return sums_[chunk * stride_ + turn_]; }
+
+  // The slab of a chunk whose turn it is; a scratch chunk holds one for every turn.
   Piece piece(int chunk) {
     if (chunk >= job_.chunks) {
-      const int s = chunk - job_.chunks;
-      const Piece& held = scratch_pieces_[s];
-      return {scratch_.data() + s * segment_.slab(), held.count, held.more, held.from};
+      const Piece& held = scratch_pieces_[scratch_at(chunk)];
+      return {scratch_.data() + scratch_at(chunk) * segment_.slab(), held.count, held.more, held.from};
     }
-    const std::size_t length = job_.bounds[chunk + 1] - job_.bounds[chunk];
-    const std::size_t begin = std::min(first_, length), end = std::min(first_ + slab_, length);
+    const std::size_t length = job_.bounds[chunk + 1] - job_.bounds[chunk], at = first_ + turn_ * slab_;
+    const std::size_t begin = std::min(at, length), end = std::min(at + slab_, length);
     return {job_.buffer + (job_.bounds[chunk] + begin) * dtype_.size, end - begin, end < length};
   }
 
@@ -166,8 +174,14 @@ class Interpreter {
     // acquire: the slot's contents, written before the release of `head`, are visible now
     peers_.await(peer, [&] { return c.head.load(std::memory_order_acquire) > tail; });
     Stamp& stamp = segment_.slot(peer, rank_, tail);
-    if (link_.bandwidth > 0) peers_.await_time(stamp.arrival);
+    if (link_.bandwidth > 0 && now() < stamp.arrival) await_arrival(peer, tail);
     return stamp;
+  }
+  // One nap for all that is under way to this row: each costs the rank that computes a core.
+  void await_arrival(int peer, std::uint64_t tail) {
+    const auto sent = segment_.cursors(peer, rank_).head.load(std::memory_order_acquire) - tail;
+    const auto last = tail + std::min<std::uint64_t>(sent, stride_ - turn_) - 1;
+    peers_.await_time(segment_.slot(peer, rank_, last).arrival);
   }
   void release(int peer) {
     Cursors& c = segment_.cursors(peer, rank_);
@@ -209,12 +223,14 @@ class Interpreter {
   Dtype dtype_{};
   std::uint64_t number_ = 0, digest_ = 0;
   std::size_t slab_ = 0;             // in elements
-  std::size_t first_ = 0, row_ = 0;  // where it is: the slab's first element, and the row
+  std::size_t stride_;
+  std::size_t first_ = 0;            // where it is: the first element of `stride` slabs,
+  std::size_t row_ = 0, turn_ = 0;   // the row, and which of the slabs
   std::size_t left_ = 0;             // rows that have not ended
   std::vector<char> going_;          // by row: whether it has not
   std::vector<std::byte> scratch_;
   std::vector<Piece> scratch_pieces_;
-  std::vector<std::vector<float>> sums_;  // by chunk; empty: the chunk itself holds the value
+  std::vector<std::vector<float>> sums_;  // by slab; empty: the chunk itself holds the value
 };
 
 }  // namespace ringdp

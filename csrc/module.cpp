@@ -90,14 +90,14 @@ NB_MODULE(_core, m) {
           "__init__",
           [](Progress* self, int fd, int rank, int ranks, int depth, std::size_t slab,
              std::uint64_t token, std::uintptr_t arena, std::size_t arena_bytes, double latency,
-             double bandwidth) {
+             double bandwidth, int stride) {
             new (self) Progress(fd, rank, {ranks, depth, slab}, token,
                                 {reinterpret_cast<std::byte*>(arena), arena_bytes},
-                                {latency, bandwidth});
+                                {latency, bandwidth, stride});
           },
           nb::arg("fd"), nb::arg("rank"), nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
           nb::arg("token"), nb::arg("arena"), nb::arg("arena_bytes"), nb::arg("latency"),
-          nb::arg("bandwidth"))
+          nb::arg("bandwidth"), nb::arg("stride"))
       .def("connect", &Progress::connect)
       .def(
           "start",

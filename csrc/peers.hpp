@@ -2,7 +2,10 @@
 #pragma once
 
 #include <sched.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -46,6 +49,23 @@ inline void pause() {
 // ns on the clock that all processes of a machine share
 inline std::uint64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
+
+// This thread does little at a time, but at once: its naps are not stretched, and when it wakes up it
+// gets the core from one that computes, which has a longer slice (Linux 6.12; before, a hint without
+// effect).
+inline void be_prompt() {
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns
+  struct {
+    std::uint32_t size, policy;
+    std::uint64_t flags;
+    std::int32_t nice;
+    std::uint32_t priority;
+    std::uint64_t slice, deadline, period;  // ns
+  } attributes{};
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
+  attributes.slice = 100'000;  // the least there is
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
 class Peers {

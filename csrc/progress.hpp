@@ -2,8 +2,6 @@
 // else on a thread of its own, beside Python.
 #pragma once
 
-#include <sys/prctl.h>
-
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -123,7 +121,7 @@ class Progress {
   }
 
   void loop() {
-    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns by which the kernel may stretch our naps
+    be_prompt();
     std::unique_lock lock(mutex_);
     while (!stop_.load() && !failed_) {
       if (jobs_.empty() || running_) {

@@ -18,6 +18,7 @@ class Progress:
         arena_bytes: int,
         latency: float,
         bandwidth: float,
+        stride: int,
     ) -> None: ...
     def connect(self) -> None: ...
     def start(

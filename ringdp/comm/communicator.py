@@ -40,7 +40,10 @@ Connect = Callable[[str, Sequence[int], Arena | None], Transport]
 
 
 class Communicator(Reductions, Moves, Messages):
-    """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`."""
+    """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`.
+
+    `closed`: whether it can be used no more.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Communicator(Reductions, Moves, Messages):
         self.rank, self.size, self.timeout = self._transport.rank, len(ranks), timeout
         self._copies = self._issued = 0
         self._guard = Guard(self._transport, timeout, warn_after)
-        self._closed = False
+        self.closed = False
         self._ready: dict[Key, Prepared] = {}
         self._group: Group | None = None
         _all.add(self)
@@ -137,7 +140,7 @@ class Communicator(Reductions, Moves, Messages):
         A collective that ended here may still fail elsewhere: a broadcast ends at its root before
         all have it. If it is known by now that one did, and no call has raised it, this one does.
         """
-        if not self._closed:
+        if not self.closed:
             try:
                 self._guard.farewell(self._issued)
             finally:
@@ -150,12 +153,12 @@ class Communicator(Reductions, Moves, Messages):
         """
         for duplicate in list(self._duplicates):
             duplicate.abort()
-        if not self._closed:
+        if not self.closed:
             self._transport.fail(FailureKind.ABORTED, self.rank)
             self._close()
 
     def _close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._ready.clear()
         self._transport.close()
 
@@ -184,7 +187,7 @@ class Communicator(Reductions, Moves, Messages):
             raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
         if not 0 <= root < self.size:
             raise UsageError(f"{collective}: root is {root}; ranks are 0..{self.size - 1}")
-        if self._closed:
+        if self.closed:
             raise CommunicationError(f"{collective} on a communicator that has been closed")
         return How(algorithm, async_op or self._group is not None, tag, root)
 

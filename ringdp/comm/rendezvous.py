@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,7 +33,8 @@ TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 _last_generation = 0
 _stores: dict[tuple[_Place, str, str], Store] = {}
 _overs: Counter[str] = Counter()  # communicators made over a torch.distributed group, by its name
-_world: Communicator | None = None
+_world: Communicator | None = None  # the last one lives until the next
+_worlds: list[weakref.ref[Communicator]] = []
 
 
 def init(
@@ -52,21 +54,28 @@ def init(
     of one host talk as over that network: messages come late, at no cost of cores. Raises
     UsageError if torchrun's variables are set in part only, or are not what torchrun sets.
     """
-    global _world
+    global _world, _worlds
     if transport not in get_args(TransportName):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport is {transport!r}; allowed: {names}")
     if link is not None and transport != "shm":
         raise UsageError("a link is emulated in shared memory only; allowed: transport='shm'")
     _world = _connect(timeout, warn_after, transport, link)
+    _worlds = [*filter(_open, _worlds), weakref.ref(_world)]
     return _world
 
 
 def world() -> Communicator:
-    """The communicator that `init` made last. Raises UsageError if there is none."""
-    if _world is None:
-        raise UsageError("no communicator: call ringdp.init() first, or pass comm=")
-    return _world
+    """What `init` made last, of those that are not closed. Raises UsageError if there is none."""
+    for made in reversed(_worlds):
+        if comm := _open(made):
+            return comm
+    raise UsageError("no communicator: call ringdp.init() first, or pass comm=")
+
+
+def _open(made: weakref.ref[Communicator]) -> Communicator | None:
+    comm = made()
+    return comm if comm and not comm.closed else None
 
 
 def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicator:

@@ -41,6 +41,7 @@ from ringdp.transport.records import Call, RankRecord, read_record
 from ringdp.transport.watch import NAME, keep_open, let_go
 
 FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
+STRIDE = 16  # slabs that are under way at once over a link between two ranks, in as many more slots
 
 # Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -81,11 +82,13 @@ class ShmTransport:
         """
         self.rank, self.ranks = rank, ranks
         self.exchanges = link is None  # a network has no memory that all ranks can reach
+        stride = max(1, STRIDE // ranks) if link else 1
+        depth = FIFO_DEPTH * stride
         if rank == 0:
             files = (
-                _create(NAME, _size(ranks), reserve=True),
+                _create(NAME, _size(ranks, depth), reserve=True),
                 _create("ringdp-arena", arena_bytes(ranks), reserve=False),
-                _create("ringdp-mail", _mail_size(ranks), reserve=False),
+                _create("ringdp-mail", _mail_size(ranks, depth), reserve=False),
             )
             address = _Address(os.getpid(), *files, secrets.randbits(63))
         else:
@@ -99,13 +102,14 @@ class ShmTransport:
                 files[0],
                 rank,
                 ranks,
-                FIFO_DEPTH,
+                depth,
                 slab_bytes(ranks),
                 address.token,
                 self.arena.address,
                 self.arena.bytes,
                 link.latency if link else 0.0,
                 link.bandwidth if link else 0.0,
+                stride,
             )
             self._mail = _core.Mailbox(self._core, files[2], rank)
             if store is not None:
@@ -270,12 +274,12 @@ def _stop(
     kept.clear()
 
 
-def _size(ranks: int) -> int:
-    return int(_core.segment_size(ranks, FIFO_DEPTH, slab_bytes(ranks)))
+def _size(ranks: int, depth: int) -> int:
+    return int(_core.segment_size(ranks, depth, slab_bytes(ranks)))
 
 
-def _mail_size(ranks: int) -> int:
-    return int(_core.mailbox_size(ranks, FIFO_DEPTH, slab_bytes(ranks)))
+def _mail_size(ranks: int, depth: int) -> int:
+    return int(_core.mailbox_size(ranks, depth, slab_bytes(ranks)))
 
 
 def _create(name: str, size: int, *, reserve: bool) -> int:

@@ -35,8 +35,9 @@ def over(comm: Communicator, algorithm: str) -> tuple[bool, float, float]:
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "doubling"])
 def test_a_link_is_as_slow_as_it_says_and_costs_nothing(ranks, n, algorithm):
     price = closed("all_reduce", algorithm, n)
-    machine = Machine(alpha=SLOW.latency, beta=1 / SLOW.bandwidth, gamma=0, bus=0)
-    predicted = seconds(price, machine, 4 * ELEMENTS)
+    # Of all rounds but one the latency may pass while other slabs are under way.
+    machine = Machine(alpha=0, beta=1 / SLOW.bandwidth, gamma=0, bus=0)
+    predicted = SLOW.latency + seconds(price, machine, 4 * ELEMENTS)
     for same, passed, busy in ranks(n)(over, algorithm):
         assert same
         assert passed >= 0.9 * predicted  # ranks begin and end a little apart

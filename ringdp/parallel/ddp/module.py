@@ -30,7 +30,7 @@ class DistributedDataParallel(nn.Module):
 
     process_group: a `ringdp.Communicator` or a torch.distributed group; by default what
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
-    bucket_cap_mb: MiB of gradients reduced at once; by default 25, the first 1.
+    bucket_cap_mb: MiB of gradients reduced at once; by default 2, the first 1 (torch: 25, 1).
     The other arguments are torch's of the same names; those of devices and of mixed_precision,
     delayed reductions and device meshes are refused. Raises ModelError (a RuntimeError) for a model
     that ranks don't share or that has nothing to train, UsageError (a ValueError) for an argument.
