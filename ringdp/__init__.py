@@ -1,6 +1,7 @@
 """ringdp: collectives and data-parallel training (DDP, ZeRO-1, 2, 3) from scratch."""
 
 from ringdp.comm import Communicator, Link, Work, init
+from ringdp.comm.backend import register
 from ringdp.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -31,3 +32,5 @@ __all__ = [
     "init",
     "shard",
 ]
+
+register()

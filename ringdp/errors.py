@@ -4,7 +4,7 @@
     ├── UsageError              a bad argument: what was given, what is allowed (also ValueError)
     │   └── ModelError          a model or a loop that does not fit (also RuntimeError, as torch's)
     ├── ScheduleError           a schedule breaks a rule: names round, transfer, rank and chunk
-    └── CommunicationError      a collective could not finish
+    └── CommunicationError      a collective could not finish (also RuntimeError, as torch's)
         ├── PeerLost            a rank has died, closed the communicator or aborted it
         ├── CollectiveTimeout   a rank that it waited for is late
         └── CollectiveMismatch  two ranks issued different collectives
@@ -31,7 +31,7 @@ class ScheduleError(RingdpError):
     """A schedule breaks a rule or does not meet its contract."""
 
 
-class CommunicationError(RingdpError):
+class CommunicationError(RingdpError, RuntimeError):
     """A collective could not finish."""
 
 

@@ -68,6 +68,15 @@ def test_five_lines_run_under_torchrun(tmp_path: Path, name: str):
 
 
 @pytest.mark.process
+def test_torch_runs_over_the_backend(tmp_path: Path):
+    (block,) = [b for b in BLOCKS if "init_process_group" in b]
+    script = tmp_path / "your_script.py"
+    script.write_text(block)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(script)], check=True, timeout=60)
+
+
+@pytest.mark.process
 def test_a_torch_script_needs_one_other_line(tmp_path: Path):
     (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
     example = (readme.ROOT / "examples" / "digits.py").read_text()

@@ -58,7 +58,7 @@ class Communicator(Reductions, Moves, Messages):
         """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ..."""
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._transport = connect(name, self._ranks, arena)
-        self.rank, self.size, self.timeout = self._transport.rank, len(ranks), timeout
+        self.rank, self.size = self._transport.rank, len(ranks)
         self._copies = self._issued = 0
         self._guard = Guard(self._transport, timeout, warn_after)
         self.closed = False
@@ -66,6 +66,20 @@ class Communicator(Reductions, Moves, Messages):
         self._group: Group | None = None
         _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()
+
+    @property
+    def timeout(self) -> float:
+        """How long a call may wait for another rank, in seconds."""
+        return self._guard.timeout
+
+    def set_timeout(self, timeout: float) -> None:
+        """For this rank's calls from now on, and for the communicators made of this one."""
+        self._guard.timeout = timeout
+
+    @property
+    def issued(self) -> int:
+        """How many collectives this rank has called."""
+        return self._issued
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised CPU tensor in memory that all ranks of the host have mapped.

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -99,14 +100,47 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     )
 
 
+def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communicator:
+    """A communicator over shared memory of the ranks that meet in a store, which they keep.
+
+    Collective: every rank must call it, and call it equally often for one store. Raises
+    CommunicationError where they are not on one host, or one does not come.
+    """
+    if ranks > 1:
+        try:
+            store = PrefixStore(f"{_generation(store, rank, 0)}", store)
+            _one_host(store, rank, ranks)
+        except DistError as e:
+            raise CommunicationError(f"rank {rank} of {ranks} did not meet the others: {e}") from e
+    connect = partial(_shm, store if ranks > 1 else None, rank, None)
+    return Communicator(
+        connect, range(ranks), name="ringdp", timeout=timeout, warn_after=WARN_AFTER
+    )
+
+
+def _one_host(store: Store, rank: int, ranks: int) -> None:
+    here = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    store.set(f"host/{rank}", here)
+    hosts = [store.get(f"host/{r}").decode(errors="replace") for r in range(ranks)]
+    for other, host in enumerate(hosts):
+        if host.split()[-1:] != here.split()[-1:]:
+            raise CommunicationError(
+                f"rank {rank} is on host {here.split()[0]}, rank {other} on "
+                f"{' '.join(host.split()[:1])}: ringdp moves data through the shared memory of one "
+                "host; allowed: ranks of one host, or torch's backend 'gloo' between hosts"
+            )
+
+
 def _connect(
     timeout: float, warn_after: float, transport: TransportName, link: Link | None
 ) -> Communicator:
     place, limit = _place(), timedelta(seconds=timeout)
+    global _last_generation
     store, name, rank, ranks = None, "ringdp", 0, 1
     if place is not None:
         store = _store(place, limit)
-        name, rank, ranks = f"{_generation(store, place.rank)}", place.rank, place.ranks
+        _last_generation = _generation(store, place.rank, _last_generation)
+        name, rank, ranks = f"{_last_generation}", place.rank, place.ranks
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, link)
     else:
@@ -222,19 +256,19 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
     return serve(master_listen_fd=listening.detach())
 
 
-def _generation(store: Store, rank: int) -> int:
+def _generation(store: Store, rank: int, last: int) -> int:
     """The how-many-th coming together of all ranks this is; a number for all of them.
 
-    Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
-    come again after a failure find one another, whether they are the same processes or new ones.
+    Rank 0 opens one; each other rank takes its seat in the first after `last` where that is free.
+    So ranks that come again after a failure find one another, whether they are the same processes
+    or new ones.
     """
-    global _last_generation
     if rank == 0:
-        _last_generation = store.add("generations", 1)
-        store.set(f"open/{_last_generation}", "")
-        return _last_generation
+        opened = store.add("generations", 1)
+        store.set(f"open/{opened}", "")
+        return opened
     while True:
-        _last_generation += 1
-        store.wait([f"open/{_last_generation}"])
-        if store.add(f"seat/{_last_generation}/{rank}", 1) == 1:
-            return _last_generation
+        last += 1
+        store.wait([f"open/{last}"])
+        if store.add(f"seat/{last}/{rank}", 1) == 1:
+            return last

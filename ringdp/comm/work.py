@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from ringdp.errors import CommunicationError
 from ringdp.transport.records import Call
 
 SLICE = 0.1  # seconds between looks at Ctrl-C
+_finishing = threading.Lock()
 
 
 class Work:
@@ -71,9 +73,11 @@ class Work:
         return self._error
 
     def _complete(self) -> None:
-        finish, self._finish = self._finish, None  # it holds the buffer
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            with _finishing:  # several threads may wait for one work
+                if self._finish is not None:
+                    self._finish()
+                    self._finish = None  # it holds the buffer
         self._done = True
 
 

@@ -1,0 +1,181 @@
+"""What torch's calls have in common: options, lists of tensors, and how one becomes a work.
+
+torch passes an options object, or, from Python, what would be in it: `pg.broadcast(tensor, root)`.
+An option that is not given is the options object's own default.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ringdp.comm.backend.works import Finish, GroupWork, Watcher
+from ringdp.comm.communicator import Communicator
+from ringdp.comm.job import ReduceOp as Op
+from ringdp.comm.work import Work
+from ringdp.errors import UsageError
+from ringdp.transport.base import DTYPES
+
+OPS: dict[Any, Op] = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+Tensors = Tensor | Sequence[Tensor]
+Begin = Callable[[bool], Work]  # issue a call of the communicator, asynchronous or not
+
+
+class Options(Protocol):
+    """What all of torch's options objects have."""
+
+    timeout: timedelta  # below 0: the group's
+    asyncOp: bool  # noqa: N815
+
+
+class Calls:
+    """One rank's end of a group, as the methods that torch calls see it."""
+
+    _comm: Communicator
+    _watcher: Watcher
+    _issuing: threading.Lock  # collectives are numbered in the order in which they are issued
+    _coalesced: list[GroupWork] | None  # those between _start_coalescing and _end_coalescing
+
+    def _call(
+        self,
+        options: Options,
+        results: Sequence[Any],
+        begins: Sequence[Begin],
+        *finishes: Finish | None,
+    ) -> GroupWork:
+        """Issue the calls, and run `finishes` when all have ended."""
+        limit = seconds(options.timeout)
+        later = options.asyncOp or limit is not None or self._coalesced is not None
+        with self._issuing:
+            works = [begin(later) for begin in begins]
+        work = GroupWork(works, results, [f for f in finishes if f], limit, self._watcher)
+        if not later:
+            work.wait()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """None where a group's timeout holds."""
+    return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
+
+
+def _divide(result: Tensor, ranks: int) -> None:
+    result.detach().div_(ranks)
+
+
+def chosen(kind: type, opts: Any, fields: Mapping[str, Any]) -> Any:
+    """The options object: `opts`, or else one with those fields that are not None."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    for name, value in fields.items():
+        if value is not None:
+            setattr(made, name, value)
+    return made
+
+
+class Reduction(NamedTuple):
+    """How inputs are combined: with a communicator's op and scale, and what is done to the result.
+
+    An average is the sum, divided: as gloo has it, and not a sum of inputs times 1/ranks.
+    """
+
+    op: Op
+    scale: float | None = None
+    averages: bool = False
+
+    def finish(self, result: Tensor, ranks: int) -> Finish | None:
+        return partial(_divide, result, ranks) if self.averages else None
+
+
+def reduction(op: Any, tensor: Tensor) -> Reduction:
+    """`op`: torch's ReduceOp, or one of its names."""
+    name = getattr(op, "op", op)
+    if name == ReduceOp.PREMUL_SUM:
+        return Reduction("sum", float(op.factor))
+    if name == ReduceOp.AVG and (tensor.is_floating_point() or tensor.is_complex()):
+        return Reduction("sum", averages=True)
+    if name not in OPS:
+        raise UsageError(f"op is {op}; allowed: {', '.join(map(str, OPS))}, PREMUL_SUM")
+    return Reduction(OPS[name])
+
+
+def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
+    """The one in the list: torch has lists for several devices of one rank."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UsageError(f"{what} has {len(tensors)} entries; allowed: 1, as a rank has one device")
+    return tensors[0]
+
+
+def listed(tensors: Tensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The tensor, as bytes where it is of a dtype that can only be moved (float8, uint16, ...)."""
+    known = tensor.dtype in DTYPES or tensor.is_complex()
+    return tensor if known or not tensor.is_contiguous() else tensor.view(-1).view(torch.uint8)
+
+
+def sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The flat tensor that these are the parts of, if they lie one behind the other in memory."""
+    first, at = tensors[0], tensors[0].storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if (
+            tensor.dtype != first.dtype
+            or tensor.untyped_storage().data_ptr() != storage
+            or tensor.storage_offset() != at
+            or not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
+        at += tensor.numel()
+    return first.detach().as_strided((sum(sizes(tensors)),), (1,), first.storage_offset())
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Their elements, one behind the other. A copy, where they do not lie so."""
+    flat = together(tensors)
+    return torch.cat([t.detach().reshape(-1) for t in tensors]) if flat is None else flat
+
+
+def room(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
+    """A flat tensor for all their elements, and what brings those home from there."""
+    flat = together(tensors)
+    if flat is not None:
+        return flat, None
+    whole = tensors[0].new_empty(sum(sizes(tensors)))
+    bounds = pairwise((0, *accumulate(sizes(tensors))))
+
+    def finish() -> None:
+        for tensor, (begin, end) in zip(tensors, bounds, strict=True):
+            tensor.detach().copy_(whole[begin:end].view(tensor.shape))
+
+    return whole, finish

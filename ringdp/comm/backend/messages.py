@@ -1,0 +1,34 @@
+"""torch's send and recv. Messages and collectives of a group do not wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ringdp.comm.backend.calls import Calls, movable, only
+from ringdp.comm.backend.works import GroupWork
+from ringdp.comm.work import Work
+
+
+class Messages(Calls):
+    """The methods of a group that two of its ranks call. Ranks are the group's."""
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
+        tensor = only(tensors, "send: tensors")
+        return self._message(tensor, self._comm.isend(movable(tensor), dst, tag=tag))
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> GroupWork:
+        tensor = only(tensors, "recv: tensors")
+        return self._message(tensor, self._comm.irecv(movable(tensor), src, tag=tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
+        tensor = only(tensors, "recv_anysource: tensors")
+        return self._message(tensor, self._comm.irecv(movable(tensor), None, tag=tag))
+
+    def _message(self, tensor: Tensor, begun: Work) -> GroupWork:
+        # No watcher: a message that never comes must not keep collectives' futures from their end.
+        work = GroupWork([begun], [tensor], (), None, None)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work

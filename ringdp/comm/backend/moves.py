@@ -1,0 +1,218 @@
+"""torch's collectives that only move: broadcast, all_gather, gather, scatter and all_to_all.
+
+Lists of tensors are the parts of one buffer, which they are used as where they lie so in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ScatterOptions,
+)
+
+from ringdp.comm.backend.calls import (
+    Begin,
+    Calls,
+    Tensors,
+    chosen,
+    joined,
+    movable,
+    only,
+    room,
+    sizes,
+)
+from ringdp.comm.backend.works import GroupWork
+from ringdp.errors import UsageError
+
+
+class Moves(Calls):
+    """The methods of a group that move elements between ranks, and change none."""
+
+    def broadcast(
+        self,
+        tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> GroupWork:
+        tensor = only(tensors, "broadcast: tensors")
+        fields = {"rootRank": opts if root is None else root, "timeout": timeout}
+        options = chosen(BroadcastOptions, opts, fields)
+        moved, source = movable(tensor), options.rootRank
+        return self._call(
+            options, [tensor], [lambda later: self._comm.broadcast(moved, source, async_op=later)]
+        )
+
+    def allgather(
+        self,
+        output_tensors: Sequence[Any],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """The parts may differ in size."""
+        given = opts if isinstance(opts, timedelta) else timeout
+        options = chosen(AllgatherOptions, opts, {"timeout": given})
+        part = movable(only(input_tensors, "allgather: input_tensors"))
+        parts = output_tensors
+        if not isinstance(input_tensors, Tensor):
+            parts = only(output_tensors, "allgather: output_tensors")
+        moved = [movable(t) for t in parts]
+        whole, finish = room(moved)
+        return self._call(
+            options,
+            parts,
+            [lambda later: self._comm.all_gather_v(whole, part, sizes(moved), async_op=later)],
+            finish,
+        )
+
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Tensor]],
+        input_list: Sequence[Tensor],
+        opts: Any = None,
+    ) -> GroupWork:
+        """`output_lists`: for every rank, what it gives as `input_list`."""
+        options = chosen(AllgatherOptions, opts, {})
+        rooms = [room([movable(t) for t in parts]) for parts in zip(*output_lists, strict=True)]
+
+        def begin(whole: Tensor, part: Tensor) -> Begin:
+            return lambda later: self._comm.all_gather(whole, part, async_op=later)
+
+        wholes, finishes = zip(*rooms, strict=True)
+        begins = list(map(begin, wholes, map(movable, input_list)))
+        return self._call(options, output_lists, begins, *finishes)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        options = chosen(AllgatherOptions, opts, {})
+
+        def begin(output: Tensor, input: Tensor) -> Begin:
+            whole, part = movable(output), movable(input)
+            return lambda later: self._comm.all_gather(whole, part, async_op=later)
+
+        return self._call(options, outputs, list(map(begin, outputs, inputs)))
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self,
+        output_tensors: Sequence[Any],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> GroupWork:
+        fields = {"rootRank": opts if root is None else root, "timeout": timeout}
+        options = chosen(GatherOptions, opts, fields)
+        part, to = movable(only(input_tensors, "gather: input_tensors")), options.rootRank
+        parts: Sequence[Tensor] = []
+        whole, finish = None, None
+        if self._comm.rank == to:
+            nested = not isinstance(input_tensors, Tensor)
+            parts = only(output_tensors, "gather: output_tensors") if nested else output_tensors
+            whole, finish = room([movable(t) for t in parts])
+        return self._call(
+            options,
+            parts,
+            [lambda later: self._comm.gather(whole, part, to, async_op=later)],
+            finish,
+        )
+
+    def scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: Sequence[Any],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> GroupWork:
+        fields = {"rootRank": opts if root is None else root, "timeout": timeout}
+        options = chosen(ScatterOptions, opts, fields)
+        output, source = only(output_tensors, "scatter: output_tensors"), options.rootRank
+        moved, whole = movable(output), None
+        if self._comm.rank == source:
+            nested = not isinstance(output_tensors, Tensor)
+            parts = only(input_tensors, "scatter: input_tensors") if nested else input_tensors
+            whole = joined([movable(t) for t in parts])
+        return self._call(
+            options,
+            [output],
+            [lambda later: self._comm.scatter(moved, whole, source, async_op=later)],
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Split sizes count along the first dimension; if all ranks give none, parts are equal."""
+        given = opts if isinstance(opts, timedelta) else timeout
+        options = chosen(AllToAllOptions, opts, {"timeout": given})
+        to, source = movable(output), movable(input)
+        if not output_split_sizes and not input_split_sizes:
+            return self._call(
+                options,
+                [output],
+                [lambda later: self._comm.all_to_all(to, source, async_op=later)],
+            )
+        received = self._cut(output, to.numel(), output_split_sizes)
+        sent = self._cut(input, source.numel(), input_split_sizes)
+        return self._call(
+            options,
+            [output],
+            [lambda later: self._comm.all_to_all_v(to, source, received, sent, async_op=later)],
+        )
+
+    alltoall_base = all_to_all_single
+
+    def _cut(self, tensor: Tensor, elements: int, splits: Sequence[int]) -> list[int]:
+        """Elements of each part; `splits` in rows, none: equal parts."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits and rows % self._comm.size:
+            raise UsageError(
+                f"all_to_all_single: a tensor of shape {tuple(tensor.shape)} without split sizes; "
+                f"its first dimension must be a multiple of {self._comm.size} (ranks)"
+            )
+        row = elements // rows if rows else 0
+        return [n * row for n in splits or [rows // self._comm.size] * self._comm.size]
+
+    def alltoall(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """The parts may differ in size."""
+        given = opts if isinstance(opts, timedelta) else timeout
+        options = chosen(AllToAllOptions, opts, {"timeout": given})
+        outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
+        whole, finish = room(outputs)
+        return self._call(
+            options,
+            output_tensors,
+            [
+                lambda later: self._comm.all_to_all_v(
+                    whole, joined(inputs), sizes(outputs), sizes(inputs), async_op=later
+                )
+            ],
+            finish,
+        )

@@ -1,0 +1,141 @@
+"""torch's collectives that add: all_reduce, reduce, reduce_scatter, and barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
+
+from ringdp.comm.backend.calls import (
+    Begin,
+    Calls,
+    Reduction,
+    Tensors,
+    chosen,
+    joined,
+    listed,
+    only,
+    reduction,
+    sizes,
+)
+from ringdp.comm.backend.sparse import all_reduce_sparse
+from ringdp.comm.backend.works import GroupWork
+from ringdp.comm.work import Work
+
+
+class Reductions(Calls):
+    """The methods of a group that combine the elements of all ranks."""
+
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, op: Any = None
+    ) -> GroupWork:
+        tensor = only(tensors, "allreduce: tensors")
+        options = chosen(AllreduceOptions, opts, _fields(opts, op, timeout))
+        return self._all_reduce(options, [tensor])
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        options = chosen(AllreduceCoalescedOptions, opts, _fields(opts, None, None))
+        return self._all_reduce(options, listed(tensors))
+
+    def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
+        how = [reduction(options.reduceOp, tensor) for tensor in tensors]
+
+        def begin(tensor: Tensor, by: Reduction) -> Begin:
+            if tensor.layout is not torch.strided:
+                return lambda later: all_reduce_sparse(self._comm, tensor, by.op)
+            return lambda later: self._comm.all_reduce(
+                tensor, by.op, scale=by.scale, async_op=later
+            )
+
+        finishes = map(Reduction.finish, how, tensors, repeat(self._comm.size))
+        return self._call(options, tensors, list(map(begin, tensors, how)), *finishes)
+
+    def reduce(
+        self,
+        tensors: Tensors,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> GroupWork:
+        tensor = only(tensors, "reduce: tensors")
+        fields = {"rootRank": opts if root is None else root, "reduceOp": op, "timeout": timeout}
+        options = chosen(ReduceOptions, opts, fields)
+        by, to = reduction(options.reduceOp, tensor), options.rootRank
+
+        def begin(later: bool) -> Work:
+            return self._comm.reduce(tensor, to, by.op, scale=by.scale, async_op=later)
+
+        finish = by.finish(tensor, self._comm.size) if self._comm.rank == to else None
+        return self._call(options, [tensor], [begin], finish)
+
+    def reduce_scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: Sequence[Any],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        op: Any = None,
+    ) -> GroupWork:
+        """The parts may differ in size."""
+        output = only(output_tensors, "reduce_scatter: output_tensors")
+        parts = input_tensors
+        if not isinstance(output_tensors, Tensor):
+            parts = only(input_tensors, "reduce_scatter: input_tensors")
+        options = chosen(ReduceScatterOptions, opts, _fields(opts, op, timeout))
+        by = reduction(options.reduceOp, output)
+
+        def begin(later: bool) -> Work:
+            return self._comm.reduce_scatter_v(
+                output, joined(parts), sizes(parts), by.op, scale=by.scale, async_op=later
+            )
+
+        return self._call(options, [output], [begin], by.finish(output, self._comm.size))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        options = chosen(ReduceScatterOptions, opts, _fields(opts, None, None))
+        how = [reduction(options.reduceOp, output) for output in outputs]
+
+        def begin(output: Tensor, input: Tensor, by: Reduction) -> Begin:
+            return lambda later: self._comm.reduce_scatter(
+                output, input, by.op, scale=by.scale, async_op=later
+            )
+
+        finishes = map(Reduction.finish, how, outputs, repeat(self._comm.size))
+        return self._call(options, outputs, list(map(begin, outputs, inputs, how)), *finishes)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
+        given = opts if isinstance(opts, timedelta) else timeout
+        options = chosen(BarrierOptions, opts, {"timeout": given})
+        token = torch.zeros(1, dtype=torch.int32)
+        return self._call(options, [], [lambda later: self._comm.all_reduce(token, async_op=later)])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """barrier, with a timeout of its own. Its error names every rank that has not come."""
+        self.barrier(timeout=timeout).wait()
+
+
+def _fields(opts: Any, op: Any, timeout: timedelta | None) -> dict[str, Any]:
+    """Of an options object that is not `opts`, which then is the op, or None."""
+    return {"reduceOp": opts if op is None else op, "timeout": timeout}

@@ -1,0 +1,46 @@
+"""all_reduce of sparse tensors, as gloo has it: every rank gets every rank's elements, and adds.
+
+    result = sum over ranks, in rank order, of the coalesced tensors
+
+8 bytes an index and dimension, and the values, of every rank, arrive at every other. It is waited
+for, asynchronous or not.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ringdp.comm.communicator import Communicator
+from ringdp.comm.job import ReduceOp
+from ringdp.comm.work import ENDED, Work
+from ringdp.errors import UsageError
+
+
+def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: ReduceOp) -> Work:
+    """In place. `tensor`: of layout torch.sparse_coo, of the same shape and dtype on all ranks."""
+    if tensor.layout is not torch.sparse_coo or op != "sum":
+        raise UsageError(
+            f"allreduce: {op} of a tensor of layout {tensor.layout}; allowed for other than dense "
+            "tensors: sum, of torch.sparse_coo"
+        )
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(counts, torch.tensor([values.shape[0]]))
+    each = counts.tolist()
+    row = values.shape[1:].numel()
+    all_indices = indices.new_empty(sum(each), indices.shape[0])
+    all_values = values.new_empty(sum(each), *values.shape[1:])
+    comm.all_gather_v(all_indices, indices.t(), [n * indices.shape[0] for n in each])
+    comm.all_gather_v(all_values, values, [n * row for n in each])
+    total = torch.zeros_like(mine)
+    for begin, end in pairwise((0, *accumulate(each))):
+        total += torch.sparse_coo_tensor(
+            all_indices[begin:end].t(), all_values[begin:end], tensor.shape, is_coalesced=True
+        )
+    with torch.no_grad():  # detach() would give it another list of elements
+        tensor.copy_(total.coalesce())
+    return ENDED

@@ -1,0 +1,150 @@
+"""What torch gets for a call: to wait for, to ask for, or as a future.
+
+A future is made when it is asked for, and only then does a thread wait for the results; C++ code
+(torch DDP's) waits for futures without asking Python.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.distributed import Work as TorchWork
+
+from ringdp.comm.messages import Received
+from ringdp.comm.work import Work
+
+UNLIMITED = timedelta(0)  # torch's way to say: as long as the group's timeout
+Finish = Callable[[], None]
+
+
+class Watcher:
+    """A thread that waits for works in their order, and completes their futures."""
+
+    def __init__(self) -> None:
+        self._given: SimpleQueue[tuple[GroupWork, torch.futures.Future[Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: GroupWork, future: torch.futures.Future[Any]) -> None:
+        self._given.put((work, future))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, daemon=True, name="ringdp-futures")
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Once what has been given is over."""
+        self._given.put(None)
+
+    def _loop(self) -> None:
+        while (given := self._given.get()) is not None:
+            work, future = given
+            error = work.outcome()
+            future.set_result(error or work.result())
+            del given, work, future  # they hold tensors
+
+
+class GroupWork(TorchWork):
+    """Some works of a communicator as one, with what is to be done when all have ended."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        results: Sequence[Any],
+        finishes: Sequence[Finish],
+        limit: float | None,
+        watcher: Watcher | None,
+    ) -> None:
+        """`limit`: seconds that `wait` lasts, None: the group's. No `watcher`: one for itself."""
+        super().__init__()
+        self._works, self._results, self._finishes = works, results, finishes
+        self._limit, self._watcher = limit, watcher
+        self._finishing = threading.Lock()  # two threads may wait
+        self._future: torch._C.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = UNLIMITED) -> bool:
+        """Block until the results are there. Raises CommunicationError as the communicator does."""
+        seconds = timeout.total_seconds()
+        limit = seconds if seconds > 0 else self._limit
+        for work in self._works:
+            work.wait(limit)
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        if self._finishes:
+            with self._finishing:
+                for finish in self._finishes:
+                    finish()
+                self._finishes = ()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        if self.exception() is not None:
+            return True
+        if not all(work.is_completed() for work in self._works):
+            return False
+        self._complete()
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        return next((e for w in self._works if (e := w.exception())), None)
+
+    def outcome(self) -> Exception | None:
+        """Wait, and give the error that `wait` raises, or None."""
+        try:
+            self.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Any]:
+        return list(self._results)
+
+    def source_rank(self) -> int:
+        """Of a received message: who sent it."""
+        (work,) = self._works
+        assert isinstance(work, Received)
+        return work.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch._C.Future[Any]:  # type: ignore[override]
+        """Of `result()`. Who asks it for the value of a work that failed gets a RuntimeError."""
+        with self._finishing:
+            if self._future is not None:
+                return self._future
+            told: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = told.then(_value)  # torch fails a future only where a callback raises
+        if all(work.is_completed() for work in self._works):
+            told.set_result(self.outcome() or self.result())
+        elif self._watcher is not None:
+            self._watcher.watch(self, told)
+        else:
+            alone = Watcher()
+            alone.watch(self, told)
+            alone.stop()
+        return self._future
+
+
+def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
+    """Them as one."""
+    works = [work for group in groups for work in group._works]
+    results = [result for group in groups for result in group.result()]
+    return GroupWork(works, results, [group._complete for group in groups], None, watcher)
+
+
+def _value(told: torch.futures.Future[Any]) -> Any:
+    value = told.value()
+    if isinstance(value, Exception):
+        raise value
+    return value

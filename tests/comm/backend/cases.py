@@ -1,0 +1,335 @@
+"""Calls of torch.distributed, each from (rank, n) to what it leaves behind on that rank.
+
+All numbers are whole and small, so every order of additions gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+REAL = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+MOVED = (*REAL, torch.bool, torch.complex64)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 0, 2), (2, 3), (513, 5))
+Case = Callable[[int, int], Any]
+CASES: dict[str, Case] = {}
+
+
+def case(*arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter `function(rank, n, argument)` as a case for each of the arguments, if there are any."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        for a in arguments:
+            CASES[f"{name} {a}"] = lambda rank, n, a=a: function(rank, n, a)
+        if not arguments:
+            CASES[name] = function
+        return function
+
+    return enter
+
+
+def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    seed = torch.Generator().manual_seed(rank)
+    x = torch.randint(0, 3, shape, generator=seed)
+    return (x + 1j * (x + rank)).to(dtype) if dtype.is_complex else x.to(dtype)
+
+
+@case(*MOVED)
+def broadcast(rank, n, dtype):
+    kept = [given(rank, shape, dtype) for shape in SHAPES]
+    for i, x in enumerate(kept):
+        dist.broadcast(x, i % n)
+    return kept
+
+
+@case(*REAL, torch.complex64)
+def all_reduce(rank, n, dtype):
+    kept = [given(rank, shape, dtype) for shape in SHAPES]
+    for x in kept:
+        dist.all_reduce(x)
+    return kept
+
+
+OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
+
+
+@case(*OPS)
+def operator(rank, n, name):
+    x = given(rank, (9,), torch.float32 if name == "AVG" else torch.int32)
+    dist.all_reduce(x, getattr(ReduceOp, name))
+    return x
+
+
+@case("BAND", "BOR", "BXOR")
+def bits_of_floats(rank, n, name):
+    dist.all_reduce(given(rank, (9,)), getattr(ReduceOp, name))
+
+
+@case()
+def as_a_string(rank, n):
+    dist.all_reduce(given(rank, (9,)), "sum")
+
+
+@case(*SHAPES)
+def reduce(rank, n, shape):
+    x = given(rank, shape)
+    dist.reduce(x, n - 1, ReduceOp.MAX)
+    return x if rank == n - 1 else None
+
+
+@case(*MOVED)
+def all_gather(rank, n, dtype):
+    kept = []
+    for shape in SHAPES:
+        parts = [torch.empty(shape, dtype=dtype) for _ in range(n)]
+        dist.all_gather(parts, given(rank, shape, dtype))
+        kept.append(parts)
+    return kept
+
+
+@case()
+def all_gather_to_parts_of_one(rank, n):
+    whole = torch.empty(n, 2, 3)
+    dist.all_gather(list(whole.unbind()), given(rank, (2, 3)))
+    columns = torch.empty(3, n)
+    dist.all_gather(list(columns.unbind(1)), given(rank, (3,)))
+    return whole, columns
+
+
+@case(*REAL, torch.bool)
+def all_gather_into_tensor(rank, n, dtype):
+    flat, stacked = torch.empty(n * 6, dtype=dtype), torch.empty(n, 2, 3, dtype=dtype)
+    dist.all_gather_into_tensor(flat.view(2 * n, 3), given(rank, (2, 3), dtype))
+    dist.all_gather_into_tensor(stacked, given(rank, (2, 3), dtype))
+    return flat, stacked
+
+
+@case()
+def all_gather_coalesced(rank, n):
+    parts = [[torch.empty(2, 3), torch.empty(4)] for _ in range(n)]
+    dist.all_gather_coalesced(parts, [given(rank, (2, 3)), given(rank, (4,))])
+    return parts
+
+
+@case()
+def all_reduce_coalesced(rank, n):
+    kept = [given(rank, (2, 3)), given(rank, (4,)), given(rank, (2,), torch.float32).t()]
+    dist.all_reduce_coalesced(kept)
+    return kept
+
+
+@case(*REAL)
+def reduce_scatter_tensor(rank, n, dtype):
+    out = torch.empty(5, dtype=dtype)
+    dist.reduce_scatter_tensor(out, given(rank, (5 * n,), dtype))
+    return out
+
+
+@case()
+def reduce_scatter(rank, n):
+    out = torch.empty(2, 3)
+    dist.reduce_scatter(out, [given(rank + 10 * r, (2, 3)) for r in range(n)])
+    return out
+
+
+@case(*MOVED)
+def gather(rank, n, dtype):
+    kept = []
+    for root in range(n):
+        parts = [torch.empty(3, dtype=dtype) for _ in range(n)] if rank == root else None
+        dist.gather(given(rank, (3,), dtype), parts, root)
+        kept.append(parts)
+    return kept
+
+
+@case(*MOVED)
+def scatter(rank, n, dtype):
+    kept = []
+    for root in range(n):
+        parts = [given(root + 10 * r, (3,), dtype) for r in range(n)] if rank == root else None
+        out = torch.empty(3, dtype=dtype)
+        dist.scatter(out, parts, root)
+        kept.append(out)
+    return kept
+
+
+@case(*MOVED)
+def all_to_all_single(rank, n, dtype):
+    out = torch.empty(2 * n, 3, dtype=dtype)
+    dist.all_to_all_single(out, given(rank, (2 * n, 3), dtype))
+    return out
+
+
+@case()
+def all_to_all_single_uneven(rank, n):
+    sent = [(rank + r) % 3 for r in range(n)]  # rows; what r sends s is what s sends r
+    out = torch.empty(sum(sent), 2)
+    dist.all_to_all_single(out, given(rank, (sum(sent), 2)), sent, sent)
+    return out
+
+
+@case()
+def all_to_all(rank, n):
+    shape = {r: (1 + (rank + r) % 3, 2) for r in range(n)}
+    out = [torch.empty(shape[r]) for r in range(n)]
+    dist.all_to_all(out, [given(rank + 10 * r, shape[r]) for r in range(n)])
+    return out
+
+
+@case(*MOVED)
+def send_and_recv(rank, n, dtype):
+    kept = []
+    for shape in SHAPES:
+        x = torch.empty(shape, dtype=dtype)
+        after, before = (rank + 1) % n, (rank - 1) % n
+        if rank % 2:
+            dist.recv(x, before)
+            dist.send(given(rank, shape, dtype), after)
+        else:
+            dist.send(given(rank, shape, dtype), after)
+            dist.recv(x, before)
+        kept.append(x)
+    return kept
+
+
+@case()
+def tags(rank, n):
+    kept = [torch.empty(3) for _ in range(3)]
+    sent = [dist.isend(given(rank + 10 * t, (3,)), (rank + 1) % n, tag=t) for t in range(3)]
+    for t in (2, 0, 1):
+        dist.irecv(kept[t], (rank - 1) % n, tag=t).wait()
+    for work in sent:
+        work.wait()
+    return kept
+
+
+ANY = 7  # nobody else's tag: a fast rank is in the next case already
+
+
+@case()
+def any_source(rank, n):
+    if rank:
+        dist.send(torch.tensor([rank]), 0, tag=ANY)
+        return None
+    senders = {}
+    for _ in range(n - 1):
+        x = torch.empty(1, dtype=torch.int64)
+        senders[dist.recv(x, tag=ANY)] = x
+    return sorted(senders.items())
+
+
+@case()
+def batch_isend_irecv(rank, n):
+    x = torch.empty(1000)
+    ops = [
+        dist.P2POp(dist.isend, given(rank, (1000,)), (rank + 1) % n),
+        dist.P2POp(dist.irecv, x, (rank - 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return x
+
+
+@case()
+def transposed(rank, n):
+    x, y = given(rank, (4, 6)).t(), given(rank, (4, 6)).t()
+    dist.all_reduce(x)
+    dist.broadcast(y, n - 1)
+    return x, y
+
+
+@case()
+def sparse(rank, n):
+    x = torch.sparse_coo_tensor(torch.tensor([[rank, 3, 3]]), torch.ones(3, 2), (n + 4, 2))
+    dist.all_reduce(x)
+    return x.to_dense()
+
+
+@case()
+def objects(rank, n):
+    everybodys: list[Any] = [None] * n
+    dist.all_gather_object(everybodys, {"rank": rank, "long": "x" * 10**rank})
+    told: list[Any] = [{"of": rank}, rank]
+    dist.broadcast_object_list(told, n - 1)
+    collected: list[Any] | None = [None] * n if rank == 0 else None
+    dist.gather_object(("from", rank), collected, 0)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [f"for {r}" for r in range(n)], 0)
+    passed: list[Any] = [rank]
+    if rank == 0:
+        dist.send_object_list(["hello"], 1)
+    if rank == 1:
+        dist.recv_object_list(passed, 0)
+    return everybodys, told, collected, mine, passed
+
+
+@case()
+def asynchronous(rank, n):
+    x, y, out = given(rank, (5,)), given(rank, (5,)), torch.empty(n * 5)
+    works = [dist.all_reduce(x, async_op=True), dist.broadcast(y, 1, async_op=True)]
+    works.append(dist.all_gather_into_tensor(out, given(rank, (5,)), async_op=True))
+    works.append(dist.barrier(async_op=True))
+    for work in reversed(works):
+        work.wait()
+    return x, y, out, [work.is_completed() for work in works]
+
+
+@case()
+def coalescing(rank, n):
+    kept = [given(rank, (k,)) for k in (3, 1, 8)]
+    with dist.distributed_c10d._coalescing_manager():
+        for x in kept:
+            dist.all_reduce(x)
+    outs = [torch.empty(n * 2), torch.empty(n * 3)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for k, out in enumerate(outs):
+            dist.all_gather_into_tensor(out, given(rank, (2 + k,)))
+    manager.wait()
+    parts = [torch.empty(2), torch.empty(3)]
+    with dist.distributed_c10d._coalescing_manager():
+        for k, part in enumerate(parts):
+            dist.reduce_scatter_tensor(part, given(rank, (n * (2 + k),)))
+    return kept, outs, parts
+
+
+@case()
+def subgroups(rank, n):
+    kept = []
+    for members in ([0, n - 1], list(range(1, n))):
+        group = dist.new_group(members)
+        if rank in members:
+            x = given(rank, (4,))
+            dist.all_reduce(x, group=group)
+            y = given(rank, (4,))
+            dist.broadcast(y, members[-1], group=group)
+            kept += [x, y, dist.get_rank(group), dist.get_process_group_ranks(group)]
+    return kept
+
+
+@case()
+def functional(rank, n):
+    group = dist.group.WORLD
+    return [
+        funcol.all_reduce(given(rank, (4,)), "sum", group).wait(),
+        funcol.all_gather_tensor(given(rank, (2, 3)), 1, group).wait(),
+        funcol.reduce_scatter_tensor(given(rank, (2, 3 * n)), "sum", 1, group).wait(),
+        funcol.all_to_all_single(given(rank, (n,)), None, None, group).wait(),
+        funcol.broadcast(given(rank, (4,)), n - 1, group).wait(),
+        *[t.wait() for t in funcol.all_reduce_coalesced([given(rank, (2,))], "max", group)],
+    ]

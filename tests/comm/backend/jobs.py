@@ -1,0 +1,27 @@
+"""A default group of torch's over the ranks of a forked job, see tests/forks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ringdp import Communicator
+from tests.forks import PATIENCE, store
+
+
+@contextmanager
+def world(comm: Communicator, backend: str, name: str = "world") -> Iterator[dist.ProcessGroup]:
+    """`name` tells groups of one job apart: gloo takes no store twice."""
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"{name}/{backend}", store()),
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timedelta(seconds=PATIENCE),
+    )
+    yield dist.group.WORLD
+    dist.barrier()  # gloo's ranks must not leave before all have what they sent
+    dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""Every call of torch.distributed leaves behind what it leaves over gloo, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ringdp import Communicator
+from tests.comm.backend.cases import CASES
+from tests.comm.backend.jobs import world
+from tests.forks import Say
+
+pytestmark = pytest.mark.process
+
+N = (2, 3)
+
+
+def outcomes(comm: Communicator, say: Say) -> None:
+    for backend in ("gloo", "ringdp"):
+        with world(comm, backend):
+            for name, case in CASES.items():
+                say((backend, name, outcome(case, comm.rank, comm.size)))
+
+
+def outcome(case: Any, rank: int, n: int) -> Any:
+    try:
+        return plain(case(rank, n))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def plain(value: Any) -> Any:
+    """Without tensors, which do not pass through a pipe as bits."""
+    if isinstance(value, Tensor):
+        bits = value.contiguous().view(-1)
+        numbers = torch.view_as_real(bits) if bits.is_complex() else bits
+        return str(value.dtype), tuple(value.shape), numbers.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+@pytest.fixture(scope="module")
+def said(forks):
+    """By (n, backend, name): what the ranks are left with."""
+    found: dict[tuple[int, str, str], list[Any]] = {}
+    for n in N:
+        for ended in forks(n, outcomes):
+            assert ended.code == 0
+            for backend, name, value in ended.said:
+                found.setdefault((n, backend, name), []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("n", N)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_over_gloo(said, n, name):
+    theirs, ours = said[n, "gloo", name], said[n, "ringdp", name]
+    assert len(ours) == n
+    if not any(isinstance(value, str) for value in theirs):  # gloo does not refuse it
+        assert ours == theirs
+
+
+def more(comm: Communicator, say: Say) -> None:
+    """What gloo gets wrong, or refuses."""
+    n, rank = comm.size, comm.rank
+    with world(comm, "ringdp"):
+        x, y = torch.zeros(4, 6), torch.zeros(6, n * 2)
+        x[:, ::2] = rank + 1
+        dist.all_reduce(x[:, ::2])
+        assert x.tolist() == [[n * (n + 1) / 2, 0.0] * 3] * 4
+        x[:, 1::2] = rank
+        dist.broadcast(x[:, 1::2], 1)
+        assert x[:, 1::2].tolist() == [[1.0] * 3] * 4
+        dist.all_gather_into_tensor(y[::2], torch.full((1, 6), float(rank)))
+        assert y[::2].reshape(n, 6).tolist() == [[float(r)] * 6 for r in range(n)]
+        assert y[1::2].sum() == 0
+        small = torch.full((3,), rank).to(torch.float8_e4m3fn)
+        parts = [torch.empty_like(small) for _ in range(n)]
+        dist.all_gather(parts, small)
+        assert [p.float().tolist() for p in parts] == [[float(r)] * 3 for r in range(n)]
+        uneven = [torch.empty(r + 1) for r in range(n)]
+        dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+        assert [p.tolist() for p in uneven] == [[float(r)] * (r + 1) for r in range(n)]
+        scaled = torch.full((3,), rank + 1.0)
+        dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))
+        assert scaled.tolist() == [n * (n + 1) / 4] * 3
+    say("done")
+
+
+def test_it_takes_more_than_gloo(forks):
+    assert [ended.said for ended in forks(3, more)] == [["done"]] * 3
