@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 RUNS := $(BIN)/python -m pip --disable-pip-version-check -q
 # The editable install maps modules to files, so a file that moves or goes needs a new one.
 MODULES := $(VENV)/.modules
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/* csrc/*/*) $(MODULES)
 
 .PHONY: setup demo test sanitize check format clean FORCE
 

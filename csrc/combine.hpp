@@ -3,13 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
-#include <cstdint>
-#include <cstring>
 #include <stdexcept>
-#include <type_traits>
 
+#include "apply.hpp"
 #include "put.hpp"
 
 // The compiler makes one version for each width of vector registers; the loader picks at run time.
@@ -23,63 +20,11 @@
 
 namespace ringdp {
 
-enum class Op { sum, prod, min, max, band, bor, bxor };  // the order of transport.base.OPS
-
-struct bfloat16 {
-  std::uint16_t bits;
-  operator float() const {
-    std::uint32_t wide = std::uint32_t(bits) << 16;
-    float out;
-    std::memcpy(&out, &wide, 4);
-    return out;
-  }
-  static bfloat16 round(float x) {
-    std::uint32_t wide;
-    std::memcpy(&wide, &x, 4);
-    std::uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
-    return {std::uint16_t((wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded)};  // NaN stays NaN
-  }
-};
-
-// The type in which T is combined, and the way back.
-template <class T>
-struct Wide {
-  using type = T;
-  static T narrow(T x) { return x; }
-};
-template <>
-struct Wide<bfloat16> {
-  using type = float;
-  static bfloat16 narrow(float x) { return bfloat16::round(x); }
-};
 template <>
 struct Wide<_Float16> {
   using type = float;
   static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
 };
-
-// For min and max a NaN wins, as in torch, and -0 is less than +0, which torch leaves to chance: so
-// the order of the operands shows in no bit, but a NaN's payload.
-template <Op op, class T>
-inline T apply(T a, T b) {
-  if constexpr ((op == Op::min || op == Op::max) && std::is_floating_point_v<T>) {
-    const bool first = op == Op::min ? a < b : a > b;
-    const bool negative = std::signbit(a) == (op == Op::min);
-    return first || a != a || (a == b && negative) ? a : b;
-  }
-  if constexpr (op == Op::min) return a < b ? a : b;
-  if constexpr (op == Op::max) return a > b ? a : b;
-  if constexpr (op == Op::band) return a & b;
-  if constexpr (op == Op::bor) return a | b;
-  if constexpr (op == Op::bxor) return a ^ b;
-  if constexpr (std::is_same_v<T, bool>) return op == Op::sum ? a || b : a && b;
-  else if constexpr (std::is_integral_v<T>) {  // wraps around, without signed overflow
-    using U = std::conditional_t<(sizeof(T) < 4), std::uint32_t, std::make_unsigned_t<T>>;
-    return T(op == Op::sum ? U(a) + U(b) : U(a) * U(b));
-  }
-  if constexpr (op == Op::sum) return a + b;
-  return a * b;
-}
 
 using Combine = void (*)(void* out, const void* a, const void* b, std::size_t count);
 

@@ -37,7 +37,7 @@ OUTSIDE = {
     "errors": set(),
     "kernels": {"torch", "triton"},
     "schedule": {"numpy"},
-    "transport": {"numpy", "torch"},
+    "transport": {"numpy", "torch", "cupy"},
     "comm": {"torch"},
     "parallel": {"torch"},
     "cli": {"torch", "numpy", "typer", "rich", "click", "mpi4py"},

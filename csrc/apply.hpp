@@ -1,0 +1,78 @@
+// a op b for one element, for every dtype and op, and what a 16-bit float is combined in. Shared by
+// the host's loops and the kernels.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define RINGDP_DEVICE __host__ __device__
+#else
+#define RINGDP_DEVICE
+#endif
+
+namespace ringdp {
+
+enum class Op { sum, prod, min, max, band, bor, bxor };  // the order of transport.base.OPS
+
+struct bfloat16 {
+  std::uint16_t bits;
+  RINGDP_DEVICE operator float() const {
+    std::uint32_t wide = std::uint32_t(bits) << 16;
+    float out;
+    std::memcpy(&out, &wide, 4);
+    return out;
+  }
+  static RINGDP_DEVICE bfloat16 round(float x) {
+    std::uint32_t wide;
+    std::memcpy(&wide, &x, 4);
+    std::uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    return {std::uint16_t((wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded)};  // NaN stays NaN
+  }
+};
+
+// The type in which T is combined, and the way back.
+template <class T>
+struct Wide {
+  using type = T;
+  static RINGDP_DEVICE T narrow(T x) { return x; }
+};
+template <>
+struct Wide<bfloat16> {
+  using type = float;
+  static RINGDP_DEVICE bfloat16 narrow(float x) { return bfloat16::round(x); }
+};
+
+// For min and max a NaN wins, as in torch, and -0 is less than +0, which torch leaves to chance: so
+// the order of the operands shows in no bit, but a NaN's payload.
+template <Op op, class T>
+RINGDP_DEVICE inline T apply(T a, T b) {
+  if constexpr ((op == Op::min || op == Op::max) && std::is_floating_point_v<T>) {
+    const bool first = op == Op::min ? a < b : a > b;
+    const bool negative = std::signbit(a) == (op == Op::min);
+    return first || a != a || (a == b && negative) ? a : b;
+  } else if constexpr (op == Op::min) {
+    return a < b ? a : b;
+  } else if constexpr (op == Op::max) {
+    return a > b ? a : b;
+  } else if constexpr (op == Op::band) {
+    return a & b;
+  } else if constexpr (op == Op::bor) {
+    return a | b;
+  } else if constexpr (op == Op::bxor) {
+    return a ^ b;
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return op == Op::sum ? a || b : a && b;
+  } else if constexpr (std::is_integral_v<T>) {  // wraps around, without signed overflow
+    using U = std::conditional_t<(sizeof(T) < 4), std::uint32_t, std::make_unsigned_t<T>>;
+    return T(op == Op::sum ? U(a) + U(b) : U(a) * U(b));
+  } else if constexpr (op == Op::sum) {
+    return a + b;
+  } else {
+    return a * b;
+  }
+}
+
+}  // namespace ringdp

@@ -1,0 +1,25 @@
+# cmake -DNVCC=... -DSOURCE=peer.cu -DOUT=peer.fatbin -P fatbin.cmake
+#
+# One file for all GPUs that this nvcc knows of those below, and PTX of the newest for later ones.
+# Where nvcc is there but does not work, its message is shown and the file is left out: everything
+# else of the package does without.
+execute_process(COMMAND ${NVCC} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+set(targets)
+foreach(number 80 90 100)
+  if(known MATCHES "compute_${number}[^0-9]")
+    list(APPEND targets -gencode arch=compute_${number},code=sm_${number})
+    set(newest ${number})
+  endif()
+endforeach()
+if(NOT newest)
+  message("${NVCC} knows none of sm_80, sm_90 and sm_100; the kernels for peer memory are left out")
+  return()
+endif()
+execute_process(
+  # no contraction, as on the host: a reduction rounds as the simulator's does
+  COMMAND ${NVCC} -std=c++17 -O3 --fmad=false -fatbin ${targets}
+          -gencode arch=compute_${newest},code=compute_${newest} -o ${OUT} ${SOURCE}
+  RESULT_VARIABLE failed)
+if(failed)
+  message("${NVCC} cannot compile ${SOURCE}; the kernels for peer memory are left out")
+endif()

@@ -1,0 +1,148 @@
+// What a team does to the elements of one slab: copy, reduce or round, 16 bytes a thread at a time
+// where addresses allow it.
+#pragma once
+
+#include "target.hpp"
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#endif
+
+namespace ringdp {
+
+#if defined(__CUDACC__)
+using float16 = __half;
+template <>
+struct Wide<__half> {
+  using type = float;
+  static RINGDP_DEVICE __half narrow(float x) { return __float2half_rn(x); }
+};
+#else
+using float16 = _Float16;
+template <>
+struct Wide<_Float16> {
+  using type = float;
+  static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
+};
+#endif
+
+// Note [one rounding]
+//   A chunk of 16-bit floats that is reduced into stays in float32, in `sum`, until its value is
+//   read. The simulator does the same, so that both give the same bits.
+struct Move {
+  const void* value;  // what comes in; null: `sum` itself, to be rounded
+  const void* with;   // what it is combined with; null: nothing, or `sum` if that is live
+  float* sum;         // null for dtypes that are not rounded
+  void* store;        // where the result goes, and
+  void* send;         // where else; both may be null if it stays in `sum`
+  unsigned count;     // elements
+  int reduces;        // whether value is combined
+};
+
+template <class T, int K>
+struct alignas(K * sizeof(T) < 16 ? K * sizeof(T) : 16) Pack {
+  T of[K];
+};
+template <class T, int K>
+RINGDP_DEVICE inline Pack<T, K> load(const void* from, i64 index) {
+  Pack<T, K> out;
+#if defined(__CUDA_ARCH__)
+  out = reinterpret_cast<const Pack<T, K>*>(from)[index];
+#else
+  std::memcpy(&out, static_cast<const char*>(from) + index * i64(sizeof out), sizeof out);
+#endif
+  return out;
+}
+template <class T, int K>
+RINGDP_DEVICE inline void store(void* to, i64 index, const Pack<T, K>& value) {
+#if defined(__CUDA_ARCH__)
+  reinterpret_cast<Pack<T, K>*>(to)[index] = value;
+#else
+  std::memcpy(static_cast<char*>(to) + index * i64(sizeof value), &value, sizeof value);
+#endif
+}
+
+template <Op op, class W, int K>
+RINGDP_DEVICE inline void combine(Pack<W, K>& a, const Pack<W, K>& b) {
+RINGDP_UNROLL
+  for (int k = 0; k < K; ++k) a.of[k] = apply<op, W>(a.of[k], b.of[k]);
+}
+
+// The op is the same for all threads, so the switch costs a branch a pack, not a kernel an op.
+template <class W, int K>
+RINGDP_DEVICE inline void combine(Op op, Pack<W, K>& a, const Pack<W, K>& b) {
+  if (op == Op::sum) return combine<Op::sum>(a, b);
+  if (op == Op::prod) return combine<Op::prod>(a, b);
+  if (op == Op::min) return combine<Op::min>(a, b);
+  if (op == Op::max) return combine<Op::max>(a, b);
+  if constexpr (std::is_integral_v<W>) {
+    if (op == Op::band) return combine<Op::band>(a, b);
+    if (op == Op::bor) return combine<Op::bor>(a, b);
+    if (op == Op::bxor) return combine<Op::bxor>(a, b);
+  }
+}
+
+template <class T, int K>
+RINGDP_DEVICE inline Pack<typename Wide<T>::type, K> widen(const Pack<T, K>& x) {
+  Pack<typename Wide<T>::type, K> out;
+RINGDP_UNROLL
+  for (int k = 0; k < K; ++k) out.of[k] = typename Wide<T>::type(x.of[k]);
+  return out;
+}
+template <class T, int K>
+RINGDP_DEVICE inline Pack<T, K> narrow(const Pack<typename Wide<T>::type, K>& x) {
+  Pack<T, K> out;
+RINGDP_UNROLL
+  for (int k = 0; k < K; ++k) out.of[k] = Wide<T>::narrow(x.of[k]);
+  return out;
+}
+
+// Packs [first, last), each thread U of them at once: loads first, so that they are in flight
+// together.
+template <class T, int K, int U>
+RINGDP_DEVICE void move_packs(const Team& team, const Move& m, Op op, i64 first, i64 last) {
+  using W = typename Wide<T>::type;
+  const bool stays = m.sum && !m.store && !m.send;
+  for (i64 base = first + team.thread; base < last; base += i64(team.threads) * U) {
+    Pack<T, K> value[U];
+    Pack<W, K> result[U];
+RINGDP_UNROLL
+    for (int u = 0; u < U; ++u) {
+      const i64 at = base + i64(u) * team.threads;
+      if (at >= last) break;
+      if (m.value) value[u] = load<T, K>(m.value, at);
+      if (m.with) result[u] = widen<T, K>(load<T, K>(m.with, at));
+      else if (m.reduces || !m.value) result[u] = load<W, K>(m.sum, at);
+    }
+RINGDP_UNROLL
+    for (int u = 0; u < U; ++u) {
+      const i64 at = base + i64(u) * team.threads;
+      if (at >= last) break;
+      if (m.reduces) combine(op, result[u], widen<T, K>(value[u]));
+      if (stays) {
+        store<W, K>(m.sum, at, result[u]);
+        continue;
+      }
+      if (m.reduces || !m.value) value[u] = narrow<T, K>(result[u]);
+      if (m.store) store<T, K>(m.store, at, value[u]);
+      if (m.send) store<T, K>(m.send, at, value[u]);
+    }
+  }
+}
+
+RINGDP_DEVICE inline bool aligned(const void* address) {
+  return (reinterpret_cast<u64>(address) & 15) == 0;
+}
+
+template <class T>
+RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op) {
+  constexpr int K = 16 / sizeof(T);
+  constexpr int U = sizeof(T) < 4 ? 2 : 4;
+  i64 packs = 0;
+  if (aligned(m.value) && aligned(m.with) && aligned(m.sum) && aligned(m.store) && aligned(m.send))
+    packs = m.count / K;
+  move_packs<T, K, U>(team, m, op, 0, packs);
+  move_packs<T, 1, 1>(team, m, op, packs * K, m.count);
+}
+
+}  // namespace ringdp

@@ -1,0 +1,20 @@
+// The kernels: grid (channels, ranks in this launch), a block for each. Launched cooperatively, so
+// that blocks which wait for one another all run, or the launch is refused.
+#include "dtypes.hpp"
+#include "rows.hpp"
+
+namespace ringdp {
+
+template <class T>
+__device__ void rows(const Job* jobs) {
+  extern __shared__ __align__(16) char memory[];
+  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.y], blockIdx.x, memory);
+}
+
+}  // namespace ringdp
+
+#define RINGDP_KERNEL(name, T)                                                                   \
+  extern "C" __global__ void __launch_bounds__(512) rows_##name(const ringdp::Job* jobs) {       \
+    ringdp::rows<T>(jobs);                                                                       \
+  }
+RINGDP_EACH_DTYPE(RINGDP_KERNEL)

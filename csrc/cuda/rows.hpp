@@ -1,0 +1,177 @@
+// Runs one rank's rows on one channel, as csrc/interpreter.hpp does: the whole program on the first
+// slab of every chunk, then on the second. Channels share nothing: each has its part of every chunk
+// and its own slots.
+//
+// One thread, the leader, reads rows, waits and plans; the team moves; they meet in between. So all
+// state has one writer, and what the leader releases is what the team has written.
+#pragma once
+
+#include <new>
+
+#include "move.hpp"
+#include "window.hpp"
+
+namespace ringdp {
+
+struct Held {  // what a scratch chunk holds
+  unsigned bytes, more;
+};
+
+constexpr i64 kLeader = 256;  // bytes of shared memory; behind it `Held`, `going` and `live`
+RINGDP_DEVICE inline i64 shared_bytes(const Job& job) {
+  return kLeader + job.scratch * i64(sizeof(Held)) + job.count + job.chunks + job.scratch;
+}
+
+// Lies in the team's shared memory; only its `move` is for others than its thread.
+template <class T>
+class Leader {
+ public:
+  Move move;
+  int ended = 0;
+
+  RINGDP_DEVICE Leader(const Job& job, i64 channel) : channel_{&job, channel, 0}, job_(job) {
+    static_assert(sizeof(Leader) <= kLeader, "the host counts on it");
+    held_ = reinterpret_cast<Held*>(reinterpret_cast<char*>(this) + kLeader);
+    going_ = reinterpret_cast<char*>(held_ + job.scratch);
+    live_ = going_ + job.count;
+    for (i64 i = 0; i < job.count; ++i) going_[i] = 1;
+    for (i64 i = 0; i < job.chunks + job.scratch; ++i) live_[i] = 0;
+    for (i64 i = 0; i < job.scratch; ++i) held_[i] = {0, 0};
+    left_ = job.count;
+  }
+
+  // Plans the next `move`, having told of what the last one moved; or sets `ended`.
+  RINGDP_DEVICE void next() {
+    if (send_to_ >= 0) channel_.publish(send_to_, sent_bytes_, sent_more_);
+    if (take_from_ >= 0) channel_.release(take_from_);
+    send_to_ = take_from_ = -1;
+    ended = channel_.failed() || !advance();
+  }
+
+ private:
+  RINGDP_DEVICE bool advance() {
+    while (left_ > 0 || row_ > 0) {
+      for (; row_ < job_.count; ++row_) {
+        if (!going_[row_]) continue;
+        const Row row = job_.rows[row_];
+        channel_.round = row.round;
+        if (row.recv_peer < 0 && live_[row.src_chunk]) return round(row.src_chunk);
+        if (!plan(row)) return false;
+        ++row_;
+        return true;
+      }
+      for (; chunk_ < job_.chunks; ++chunk_)
+        if (live_[chunk_]) return round(chunk_);
+      row_ = chunk_ = 0;
+      first_ += slab();
+    }
+    return false;
+  }
+
+  struct Piece {
+    char* data;
+    unsigned count, more;
+  };
+
+  // In elements.
+  RINGDP_DEVICE i64 slab() const { return job_.slab / i64(sizeof(T)); }
+
+  // Its elements [first, first + slab) of this channel's part; a scratch chunk holds one slab.
+  RINGDP_DEVICE Piece piece(int chunk) const {
+    if (chunk >= job_.chunks) {
+      const i64 s = chunk - job_.chunks;
+      char* data = job_.spare + (channel_.channel * job_.scratch + s) * job_.slab;
+      return {data, held_[s].bytes / unsigned(sizeof(T)), held_[s].more};
+    }
+    const i64 length = job_.bounds[chunk + 1] - job_.bounds[chunk];
+    const i64 part = ((length + job_.active - 1) / job_.active + 15) / 16 * 16;  // keeps alignment
+    const i64 end = least(length, part * (channel_.channel + 1));
+    const i64 begin = least(end, part * channel_.channel + first_);
+    const i64 last = least(end, begin + slab());
+    return {job_.buffer + (job_.bounds[chunk] + begin) * i64(sizeof(T)), unsigned(last - begin),
+            unsigned(last < end)};
+  }
+  static RINGDP_DEVICE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+  RINGDP_DEVICE float* sum(int chunk) const {
+    return job_.sums + (channel_.channel * (job_.chunks + job_.scratch) + chunk) * slab();
+  }
+
+  // The chunk's value is about to be read. See Note [one rounding].
+  RINGDP_DEVICE bool round(int chunk) {
+    const Piece p = piece(chunk);
+    live_[chunk] = 0;
+    move = {nullptr, nullptr, sum(chunk), p.data, nullptr, p.count, 0};
+    return true;
+  }
+
+  RINGDP_DEVICE bool plan(const Row& row) {
+    const bool reduces = row.flags & kReduce, stores = row.flags & kStore;
+    const bool receives = row.recv_peer >= 0, sends = row.send_peer >= 0;
+    char* out = sends ? channel_.outgoing(row.send_peer) : nullptr;
+    if (sends && !out) return false;
+    const Piece target = row.dst_chunk >= 0 ? piece(row.dst_chunk) : Piece{nullptr, 0, 0};
+    Piece value;
+    if (receives) {
+      Stamp* stamp = channel_.incoming(row.recv_peer);
+      if (!stamp) return false;
+      if (stamp->number != u64(job_.number) || i64(stamp->bytes) > job_.slab)
+        return channel_.fail(Fault::mismatch, row.recv_peer);
+      value = {Channel::data(stamp), stamp->bytes / unsigned(sizeof(T)), stamp->more};
+    } else {
+      value = piece(row.src_chunk);
+    }
+    const bool spare = row.dst_chunk >= job_.chunks;  // takes any length
+    if ((reduces || (stores && !spare)) &&
+        (value.count != target.count || value.more != target.more))
+      return channel_.fail(Fault::mismatch, receives ? row.recv_peer : int(job_.rank));
+    if (stores && spare && !reduces)
+      held_[row.dst_chunk - job_.chunks] = {value.count * unsigned(sizeof(T)), value.more};
+    describe(row, target, value, out);
+    if (!value.more) going_[row_] = 0, --left_;
+    send_to_ = row.send_peer, take_from_ = row.recv_peer;
+    sent_bytes_ = value.count * unsigned(sizeof(T)), sent_more_ = value.more;
+    return true;
+  }
+
+  RINGDP_DEVICE void describe(const Row& row, Piece target, Piece value, char* out) {
+    constexpr bool wide = !std::is_same_v<typename Wide<T>::type, T>;
+    const bool stores = row.flags & kStore;
+    move = {value.data, nullptr, nullptr, stores ? target.data : nullptr, out, value.count, 0};
+    if (!(row.flags & kReduce)) {
+      if (stores) live_[row.dst_chunk] = 0;
+      return;
+    }
+    char& live = live_[row.dst_chunk];
+    move.reduces = 1;
+    if (wide) move.sum = sum(row.dst_chunk);
+    if (!live) move.with = target.data;
+    live = wide && !out;  // it stays in float32 until it is read
+    if (live) move.store = nullptr;
+  }
+
+  Channel channel_;
+  const Job& job_;
+  Held* held_;
+  char *going_, *live_;
+  i64 first_ = 0, row_ = 0, left_ = 0, chunk_ = 0;
+  int send_to_ = -1, take_from_ = -1;
+  unsigned sent_bytes_ = 0, sent_more_ = 0;
+};
+
+// `memory`: shared_bytes(job), aligned to 16, shared by the team.
+template <class T>
+RINGDP_DEVICE void run_rows(const Team& team, const Job& job, i64 channel, char* memory) {
+  auto* leader = reinterpret_cast<Leader<T>*>(memory);
+  if (team.thread == 0) new (leader) Leader<T>(job, channel);
+  for (;;) {
+    if (team.thread == 0) leader->next();
+    team.meet();
+    if (leader->ended) return;
+    const Move planned = leader->move;
+    move_elements<T>(team, planned, Op(job.op));
+    team.meet();
+  }
+}
+
+}  // namespace ringdp

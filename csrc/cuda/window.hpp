@@ -1,0 +1,122 @@
+// The memory of a rank that its peers can reach, and the counters that guard it.
+//
+//   window   stop, then for each (channel, peer): arrived, taken; then for each, `depth` slots
+//   slot     a stamp, and behind it `slab` bytes
+//
+// Rank s sends by writing a slot in the receiver's window and then `arrived` there; the receiver
+// reads the slot in its own memory and then writes `taken` in the sender's window. So everybody
+// writes far and polls near. The counters only grow: message k of a channel lies in slot k mod
+// depth, and may be written once taken > k - depth.
+//
+// Every wait ends: with the counter, with a timeout, or with `stop`, which a rank that has failed
+// writes in all windows.
+#pragma once
+
+#include "target.hpp"
+
+namespace ringdp {
+
+constexpr i64 kLine = 128;  // bytes between what different ranks write
+
+enum class Fault : int { none, timeout, mismatch, stopped };  // transport.peer.Fault
+
+struct Row {  // schedule.program.Row
+  int round, recv_peer, send_peer, src_chunk, dst_chunk, flags;
+};
+enum Flag : int { kReduce = 1, kStore = 2 };
+
+// One rank's part of a launch: 8 bytes a field, in the order of transport.peer.Job.
+struct Job {
+  i64 rank, ranks, channels, depth, slab;  // channels: those of the window; slab in bytes
+  i64 active;                              // channels: those of this launch
+  i64 number, timeout, op;                 // timeout in ns
+  const Row* rows;
+  i64 count;
+  const i64* bounds;  // [chunks + 1], in elements
+  i64 chunks, scratch;
+  char* buffer;
+  char* spare;           // [active][scratch][slab bytes]
+  float* sums;           // [active][chunks + scratch][slab elements], for 16-bit floats
+  u64* counts;           // [channels][ranks][2]: messages sent to that rank, and taken from it
+  u64* failure;          // 0, or what `failed` packs
+  char* const* windows;  // [ranks]
+};
+
+struct Stamp {
+  u64 number;
+  unsigned bytes, more;  // more: whether the chunk goes on behind this slab
+};
+
+// One channel of one rank. Its methods are for one thread of the team, the leader.
+struct Channel {
+  const Job* job;
+  i64 channel;
+  int round;
+
+  RINGDP_DEVICE i64 place(i64 peer) const { return channel * job->ranks + peer; }
+  RINGDP_DEVICE u64* flags(i64 owner, i64 peer) const {
+    return reinterpret_cast<u64*>(job->windows[owner] + kLine * (1 + 2 * place(peer)));
+  }
+  RINGDP_DEVICE u64* arrived(i64 owner, i64 from) const { return flags(owner, from); }
+  RINGDP_DEVICE u64* taken(i64 owner, i64 by) const { return flags(owner, by) + kLine / 8; }
+  RINGDP_DEVICE u64* stop(i64 owner) const { return reinterpret_cast<u64*>(job->windows[owner]); }
+  RINGDP_DEVICE Stamp* slot(i64 owner, i64 from, u64 message) const {
+    const i64 begin = kLine * (1 + 2 * job->channels * job->ranks);
+    const i64 index = place(from) * job->depth + i64(message % u64(job->depth));
+    return reinterpret_cast<Stamp*>(job->windows[owner] + begin + index * (kLine + job->slab));
+  }
+  static RINGDP_DEVICE char* data(Stamp* stamp) { return reinterpret_cast<char*>(stamp) + kLine; }
+  RINGDP_DEVICE u64& sent(i64 peer) const { return job->counts[place(peer) * 2]; }
+  RINGDP_DEVICE u64& took(i64 peer) const { return job->counts[place(peer) * 2 + 1]; }
+
+  // The slot for the next message to `peer`; null after a failure.
+  RINGDP_DEVICE char* outgoing(int peer) {
+    const u64 number = sent(peer), depth = u64(job->depth);
+    // acquire in `await`: the receiver has read what we are about to overwrite
+    if (number >= depth && !await(taken(job->rank, peer), number - depth + 1, peer)) return nullptr;
+    return data(slot(peer, job->rank, number));
+  }
+  RINGDP_DEVICE void publish(int peer, unsigned bytes, unsigned more) {
+    u64& number = sent(peer);
+    *slot(peer, job->rank, number) = {u64(job->number), bytes, more};
+    // release: the team's writes to the slot, and the stamp, before their count
+    store_release(arrived(peer, job->rank), ++number);
+  }
+  // The next message from `peer`; null after a failure.
+  RINGDP_DEVICE Stamp* incoming(int peer) {
+    const u64 number = took(peer);
+    // acquire in `await`: the slot, written before `arrived`, is visible now
+    return await(arrived(job->rank, peer), number + 1, peer) ? slot(job->rank, peer, number) : nullptr;
+  }
+  RINGDP_DEVICE void release(int peer) {
+    // release: the team's reads of the slot before the sender's next write to it
+    store_release(taken(peer, job->rank), ++took(peer));
+  }
+
+  RINGDP_DEVICE bool await(const u64* counter, u64 least, int peer) {
+    u64 start = 0;
+    for (unsigned spins = 1; load_relaxed(counter) < least; ++spins) {
+      if (spins % 64 == 0) {
+        const u64 stopper = load_relaxed(stop(job->rank)), now = nanoseconds();
+        if (stopper != 0) return fail(Fault::stopped, int(stopper) - 1);
+        if (start == 0) start = now;
+        if (now - start > u64(job->timeout)) return fail(Fault::timeout, peer);
+      }
+      pause();
+    }
+    load_acquire(counter);
+    return true;
+  }
+
+  // Always false. Kind, peer, channel and round in 16 bits each; peers are told to stop.
+  RINGDP_DEVICE bool fail(Fault fault, int peer) {
+    store_first(job->failure, u64(fault) | u64(peer & 0xffff) << 16 | u64(channel & 0xffff) << 32 |
+                                  u64(round & 0xffff) << 48);
+    if (fault != Fault::stopped)
+      for (i64 r = 0; r < job->ranks; ++r) store_release(stop(r), u64(job->rank) + 1);
+    return false;
+  }
+  RINGDP_DEVICE bool failed() const { return load_relaxed(job->failure) != 0; }
+};
+
+}  // namespace ringdp

@@ -1,0 +1,60 @@
+"""csrc/cuda's kernels, compiled by g++ to run as threads: see peer_in_threads.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringdp.transport.peer import FATBIN, CudaKernels
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+CXX = os.environ.get("CXX", "g++")
+
+
+def build(out: Path, *options: str, sources: Path = CSRC) -> Path:
+    if not shutil.which(CXX):
+        pytest.skip(f"no {CXX}")
+    command = [CXX, "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", *options]
+    command += ["-I", str(sources), str(HERE / "peer_in_threads.cpp"), "-o", str(out)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in built.stderr and "tsan" in built.stderr:
+        pytest.skip("no library for the sanitizer of threads")
+    assert built.returncode == 0, built.stderr
+    return out
+
+
+class HostKernels:
+    """In place of CudaKernels: launches on the CPU, and returns when all threads have ended."""
+
+    def __init__(self, at: Path) -> None:
+        self._library = ctypes.CDLL(str(build(at / "peer.so", "-O1", "-shared", "-fPIC")))
+
+    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
+        table = ctypes.c_void_p(jobs.data_ptr())
+        assert self._library.launch(name.encode(), *grid, table) == 0
+
+
+class WithoutRank:
+    """Kernels whose launches leave out rank 0: for the others it is dead."""
+
+    def __init__(self, kernels: HostKernels | CudaKernels) -> None:
+        self._kernels = kernels
+
+    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
+        self._kernels.launch(name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared)
+
+
+def has_gpu() -> bool:
+    """Whether the true kernels can run here."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and FATBIN.exists()

@@ -1,0 +1,128 @@
+// The kernels of csrc/cuda as threads: a block is a team of kTeam threads, a launch is a team for
+// each channel of each rank. As a library it stands in for the driver (`launch`). As a program it is
+// for a sanitizer of threads, which must see both ends of every channel. Its arguments: `sum` and
+// files of programs, one a rank: "chunks scratch rows", then the rows. Or `dead`, or `mistaken`,
+// and the same.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "cuda/dtypes.hpp"
+#include "cuda/rows.hpp"
+
+using namespace ringdp;
+
+constexpr int kTeam = 2;
+
+struct alignas(16) Line {
+  char bytes[16];
+};
+
+template <class T>
+void block(const Job& job, i64 channel) {
+  std::vector<Line> shared(shared_bytes(job) / i64(sizeof(Line)) + 1);
+  pthread_barrier_t barrier;
+  pthread_barrier_init(&barrier, nullptr, kTeam);
+  std::vector<std::thread> team;
+  for (int t = 0; t < kTeam; ++t)
+    team.emplace_back([&, t] { run_rows<T>({t, kTeam, &barrier}, job, channel, shared[0].bytes); });
+  for (auto& t : team) t.join();
+  pthread_barrier_destroy(&barrier);
+}
+
+// As the driver would; 0, or 1 for a kernel that there is not.
+extern "C" int launch(const char* kernel, int channels, int ranks, const Job* jobs) {
+  void (*run)(const Job&, i64) = nullptr;
+#define RINGDP_CHOOSE(name, T) \
+  if (kernel == std::string_view("rows_" #name)) run = block<T>;
+  RINGDP_EACH_DTYPE(RINGDP_CHOOSE)
+  if (!run) return 1;
+  std::vector<std::thread> blocks;
+  for (int r = 0; r < ranks; ++r)
+    for (int c = 0; c < channels; ++c) blocks.emplace_back([=] { run(jobs[r], c); });
+  for (auto& b : blocks) b.join();
+  return 0;
+}
+
+void check(bool right, const char* what) {
+  if (right) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::_Exit(1);
+}
+
+constexpr i64 kChannels = 2, kDepth = 2, kSlab = 256;
+
+struct Rank {
+  i64 chunks, scratch;
+  std::vector<Row> rows;
+  std::vector<i64> bounds;
+  std::vector<float> buffer;
+  std::vector<Line> spare, window;
+  std::vector<u64> counts;
+  u64 failure = 0;
+
+  Rank(const char* path, i64 ranks) : counts(kChannels * ranks * 2) {
+    std::ifstream file(path);
+    std::size_t count;
+    file >> chunks >> scratch >> count;
+    rows.resize(count);
+    for (Row& r : rows)
+      file >> r.round >> r.recv_peer >> r.send_peer >> r.src_chunk >> r.dst_chunk >> r.flags;
+    check(bool(file), "the program can be read");
+    spare.resize(kChannels * scratch * kSlab / 16 + 1);
+    window.resize((kLine * (1 + 2 * kChannels * ranks) + kChannels * ranks * kDepth * (kLine + kSlab)) / 16);
+  }
+  Job job(i64 rank, char* const* windows, i64 ranks, i64 number, i64 timeout, i64 elements) {
+    bounds.clear();
+    for (i64 c = 0; c <= chunks; ++c) bounds.push_back(elements * c / chunks);
+    buffer.assign(elements, float(rank + 1));
+    return {rank, ranks, kChannels, kDepth, kSlab, kChannels, number, timeout, 0,
+            rows.data(), i64(rows.size()), bounds.data(), chunks, scratch,
+            reinterpret_cast<char*>(buffer.data()), spare[0].bytes, nullptr, counts.data(), &failure,
+            windows};
+  }
+};
+
+int main(int count, char** arguments) {
+  const std::string_view mode = arguments[1];
+  const int n = count - 2;
+  std::vector<Rank> ranks;
+  for (int r = 0; r < n; ++r) ranks.emplace_back(arguments[2 + r], n);
+  std::vector<char*> windows;
+  for (auto& r : ranks) windows.push_back(r.window[0].bytes);
+  if (mode == "sum") {
+    i64 number = 0;
+    for (const i64 elements : {0, 1, 7, 100, 1000, 3001, 3, 2000}) {
+      std::vector<Job> jobs;
+      for (int r = 0; r < n; ++r)
+        jobs.push_back(ranks[r].job(r, windows.data(), n, number, 60'000'000'000, elements));
+      check(launch("rows_float32", kChannels, n, jobs.data()) == 0, "there is such a kernel");
+      for (auto& r : ranks) {
+        check(r.failure == 0, "no failure");
+        for (float x : r.buffer) check(x == float(n * (n + 1) / 2), "the sum");
+      }
+      ++number;
+    }
+    return 0;
+  }
+  // Rank 0 is not there, or is one collective ahead. Everyone's wait must end, and say why.
+  const bool dead = mode == "dead";
+  std::vector<Job> jobs;
+  for (int r = 0; r < n; ++r)
+    jobs.push_back(ranks[r].job(r, windows.data(), n, r == 0 && !dead, dead ? 100'000'000 : 60'000'000'000, 3000));
+  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead) == 0, "there is such a kernel");
+  bool told = false;
+  for (int r = dead; r < n; ++r) {
+    const auto fault = Fault(ranks[r].failure & 0xffff);
+    const int peer = ranks[r].failure >> 16 & 0xffff;
+    check(fault != Fault::none, "a failure");
+    check(fault == (dead ? Fault::timeout : Fault::mismatch) || fault == Fault::stopped, "its kind");
+    check(fault != Fault::stopped || peer != r, "stopped by another");
+    told |= fault != Fault::stopped;
+  }
+  check(told, "somebody found it");
+}

@@ -1,0 +1,227 @@
+"""The kernels over peer memory: as threads, under a sanitizer, compiled for GPUs, and on one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringdp.errors import CollectiveMismatch, CollectiveTimeout, UsageError
+from ringdp.schedule import fifo_depth, fuse, project, schedule
+from ringdp.schedule.program import Program
+from ringdp.transport import peer
+from ringdp.transport.base import DTYPES, OPS, Op
+from ringdp.transport.peer import Kernels, VirtualRanks
+from ringdp.transport.simulator import simulate
+from tests.transport.peer_build import CSRC, HostKernels, WithoutRank, build, has_gpu
+from tests.transport.test_sanitizers import run
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU")]
+    ),
+]
+CASES = [
+    ("all_reduce", "ring"),
+    ("all_reduce", "two_way_ring"),
+    ("all_reduce", "direct"),
+    ("all_reduce", "halving"),
+    ("reduce_scatter", "ring"),
+    ("reduce_scatter", "direct"),
+    ("all_gather", "ring"),
+    ("all_gather", "direct"),
+    ("broadcast", "direct"),
+    ("all_to_all", "direct"),
+]
+SLAB = 256  # bytes: several slabs a chunk already where tensors are small
+
+
+@pytest.fixture(scope="module")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(tmp_path_factory.mktemp("peer"))
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, device: str) -> Kernels:
+    return peer.CudaKernels() if device == "cuda" else request.getfixturevalue("host_kernels")
+
+
+def programs(collective: str, algorithm: str, n: int) -> list[Program]:
+    made = schedule(collective, algorithm, n)
+    return [fuse(project(made, rank)) for rank in range(n)]
+
+
+def inputs(n: int, elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(elems + n)
+    if dtype.is_floating_point:
+        return [torch.randn(elems, generator=g, dtype=torch.float64).to(dtype) for _ in range(n)]
+    high = 2 if dtype == torch.bool else 100
+    return [torch.randint(0, high, (elems,), generator=g).to(dtype) for _ in range(n)]
+
+
+def compare(
+    ranks: VirtualRanks, made: list[Program], elems: int, dtype: torch.dtype, op: Op, device: str
+) -> None:
+    want = inputs(len(made), elems, dtype)
+    got = [x.to(device, copy=True) for x in want]
+    simulate(made, want, op)
+    ranks.run(made, got, op)
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_equals_the_simulator(kernels: Kernels, device: str, n: int) -> None:
+    """Every algorithm and length, one after the other over the same windows."""
+    ranks = VirtualRanks(n, channels=2, slab=SLAB, device=device, kernels=kernels, timeout=60)
+    for collective, algorithm in CASES:
+        if algorithm == "halving" and n == 3:
+            continue
+        made = programs(collective, algorithm, n)
+        assert fifo_depth(made) <= 4
+        lengths = (0, n, 100 * n) if collective == "all_to_all" else (0, 1, n, 67, 1031)
+        for elems in lengths:
+            compare(ranks, made, elems, torch.float32, "sum", device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_op(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    """16-bit floats are rounded where the simulator rounds them, in a ring and in rank order."""
+    ranks = VirtualRanks(3, channels=2, slab=SLAB, device=device, kernels=kernels, timeout=60)
+    ops = [op for op in OPS if not (dtype.is_floating_point and op in ("band", "bor", "bxor"))]
+    for algorithm in ("ring", "direct"):
+        made = programs("all_reduce", algorithm, 3)
+        for op in ops if dtype != torch.bool else ("sum", "prod"):
+            compare(ranks, made, 701, dtype, op, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_unaligned_buffers(kernels: Kernels, device: str) -> None:
+    ranks = VirtualRanks(2, channels=2, slab=SLAB, device=device, kernels=kernels, timeout=60)
+    made = programs("all_reduce", "ring", 2)
+    whole = [x.to(device) for x in inputs(2, 1031, torch.bfloat16)]
+    want = [x[1:].cpu().clone() for x in whole]
+    simulate(made, want)
+    ranks.run(made, [x[1:] for x in whole])
+    assert all(torch.equal(a, b[1:].cpu()) for a, b in zip(want, whole, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dead_rank_is_named_and_all_end(kernels: Kernels, device: str) -> None:
+    ranks = VirtualRanks(
+        3, channels=2, slab=SLAB, device=device, kernels=WithoutRank(kernels), timeout=0.1
+    )
+    made = programs("all_reduce", "direct", 3)
+    with pytest.raises(CollectiveTimeout, match=r"rank [12] waited longer than 0.1 s for rank 0"):
+        ranks.run(made, [x.to(device) for x in inputs(3, 100, torch.float32)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_length_is_a_mismatch(kernels: Kernels, device: str) -> None:
+    ranks = VirtualRanks(2, channels=2, slab=SLAB, device=device, kernels=kernels, timeout=60)
+    made = programs("all_reduce", "ring", 2)
+    buffers = [torch.ones(size, device=device) for size in (20, 24)]
+    with pytest.raises(CollectiveMismatch, match="of another launch or length"):
+        ranks.run(made, buffers)
+
+
+def test_refuses(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    def virtual(ranks: int, slab: int = SLAB) -> VirtualRanks:
+        return VirtualRanks(ranks, slab=slab, device="cpu", kernels=host_kernels)
+
+    made, ones = programs("all_reduce", "ring", 2), torch.ones(8)
+    with pytest.raises(UsageError, match="multiple of 128"):
+        virtual(2, slab=100)
+    for buffers, message in (
+        ([ones], "2 ranks take as many"),
+        ([ones, ones.double()], "float64"),
+        ([ones, torch.ones(16)[::2]], "strides"),
+        ([ones.to("meta"), ones], "meta"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            virtual(2).run(made, buffers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="needs a CUDA GPU"):
+        VirtualRanks(2)
+
+
+def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    with pytest.raises(UsageError, match="needs CuPy"):
+        peer.CudaKernels()
+    monkeypatch.setitem(__import__("sys").modules, "cupy", object())
+    monkeypatch.setattr(peer, "FATBIN", tmp_path / "peer.fatbin")
+    with pytest.raises(UsageError, match="built without nvcc"):
+        peer.CudaKernels()
+
+
+TSAN = ("-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
+
+
+def files(at: Path, algorithm: str, n: int) -> list[str]:
+    found = []
+    for p in programs("all_reduce", algorithm, n):
+        found.append(at / f"{algorithm}-{n}-{p.rank}")
+        rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
+        found[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n")
+    return list(map(str, found))
+
+
+@pytest.mark.process
+def test_no_race_and_every_wait_ends(tmp_path: Path) -> None:
+    program = str(build(tmp_path / "clean", *TSAN))
+    for algorithm in ("ring", "direct"):
+        for n, mode in ((3, "sum"), (2, "sum"), (3, "dead"), (3, "mistaken")):
+            done = run([program, mode, *files(tmp_path, algorithm, n)])
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
+def test_a_release_made_relaxed_is_a_race(tmp_path: Path) -> None:
+    """Else the test above shows nothing."""
+    sources = tmp_path / "csrc"
+    shutil.copytree(CSRC, sources)
+    target = sources / "cuda" / "target.hpp"
+    text = target.read_text()
+    store = "__atomic_store_n(flag, value, __ATOMIC_RELEASE)"
+    assert text.count(store) == 1
+    target.write_text(text.replace(store, store.replace("RELEASE", "RELAXED")))
+    program = str(build(tmp_path / "broken", *TSAN, sources=sources))
+    done = run([program, "sum", *files(tmp_path, "ring", 2)])
+    assert done.returncode != 0
+    assert "ThreadSanitizer: data race" in done.stderr
+
+
+def cuobjdump(*arguments: str) -> str:
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([tool, *arguments, peer.FATBIN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not peer.FATBIN.exists(), reason="built without nvcc")
+def test_the_fatbin_has_every_kernel_and_no_spill() -> None:
+    usage = cuobjdump("-res-usage")
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)\s+SHARED:\d+ LOCAL:(\d+)", usage)
+    assert {name for name, *_ in found} == {peer.kernel_name(dtype) for dtype in DTYPES}
+    for _, registers, stack, local in found:
+        assert int(registers) * peer.THREADS <= 65536  # a block's
+        assert (stack, local) == ("0", "0")
+
+
+@pytest.mark.skipif(not peer.FATBIN.exists(), reason="built without nvcc")
+def test_the_fatbin_moves_16_bytes_at_once_and_has_flags_at_system_scope() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for sass in cuobjdump("-sass", "-fun", peer.kernel_name(dtype)).split("Function :")[1:]:
+            names = set(re.findall(r"\b(?:LD|ST)[GL]?\.[A-Z0-9.]*", sass))
+            assert {"LD.E.128", "ST.E.128", "LDG.E.64.STRONG.SYS", "STG.E.64.STRONG.SYS"} <= names
+            assert not any(name.startswith(("LDL", "STL")) for name in names)
