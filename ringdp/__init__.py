@@ -12,9 +12,20 @@ from ringdp.errors import (
     ScheduleError,
     UsageError,
 )
-from ringdp.parallel import DistributedDataParallel, Engine, SyncBatchNorm, shard
+from ringdp.parallel import (
+    AdamW,
+    DistributedDataParallel,
+    Engine,
+    LossScaler,
+    Offload,
+    Precision,
+    SyncBatchNorm,
+    clip_grad_norm_,
+    shard,
+)
 
 __all__ = [
+    "AdamW",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "CommunicationError",
@@ -22,13 +33,17 @@ __all__ = [
     "DistributedDataParallel",
     "Engine",
     "Link",
+    "LossScaler",
     "ModelError",
+    "Offload",
     "PeerLost",
+    "Precision",
     "RingdpError",
     "ScheduleError",
     "SyncBatchNorm",
     "UsageError",
     "Work",
+    "clip_grad_norm_",
     "init",
     "shard",
 ]

@@ -115,6 +115,7 @@ def test_import_stays_light():
 
 def test_public_names():
     assert sorted(ringdp.__all__) == [
+        "AdamW",
         "CollectiveMismatch",
         "CollectiveTimeout",
         "CommunicationError",
@@ -122,13 +123,17 @@ def test_public_names():
         "DistributedDataParallel",
         "Engine",
         "Link",
+        "LossScaler",
         "ModelError",
+        "Offload",
         "PeerLost",
+        "Precision",
         "RingdpError",
         "ScheduleError",
         "SyncBatchNorm",
         "UsageError",
         "Work",
+        "clip_grad_norm_",
         "init",
         "shard",
     ]

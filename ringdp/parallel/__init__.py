@@ -1,7 +1,23 @@
 """When collectives happen in training: DDP and ZeRO-1, 2, 3 from one engine."""
 
+from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.ddp import DistributedDataParallel
-from ringdp.parallel.engine import Engine, shard
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.entry import shard
+from ringdp.parallel.offload import Offload
+from ringdp.parallel.optim import AdamW
+from ringdp.parallel.precision import Precision
+from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "Engine", "SyncBatchNorm", "shard"]
+__all__ = [
+    "AdamW",
+    "DistributedDataParallel",
+    "Engine",
+    "LossScaler",
+    "Offload",
+    "Precision",
+    "SyncBatchNorm",
+    "clip_grad_norm_",
+    "shard",
+]

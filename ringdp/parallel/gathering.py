@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringdp.comm import Communicator
-from ringdp.parallel.prefetch import ahead, forecast, position_of
+from ringdp.parallel.prefetch import Groups, ahead, forecast, position_of
 from ringdp.parallel.unit import FlatUnit, State
 
 
@@ -17,13 +17,18 @@ class Gathering:
     """Over the units of one model. `limit`: bytes that may be gathered and not yet used."""
 
     def __init__(
-        self, units: Sequence[FlatUnit], comm: Communicator, prefetch_bytes: int | None
+        self,
+        units: Sequence[FlatUnit],
+        groups: Groups,
+        comm: Communicator,
+        prefetch_bytes: int | None,
     ) -> None:
-        self.units, self.comm = units, comm
+        self.units, self.groups, self.comm = units, groups, comm
         self._sizes = [u.bytes if u.freed else 0 for u in units]
-        self.limit = max(self._sizes[1:], default=0) if prefetch_bytes is None else prefetch_bytes
+        inner = [self._sizes[u] for group in groups[1:] for u in group]
+        self.limit = max(inner, default=0) if prefetch_bytes is None else prefetch_bytes
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
-        self._order, self._seen = forecast(len(units)), list[int]()
+        self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
 
@@ -56,18 +61,24 @@ class Gathering:
             unit.reshard()
             self._prefetch()
 
-    def gather_all(self) -> None:
-        """Every unit unsharded."""
+    def summon_all(self) -> None:
+        """Every unit summoned, but for those that are whole always."""
+        self.reshard_all()
         for unit in self.units:
             if unit.state is State.SHARDED:
-                unit.gather(self.comm)
-        self._unshard_all()
+                unit.summon(self.comm)
+
+    def dismiss_all(self, *, write: bool) -> None:
+        for unit in self.units:
+            if unit.state is State.SUMMONED:
+                unit.dismiss(write=write)
 
     def reshard_all(self) -> None:
         """Every unit sharded, nothing in flight."""
-        self._unshard_all()
         for unit in self.units:
-            if unit.state is State.UNSHARDED:
+            if unit.state is State.GATHERING:
+                unit.unshard()
+            if unit.state is State.UNSHARDED and not unit.static:
                 unit.reshard()
 
     def end(self, *, learn: bool) -> None:
@@ -76,11 +87,6 @@ class Gathering:
             self._order = tuple(self._seen)
         self.in_use.clear()
         self._ahead.clear()
-
-    def _unshard_all(self) -> None:
-        for unit in self.units:
-            if unit.state is State.GATHERING:
-                unit.unshard()
 
     def _prefetch(self) -> None:
         if self._position is None:

@@ -1,15 +1,17 @@
 """Bytes per rank by category: measured as buffers are taken and freed, and by formula.
 
-    parameters     what the rank keeps of them between steps
+    parameters     what the rank keeps of them between steps, masters included
     gathered_peak  units gathered for their forward or backward, at the worst moment (stage 3)
     gradients      what the rank keeps of them for the optimizer
     buckets        gradients on their way to other ranks, at the worst moment (stages 2, 3)
     optimizer      the optimizer's state
 
+Bytes on the host count, too, where something is offloaded.
 It leaves out activations, and the gradients that autograd has made and the engine has not yet
 flattened: those of the unit whose backward runs, and of the root. The formulas are those of a step
 with one forward and one backward, in which every unit is called once and none lies inside another;
-gradients that accumulate over several backwards take one bucket in stages 0 and 1, too.
+gradients that accumulate over several backwards take one bucket in stages 0 and 1, too, and those
+that wait in no_sync the masters' size of their unit.
 """
 
 from __future__ import annotations
@@ -37,6 +39,44 @@ class Memory(NamedTuple):
     optimizer: int
 
 
+class Widths(NamedTuple):
+    """Bytes per element of one unit's buffers (see `precision`), and which of them there are."""
+
+    master: int
+    compute: int
+    reduce: int
+    apart: bool = False  # what is gathered is not what the optimizer steps
+    own: bool = True  # what a reduction comes to may be what the optimizer reads
+    on_device: bool = True  # a shard to gather from is kept
+    trainable: bool = True
+
+    def parameters(self, unit: Unit, stage: Stage) -> int:
+        if not self.apart:
+            return self.compute * _kept(unit, stage.parameters)
+        held = _kept(unit, stage.parameters)
+        if stage.parameters is Keep.SHARD and not self.on_device:
+            held = 0
+        return self.master * _kept(unit, stage.optimizer) + self.compute * held
+
+    def keeps_bucket(self, stage: Stage) -> bool:
+        return stage.gradients is Keep.FULL and (stage.optimizer is Keep.SHARD or self.own)
+
+    def gradients(self, unit: Unit, stage: Stage) -> int:
+        if not self.trainable:
+            return 0
+        bucket = self.reduce * unit.padded if self.keeps_bucket(stage) else 0
+        if bucket and self.own:
+            return bucket
+        return bucket + self.master * _kept(unit, stage.optimizer)
+
+    def bucket(self, unit: Unit, stage: Stage) -> int:
+        return 0 if self.keeps_bucket(stage) or not self.trainable else self.reduce * unit.padded
+
+
+def _kept(unit: Unit, keep: Keep) -> int:
+    return unit.padded if keep is Keep.FULL else unit.shard
+
+
 class Ledger:
     """Makes and counts the engine's buffers: `now` and `peak` bytes of each category.
 
@@ -55,34 +95,38 @@ class Ledger:
     def give(self, category: str, size: int) -> None:
         self.now[category] -= size
 
-    def empty(self, category: str, elements: int, like: Tensor) -> Tensor:
+    def empty(
+        self, category: str, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """A new flat buffer, counted."""
-        self.take(category, elements * like.element_size())
-        return self.make(elements, like)
+        self.take(category, elements * dtype.itemsize)
+        return self.make(elements, dtype, device)
 
-    def make(self, elements: int, like: Tensor) -> Tensor:
+    def make(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new flat buffer, not counted."""
-        if like.is_cpu:
-            return self.comm.empty(elements, dtype=like.dtype)
-        return torch.empty(elements, dtype=like.dtype, device=like.device)
+        if device.type == "cpu":
+            return self.comm.empty(elements, dtype=dtype)
+        return torch.empty(elements, dtype=dtype, device=device)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state."""
-    return sum(
-        value.untyped_storage().nbytes()
+    """Bytes of the tensors in an optimizer's state, which may be views of one."""
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)
-    )
+    }
+    return sum(storages.values())
 
 
 def formula(
     units: Sequence[Unit],
+    groups: Sequence[Sequence[int]],
     stage: Stage,
     rank: int,
     *,
-    itemsize: int,
+    widths: Sequence[Widths],
     limit: int,
     per_element: int,
     per_parameter: int,
@@ -92,33 +136,38 @@ def formula(
     In elements, with Ψ the sum of the units' padded sizes: parameters Ψ or Ψ/n, gradients Ψ or Ψ/n,
     the optimizer its elements of Ψ or Ψ/n without padding (Rajbhandari et al. 2020, figure 1);
     gathered units by replaying an iteration (see `gathered_peak`); one bucket, as large as the
-    largest unit.
+    largest unit. `groups`: units of one module, the root's first.
     """
-    full = itemsize * sum(u.padded for u in units)
-    shard = itemsize * sum(u.shard for u in units)
+    each = list(zip(units, widths, strict=True))
+    trained = [u for u, w in each if w.trainable]
     if stage.optimizer is Keep.FULL:
-        owned = [e.elements for u in units for e in u.entries if e.elements]
+        owned = [e.elements for u in trained for e in u.entries if e.elements]
     else:
-        owned = [elements for u in units for elements in u.owned(rank)]
+        owned = [elements for u in trained for elements in u.owned(rank)]
     gathers = stage.parameters is Keep.SHARD
-    sizes = [itemsize * u.padded for u in units]
+    sizes = [w.compute * u.padded for u, w in each]
     return Memory(
-        parameters=full if stage.parameters is Keep.FULL else shard,
-        gathered_peak=gathered_peak(sizes, limit) if gathers else 0,
-        gradients=full if stage.gradients is Keep.FULL else shard,
-        buckets=max(sizes) if stage.gradients is Keep.SHARD else 0,
+        parameters=sum(w.parameters(u, stage) for u, w in each),
+        gathered_peak=gathered_peak(sizes, groups, limit) if gathers else 0,
+        gradients=sum(w.gradients(u, stage) for u, w in each),
+        buckets=max(w.bucket(u, stage) for u, w in each),
         optimizer=per_element * sum(owned) + per_parameter * len(owned),
     )
 
 
-def traffic(units: Sequence[Unit], stage: Stage, *, itemsize: int) -> int:
+def traffic(
+    units: Sequence[Unit], roots: Sequence[int], stage: Stage, *, widths: Sequence[Widths]
+) -> int:
     """Exact bytes that one rank sends in a step.
 
     A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. The root stays
-    gathered from its forward to its backward, so stage 3 gathers it once.
+    gathered from its forward to its backward, so stage 3 gathers it once; frozen units are not
+    reduced.
     """
     reductions = 2 if stage.reduction == "all_reduce" else 1
-    return sum(
-        (u.ranks - 1) * u.shard * itemsize * (reductions + min(stage.gathers, 1 if root else 2))
-        for root, u in zip([True, *[False] * len(units)], units, strict=False)
-    )
+    total = 0
+    for index, (u, w) in enumerate(zip(units, widths, strict=True)):
+        gathers = min(stage.gathers, 1 if index in roots else 2)
+        total += (u.ranks - 1) * u.shard * (w.compute * gathers)
+        total += (u.ranks - 1) * u.shard * (w.reduce * reductions * w.trainable)
+    return total

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+Groups = Sequence[Sequence[int]]  # units of one module, used together; those of the root first
 Order = tuple[int, ...]  # units in the order of their uses, a forward and its backward
 
 
-def forecast(units: int) -> Order:
-    """Before the first iteration: as registered, then backwards. Unit 0 is the root."""
-    inner = range(1, units)
-    return (0, *inner, 0, *reversed(inner))
+def forecast(groups: Groups) -> Order:
+    """Before the first iteration: as registered, then backwards."""
+    root, *inner = groups
+    order = (root, *inner, root, *reversed(inner))
+    return tuple(unit for group in order for unit in group)
 
 
 def position_of(unit: int, order: Order, after: int) -> int | None:
@@ -47,13 +49,13 @@ def ahead(
     return found
 
 
-def gathered_peak(sizes: Sequence[int], limit: int) -> int:
+def gathered_peak(sizes: Sequence[int], groups: Groups, limit: int) -> int:
     """Peak bytes of gathered units over one iteration in the order of `forecast`.
 
-    The root stays from its forward to the end of its backward; every other unit goes after each
-    use. With equal units of S bytes and limit S this is root + 2 S.
+    The root stays from its forward to the end of its backward; all others go after each use. With
+    equal units of S bytes and limit S this is root + 2 S.
     """
-    order = forecast(len(sizes))
+    order = forecast(groups)
     held: set[int] = set()
     waiting: set[int] = set()  # gathered, not yet used
     peak = 0
@@ -73,11 +75,16 @@ def gathered_peak(sizes: Sequence[int], limit: int) -> int:
         waiting.update(more)
         peak = max(peak, sum(sizes[u] for u in held))
 
-    for position, unit in enumerate(order):
-        held.add(unit)
-        waiting.discard(unit)
-        gather(position, unit)
-        if unit != 0:
-            held.discard(unit)
-            gather(position, None)
+    root, *inner = groups
+    position = -1
+    for group in (root, *inner, root, *reversed(inner)):
+        for unit in group:
+            position += 1
+            held.add(unit)
+            waiting.discard(unit)
+            gather(position, unit)
+        if group is not root:
+            for unit in group:
+                held.discard(unit)
+                gather(position, None)
     return peak

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ringdp.comm import Communicator, Work
 from ringdp.kernels import flatten
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 
 
@@ -21,30 +22,42 @@ class _Reduction(NamedTuple):
 
 
 class Reducing:
-    """Over a communicator of its own."""
+    """Over a communicator of its own. Without `overlap` every reduction is waited for at once."""
 
-    def __init__(self, comm: Communicator, stage: Stage, ledger: Ledger) -> None:
-        self.comm, self.stage, self.ledger = comm, stage, ledger
+    def __init__(
+        self, comm: Communicator, stage: Stage, ledger: Ledger, *, overlap: bool = True
+    ) -> None:
+        self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
         self._pending: list[_Reduction] = []
+        self._unreduced: dict[int, Tensor] = {}  # unit -> sums of no_sync, in the masters' dtype
 
     def start(self, unit: FlatUnit, *, accumulate: bool) -> None:
-        """Average the unit's `p.grad` over the ranks, and take them off the parameters.
+        """Average the unit's new gradients over the ranks, and take them off the parameters.
 
         The result goes to, or with `accumulate` on top of, the unit's own gradient. Where that
         cannot serve as the bucket, one other bucket exists at a time.
         """
-        bucket = unit.gradient
-        if accumulate or self.stage.gradients is Keep.SHARD:
+        if unit.index in self._unreduced:
+            self.keep(unit)
+        if unit.bucket is not None and not (accumulate and unit.widths.own):
+            bucket = unit.bucket
+        else:
             self.finish()
-            bucket = self.ledger.empty("buckets", unit.plan.padded, unit.gradient)
-        made = [
-            (p.grad, e.offset)
-            for p, e in zip(unit.parameters, unit.plan.entries, strict=True)
-            if p.grad is not None
-        ]
-        scale = 1 / self.comm.size
-        flatten([g for g, _ in made], bucket, scale=scale, offsets=[o for _, o in made])
-        for p in unit.parameters:
+            bucket = self.ledger.empty(
+                "buckets", unit.plan.padded, unit.dtypes.reduce, unit.full.device
+            )
+        if (kept := self._unreduced.pop(unit.index, None)) is not None:
+            flatten([kept], bucket, scale=1 / self.comm.size, offsets=[0])
+            self.ledger.give("gradients", _size(kept))
+        else:
+            made = _made(unit)
+            flatten(
+                [g for g, _ in made],
+                bucket,
+                scale=1 / self.comm.size,
+                offsets=[offset for _, offset in made],
+            )
+        for p in unit.computed:
             p.grad = None
         if self.stage.reduction == "all_reduce":
             work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
@@ -52,20 +65,67 @@ class Reducing:
             own = bucket[unit.part]
             work = self.comm.reduce_scatter(own, bucket, async_op=True, tag=unit.index)
         self._pending.append(_Reduction(unit, bucket, work, accumulate))
+        if not self.overlap:
+            self.finish()
+
+    def keep(self, unit: FlatUnit) -> None:
+        """Add the unit's new gradients to those that wait for a reduction."""
+        made = _made(unit)
+        kept = self._unreduced.get(unit.index)
+        if kept is None:
+            kept = torch.empty(unit.plan.padded, dtype=unit.dtypes.master, device=unit.full.device)
+            flatten([g for g, _ in made], kept, offsets=[offset for _, offset in made])
+            self._unreduced[unit.index] = kept
+            self.ledger.take("gradients", _size(kept))
+        else:
+            for gradient, offset in made:
+                kept[offset : offset + gradient.numel()].view(gradient.shape).add_(gradient)
+        for p in unit.computed:
+            p.grad = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of no_sync wait for a backward that reduces them."""
+        return bool(self._unreduced)
+
+    def drop(self) -> None:
+        """Forget the gradients of no_sync."""
+        for kept in self._unreduced.values():
+            self.ledger.give("gradients", _size(kept))
+        self._unreduced.clear()
 
     def finish(self) -> None:
         """Wait for all that has been started."""
+        to_host = False
         while self._pending:
-            self._finish(self._pending.pop(0))
+            to_host |= self._finish(self._pending.pop(0))
+        if to_host:
+            torch.cuda.current_stream().synchronize()
 
-    def _finish(self, reduction: _Reduction) -> None:
+    def _finish(self, reduction: _Reduction) -> bool:
+        """True if a copy to the host is under way."""
         unit, bucket, work, accumulate = reduction
         work.wait()
-        if bucket is unit.gradient:
-            return
+        if bucket is unit.bucket and unit.widths.own:
+            return False
         result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.part]
         if accumulate:
-            unit.own_gradient.add_(result)
+            unit.gradient.add_(result.to(unit.gradient.device))
         else:
-            unit.own_gradient.copy_(result)
-        self.ledger.give("buckets", unit.bytes)
+            unit.gradient.copy_(result, non_blocking=True)
+        if bucket is not unit.bucket:
+            self.ledger.give("buckets", _size(bucket))
+        return result.is_cuda and not unit.gradient.is_cuda
+
+
+def _made(unit: FlatUnit) -> list[tuple[Tensor, int]]:
+    """The gradients that autograd has made, and where they lie in the unit."""
+    return [
+        (p.grad, e.offset)
+        for p, e in zip(unit.computed, unit.plan.entries, strict=True)
+        if p.grad is not None
+    ]
+
+
+def _size(buffer: Tensor) -> int:
+    return buffer.numel() * buffer.element_size()

@@ -9,30 +9,45 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.comm import Communicator, Work
+from ringdp.errors import UsageError
 from ringdp.kernels import flatten
-from ringdp.parallel import layout
-from ringdp.parallel.memory import Ledger
+from ringdp.parallel import layout, outside
+from ringdp.parallel.memory import Ledger, Widths
+from ringdp.parallel.offload import Offload, on_host
+from ringdp.parallel.places import Place, put
+from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Keep, Stage
 
 
 class State(Enum):
     """
     SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
+    SHARDED --summon--> SUMMONED --dismiss--> SHARDED
 
-    Stage 0 is always UNSHARDED.
+    Stage 0 is always UNSHARDED, unless its masters are apart.
     """
 
     SHARDED = auto()
-    """The parameters are flat slices of this rank's shard; the optimizer may step them. Stages 1
-    and 2 keep the full buffer, whose other shards are out of date; stage 3 has freed it."""
+    """The parameters are flat slices of this rank's master shard (in stage 0: whole masters); the
+    optimizer may step them. Stages 1 and 2 keep the full buffer, whose other shards are out of
+    date; stage 3 has freed it."""
     GATHERING = auto()
     """As SHARDED, and an all_gather is filling the full buffer."""
     UNSHARDED = auto()
-    """The parameters are views of the full buffer, in their own shapes."""
+    """The modules have parameters that are views of the full buffer, in their own shapes."""
+    SUMMONED = auto()
+    """The parameters are views of a full buffer of masters, in their own shapes."""
 
 
 class FlatUnit:
     """The flat buffers behind one unit's parameters.
+
+    Note [masters apart]
+        Where parameters compute in another dtype than they have at rest, or rest on the host, the
+        full buffer is not made of what the optimizer steps. Then the modules hold other
+        nn.Parameters while the unit is unsharded (`computed`), and autograd puts gradients there.
+        One object could not do: given another dtype, a tensor gets another gradient accumulator,
+        and the count of gradients that a backward still owes would be wrong.
 
     Note [views outlive their memory]
         Autograd saves views of a weight (`weight.t()` of a linear layer) for backward. If freeing
@@ -45,34 +60,72 @@ class FlatUnit:
         index: int,
         plan: layout.Unit,
         parameters: Sequence[nn.Parameter],
+        places: Sequence[Sequence[Place]],
         stage: Stage,
+        dtypes: Dtypes,
+        offload: Offload,
         comm: Communicator,
         ledger: Ledger,
-        like: Tensor,
+        device: torch.device,
     ) -> None:
         """Lays out `parameters` with rank 0's values. Collective: a broadcast."""
         self.index, self.plan, self.parameters, self.stage = index, plan, parameters, stage
+        self.places, self.dtypes, self.offload = places, dtypes, offload
         self.ledger, self.rank = ledger, comm.rank
-        self.full = like.new_empty(plan.padded)
-        flatten(list(parameters), self.full, offsets=[e.offset for e in plan.entries])
-        comm.broadcast(self.full)
-        self.bytes = plan.padded * like.element_size()
-        self.part = slice(comm.rank * plan.shard, (comm.rank + 1) * plan.shard)
-        self.views = self._views(self.full, [p.shape for p in parameters])
+        self.trainable = any(p.requires_grad for p in parameters)
+        self.apart = dtypes.compute != dtypes.master or offload.any  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
+        self.part = slice(comm.rank * plan.shard, (comm.rank + 1) * plan.shard)
+        self.shapes = [p.shape for p in parameters]
+        whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
+        flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
+        comm.broadcast(whole)
+
+        self.full = whole
+        if self.apart:
+            self.full = torch.empty(plan.padded, dtype=dtypes.compute, device=device)
+        self.bytes = plan.padded * dtypes.compute.itemsize
         self.shard = self.full[self.part]
-        if self.freed:
-            self.shard = ledger.make(plan.shard, like).copy_(self.shard)
-        self.gradient = ledger.empty("gradients", self._kept(stage.gradients), like)
-        ledger.take("parameters", self._kept(stage.parameters) * like.element_size())
+        if self.freed and not offload.parameters:
+            self.shard = ledger.make(plan.shard, dtypes.compute, device)
+            self.shard.copy_(whole[self.part])
+        self.master = self._master(whole)
+        self.views = self._views(self.full)
+        self.computed = parameters
+        if self.apart:
+            self.computed = [
+                nn.Parameter(v, requires_grad=p.requires_grad)
+                for v, p in zip(self.views, parameters, strict=True)
+            ]
+        self._make_gradients(device)
+        ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state = State.UNSHARDED
         self.work: Work | None = None
-        if stage.optimizer is Keep.FULL:
-            self._point(self.views)
+        if self.static:
+            self._point(parameters, self.views)
         else:
             if self.freed:
                 ledger.take("gathered", self.bytes)
+            self._point(parameters, self.rest)
             self.reshard()
+
+    @property
+    def static(self) -> bool:
+        """Whether it is never anything but UNSHARDED."""
+        return self.stage.optimizer is Keep.FULL and not self.apart
+
+    @property
+    def widths(self) -> Widths:
+        """Bytes per element, for the formulas."""
+        return Widths(
+            master=self.dtypes.master.itemsize,
+            compute=self.dtypes.compute.itemsize,
+            reduce=self.dtypes.reduce.itemsize,
+            apart=self.apart,
+            own=self.dtypes.reduce == self.dtypes.master and not self.offload.any,
+            on_device=not self.offload.parameters,
+            trainable=self.trainable,
+        )
 
     def gather(self, comm: Communicator) -> None:
         """SHARDED -> GATHERING: start to fill the full buffer."""
@@ -80,62 +133,144 @@ class FlatUnit:
         if self.freed:
             self.ledger.take("gathered", self.bytes)
             self.full.untyped_storage().resize_(self.bytes)
-        self.work = comm.all_gather(self.full, self.shard, async_op=True, tag=self.index)
+        if self.stage.optimizer is Keep.FULL:
+            self.full.data.copy_(self.master)  # by .data: autograd may have saved views
+        else:
+            if self.apart:
+                self.shard.data.copy_(self.master, non_blocking=True)
+            self.work = comm.all_gather(self.full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
     def unshard(self) -> None:
         """GATHERING -> UNSHARDED: the parameters have their shapes and all ranks' values."""
         assert self.state is State.GATHERING
-        assert self.work is not None
-        self.work.wait()
-        self.work = None
-        self._point(self.views)
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        outside.release(self.parameters)
+        self._check_frozen()
+        if self.apart:
+            for c, p in zip(self.computed, self.parameters, strict=True):
+                c.requires_grad_(p.requires_grad)
+            put(self.places, self.computed)
+        self._point(self.computed, self.views)
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: the parameters are this rank's slices again."""
         assert self.state is State.UNSHARDED
-        self._point(self.slices(self.shard))
+        if self.apart:
+            put(self.places, self.parameters)
+        else:
+            self._point(self.parameters, self.rest)
+        if self.stage.optimizer is Keep.SHARD:
+            outside.guard(self.parameters)
         if self.freed:
             self._free()
             self.ledger.give("gathered", self.bytes)
         self.state = State.SHARDED
+
+    def summon(self, comm: Communicator) -> None:
+        """SHARDED -> SUMMONED. Collective."""
+        assert self.state is State.SHARDED
+        outside.release(self.parameters)
+        if self.stage.optimizer is Keep.SHARD:
+            if self.apart:
+                self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
+            else:
+                self.summoned = self.full
+                self.full.untyped_storage().resize_(self.bytes)
+            comm.all_gather(self.summoned, self.master, tag=self.index)
+            self._point(self.parameters, self._views(self.summoned))
+        self.state = State.SUMMONED
+
+    def dismiss(self, *, write: bool) -> None:
+        """SUMMONED -> SHARDED, with what was written meanwhile, or without."""
+        assert self.state is State.SUMMONED
+        if self.stage.optimizer is Keep.SHARD:
+            if write:
+                self.master.copy_(self.summoned[self.part])
+            self._point(self.parameters, self.rest)
+            outside.guard(self.parameters)
+            del self.summoned
+            if self.freed:
+                self._free()
+        self.state = State.SHARDED
+
+    @property
+    def rest(self) -> list[Tensor]:
+        """What the parameters are between uses: views of the master."""
+        if self.stage.optimizer is Keep.FULL:
+            return self._views(self.master)
+        return self.slices(self.master)
 
     def slices(self, shard: Tensor) -> list[Tensor]:
         """This rank's part of every parameter, as views of a shard-shaped buffer."""
         spans = (self.plan.local(e, self.rank) for e in self.plan.entries)
         return [shard[begin:end] for begin, end in spans]
 
-    @property
-    def own_gradient(self) -> Tensor:
-        """What the optimizer reads: the full gradient in stage 0, else this rank's shard of it."""
-        if self.stage.gradients is Keep.FULL and self.stage.optimizer is Keep.SHARD:
-            return self.gradient[self.part]
-        return self.gradient
-
     def gradient_views(self) -> list[Tensor]:
         """The gradient of each parameter, in the shape that it has between steps."""
         if self.stage.optimizer is Keep.SHARD:
-            return self.slices(self.own_gradient)
-        return self._views(self.gradient, [v.shape for v in self.views])
+            return self.slices(self.gradient)
+        return self._views(self.gradient)
 
-    def _views(self, full: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    def _master(self, whole: Tensor) -> Tensor:
+        """What the optimizer steps: all of it in stage 0, else this rank's shard."""
+        sharded = self.stage.optimizer is Keep.SHARD
+        if not self.apart:
+            return self.shard if sharded else whole
+        if not sharded:
+            return whole
+        if self.offload.any:
+            return on_host(self.plan.shard, self.dtypes.master).copy_(whole[self.part])
+        return whole[self.part].clone()
+
+    def _make_gradients(self, device: torch.device) -> None:
+        """`bucket`: what is reduced, None where one is made each time. `gradient`: what the
+        optimizer reads. In stages 0 and 1 the latter may be (a part of) the former."""
+        stage, plan, width = self.stage, self.plan, self.widths
+        self.bucket: Tensor | None = None
+        shard = plan.shard if stage.optimizer is Keep.SHARD else plan.padded
+        if not self.trainable:
+            self.gradient = torch.empty(0, dtype=self.dtypes.master, device=device)
+            return
+        if width.keeps_bucket(stage):
+            self.bucket = self.ledger.empty("gradients", plan.padded, self.dtypes.reduce, device)
+        if self.bucket is not None and width.own:
+            self.gradient = self.bucket if shard == plan.padded else self.bucket[self.part]
+        elif self.offload.any:
+            self.gradient = on_host(shard, self.dtypes.master)
+            self.ledger.take("gradients", shard * self.dtypes.master.itemsize)
+        else:
+            self.gradient = self.ledger.empty("gradients", shard, self.dtypes.master, device)
+
+    def _check_frozen(self) -> None:
+        if self.trainable:
+            return
+        for p, entry in zip(self.parameters, self.plan.entries, strict=True):
+            if p.requires_grad:
+                raise UsageError(
+                    f"parameter {entry.name} was frozen when the model was sharded and has no room "
+                    "for a gradient; shard() the model after requires_grad_(True)"
+                )
+
+    def _views(self, full: Tensor) -> list[Tensor]:
         """The unit's parameters, in their shapes, as views of a flat buffer."""
         return [
             full[e.offset : e.offset + e.elements].view(shape)
-            for e, shape in zip(self.plan.entries, shapes, strict=True)
+            for e, shape in zip(self.plan.entries, self.shapes, strict=True)
         ]
 
     def _free(self) -> None:
         """See Note [views outlive their memory]."""
         if not self.full.untyped_storage().resizable():  # somebody holds it as a numpy array
             self.full = torch.empty_like(self.full)
-            self.views = self._views(self.full, [v.shape for v in self.views])
+            self.views = self._views(self.full)
+            if self.offload.parameters:
+                self.shard = self.full[self.part]
         self.full.untyped_storage().resize_(0)
 
-    def _kept(self, keep: Keep) -> int:
-        return self.plan.padded if keep is Keep.FULL else self.plan.shard
-
-    def _point(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+    def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(parameters, tensors, strict=True):
             parameter.data = tensor

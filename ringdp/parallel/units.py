@@ -1,12 +1,14 @@
 """Which parameters are gathered and freed together: modules become units.
 
 A parameter belongs to the innermost unit around it; one that several units share (tied weights),
-or that lies in none, belongs to the root, which is the model itself and always comes first.
+that lies in none, or that is smaller than `persist_below` belongs to the root, which is the model
+itself and always comes first. A unit has one flat buffer, whose elements are of one kind: dtypes,
+and whether they are trained. A module that owns several kinds is several units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -28,28 +30,59 @@ class Found(NamedTuple):
     parameters: list[tuple[str, nn.Parameter]]
 
 
-def find_units(model: nn.Module, rule: UnitRule | None) -> list[Found]:
-    """Root first, then the others as registered, without those that own no parameter.
+def find_units(
+    model: nn.Module,
+    rule: UnitRule | int | None,
+    *,
+    persist_below: int = 0,
+    kind: Callable[[nn.Module, nn.Parameter], Hashable] = lambda _m, p: (p.dtype, p.requires_grad),
+) -> list[Found]:
+    """Those of the root first, then the others as registered, without such that own no parameter.
 
-    `rule` is a module class, several, or a predicate. Without one every entry of a ModuleList or
-    Sequential is a unit, the outermost one where they nest. Raises UsageError if nothing can be
-    trained, or if the parameters are not all of one floating dtype on one device.
+    `rule` is a module class, several, a predicate, or a number: the outermost modules of at most
+    so many elements. Without one every entry of a ModuleList or Sequential is a unit, the outermost
+    one where they nest. `kind` of a parameter, in the module that it lies in: all of a unit have
+    the same. Raises UsageError if nothing can be trained, or if the parameters are not all floating
+    and on one device.
     """
     _check(model)
-    chosen = _listed(model) if rule is None else _matching(model, rule)
+    chosen = _chosen(model, rule)
     unit_at: dict[str, nn.Module] = {}
     owners: dict[nn.Parameter, set[nn.Module]] = {}
+    kinds: dict[nn.Parameter, Hashable] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # parents come first
         own = module in chosen or module is model
         unit_at[name] = module if own else unit_at[name.rpartition(".")[0]]
         for p in module.parameters(recurse=False):
             owners.setdefault(p, set()).add(unit_at[name])
-    found = {m: Found(name, m, []) for name, m in model.named_modules() if m in chosen}
-    found = {model: Found("", model, [])} | found
+            kinds.setdefault(p, kind(module, p))
+    owned: dict[nn.Module, dict[Hashable, list[tuple[str, nn.Parameter]]]] = {model: {}}
+    names = {m: name for name, m in model.named_modules() if m in chosen or m is model}
     for name, p in model.named_parameters():
         (unit,) = owners[p] if len(owners[p]) == 1 else (model,)
-        found[unit].parameters.append((name, p))
-    return [f for f in found.values() if f.parameters or f.module is model]
+        home = model if p.numel() < persist_below else unit
+        owned.setdefault(home, {}).setdefault(kinds[p], []).append((name, p))
+    if not owned[model]:
+        owned[model][None] = []
+    return [
+        Found(name, module, parameters)
+        for module, name in names.items()
+        for parameters in owned.get(module, {}).values()
+    ]
+
+
+def matches(module: nn.Module, rule: UnitRule) -> bool:
+    if isinstance(rule, type | tuple):
+        return isinstance(module, rule)
+    return rule(module)
+
+
+def _chosen(model: nn.Module, rule: UnitRule | int | None) -> set[nn.Module]:
+    if rule is None:
+        return _listed(model)
+    if isinstance(rule, int):
+        return _at_most(model, rule)
+    return _matching(model, rule)
 
 
 def _listed(model: nn.Module) -> set[nn.Module]:
@@ -66,11 +99,26 @@ def _listed(model: nn.Module) -> set[nn.Module]:
     return chosen
 
 
+def _at_most(model: nn.Module, elements: int) -> set[nn.Module]:
+    if elements < 1:
+        raise UsageError(f"unit={elements}; as a number of elements it must be at least 1")
+    chosen: set[nn.Module] = set()
+    below: list[nn.Module] = [model]
+    while below:
+        module = below.pop()
+        if isinstance(module, _CONTAINERS) or _elements(module) > elements:
+            below += module.children()
+        else:
+            chosen.add(module)
+    return chosen - {model}
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def _matching(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
-    if isinstance(rule, type | tuple):
-        chosen = {m for m in model.modules() if isinstance(m, rule) and m is not model}
-    else:
-        chosen = {m for m in model.modules() if m is not model and rule(m)}
+    chosen = {m for m in model.modules() if m is not model and matches(m, rule)}
     if not chosen:
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise UsageError(f"unit={rule!r} matches no module of the model; it has {', '.join(kinds)}")
@@ -85,13 +133,13 @@ def _check(model: nn.Module) -> None:
     if not any(p.requires_grad for _, p in parameters):
         raise UsageError("the model has no trainable parameter")
     first_name, first = parameters[0]
-    if not first.is_floating_point():
-        raise UsageError(f"parameter {first_name} is {first.dtype}; parameters must be floats")
     for name, p in parameters:
-        if (p.dtype, p.device) != (first.dtype, first.device):
+        if not p.is_floating_point():
+            raise UsageError(f"parameter {name} is {p.dtype}; parameters must be floats")
+        if p.device != first.device:
             raise UsageError(
-                f"parameters must share one dtype and device: {first_name} is {first.dtype} on "
-                f"{first.device}, {name} is {p.dtype} on {p.device}"
+                f"parameters must be on one device: {first_name} is on {first.device}, "
+                f"{name} on {p.device}"
             )
 
 

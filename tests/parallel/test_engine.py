@@ -59,14 +59,12 @@ def gathered(comm: Communicator, engine: ringdp.Engine) -> list[Tensor]:
     """Every parameter's full gradient, put together from the ranks' parts."""
     out = []
     for unit in engine.units:
-        full = torch.zeros_like(unit.gradient if unit.stage.number < 2 else unit.full)
-        if unit.stage.number == 0:
-            full.copy_(unit.gradient)
-        else:
-            full = torch.empty(unit.plan.padded)
-            comm.all_gather(full, unit.own_gradient.clone())
-        for e, view in zip(unit.plan.entries, unit.views, strict=True):
-            out.append(full[e.offset : e.offset + e.elements].view(view.shape).clone())
+        full = unit.gradient
+        if unit.stage.number > 0:
+            full = torch.empty(unit.plan.padded, dtype=unit.gradient.dtype)
+            comm.all_gather(full, unit.gradient.clone())
+        for e, shape in zip(unit.plan.entries, unit.shapes, strict=True):
+            out.append(full[e.offset : e.offset + e.elements].view(shape).clone())
     return out
 
 
@@ -255,9 +253,7 @@ def refusals(comm: Communicator) -> list[str]:
         lambda: ringdp.shard(model(), stage=4, comm=comm),
         lambda: ringdp.shard(nn.Linear(2, 2).requires_grad_(False), stage=1, comm=comm),
         lambda: ringdp.shard(model(), stage=1, unit=nn.Conv2d, comm=comm),
-        lambda: ringdp.shard(
-            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), stage=1, comm=comm
-        ),
+        lambda: ringdp.shard(nn.Linear(2, 2).to(torch.complex64), stage=1, comm=comm),
         lambda: ringdp.shard(model(), stage=3, prefetch_bytes=-1, comm=comm),
     ]
     for attempt in attempts:
@@ -270,6 +266,6 @@ def refusals(comm: Communicator) -> list[str]:
 def test_bad_arguments_say_what_is_allowed(ranks):
     for said in ranks(1)(refusals):
         for text, word in zip(
-            said, ("0 (DDP)", "trainable", "Linear", "float64", "at least 0"), strict=True
+            said, ("0 (DDP)", "trainable", "Linear", "must be floats", "at least 0"), strict=True
         ):
             assert word in text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringdp
 from ringdp.parallel.layout import layout
-from ringdp.parallel.memory import Ledger, formula, state_bytes, traffic
+from ringdp.parallel.memory import Ledger, Widths, formula, state_bytes, traffic
 from ringdp.parallel.stages import STAGES, Keep, stage_of
 
 
@@ -18,13 +18,22 @@ def plan(sizes, ranks):
     return layout([(f"u{i}", [("w", n)]) for i, n in enumerate(sizes)], ranks)
 
 
+FLOAT32 = Widths(4, 4, 4)
+
+
+def alone(sizes):
+    """Every unit in a module of its own."""
+    return [[i] for i in range(len(sizes))]
+
+
 def total(stage, ranks, sizes):
     """Bytes of states, without the named gather and bucket terms; exact where nothing is padded."""
     found = formula(
         plan(sizes, ranks),
+        alone(sizes),
         STAGES[stage],
         0,
-        itemsize=4,
+        widths=[FLOAT32] * len(sizes),
         limit=0,
         per_element=8,
         per_parameter=0,
@@ -48,7 +57,7 @@ def test_traffic_is_two_psi_and_three_in_stage_3(blocks, n):
     sizes = [128 * b for b in blocks]
     share = 4 * (n - 1) * sum(sizes) // n
     once = 4 * (n - 1) * sizes[0] // n  # the root is gathered once, not twice
-    sent = [traffic(plan(sizes, n), s, itemsize=4) for s in STAGES]
+    sent = [traffic(plan(sizes, n), [0], s, widths=[FLOAT32] * len(sizes)) for s in STAGES]
     assert sent == [2 * share, 2 * share, 2 * share, 3 * share - once]
 
 
@@ -57,7 +66,14 @@ def test_the_ranks_optimizers_hold_every_element_once(sizes, n):
     for stage in STAGES[1:]:
         ranks = [
             formula(
-                plan(sizes, n), stage, r, itemsize=4, limit=0, per_element=8, per_parameter=0
+                plan(sizes, n),
+                alone(sizes),
+                stage,
+                r,
+                widths=[FLOAT32] * len(sizes),
+                limit=0,
+                per_element=8,
+                per_parameter=0,
             ).optimizer
             for r in range(n)
         ]
@@ -69,7 +85,7 @@ def test_a_ledger_keeps_the_peak():
     ledger.take("buckets", 5)
     ledger.take("buckets", 7)
     ledger.give("buckets", 5)
-    ledger.empty("buckets", 2, torch.empty(0, dtype=torch.float64))
+    ledger.empty("buckets", 2, torch.float64, torch.device("cpu"))
     assert (ledger.now["buckets"], ledger.peak["buckets"]) == (23, 23)
     ledger.give("buckets", 23)
     assert (ledger.now["buckets"], ledger.peak["buckets"]) == (0, 23)

@@ -10,13 +10,19 @@ from ringdp.parallel.prefetch import ahead, forecast, gathered_peak, position_of
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
 
 
+def alone(units):
+    """Every unit in a module of its own."""
+    return [[i] for i in range(units)]
+
+
 def test_the_first_forecast_is_a_forward_and_its_backward():
-    assert forecast(1) == (0, 0)
-    assert forecast(4) == (0, 1, 2, 3, 0, 3, 2, 1)
+    assert forecast(alone(1)) == (0, 0)
+    assert forecast(alone(4)) == (0, 1, 2, 3, 0, 3, 2, 1)
+    assert forecast([[0, 1], [2], [3, 4]]) == (0, 1, 2, 3, 4, 0, 1, 3, 4, 2)
 
 
 def test_a_use_is_looked_for_onwards_only():
-    order = forecast(4)
+    order = forecast(alone(4))
     assert position_of(3, order, after=-1) == 3
     assert position_of(3, order, after=3) == 5
     assert position_of(3, order, after=5) is None
@@ -37,11 +43,11 @@ def look(order, position, *, in_use=None, sharded, in_flight=0, sizes, limit):
 
 def test_it_stops_at_the_bound_and_at_the_unit_in_use():
     sizes, sharded = [0, 5, 5, 5], {1, 2, 3}
-    assert look(forecast(4), 0, sharded=sharded, sizes=sizes, limit=10) == [1, 2]
-    assert look(forecast(4), 0, sharded=sharded, in_flight=5, sizes=sizes, limit=10) == [1]
-    assert look(forecast(4), 0, sharded=sharded, sizes=sizes, limit=4) == []
+    assert look(forecast(alone(4)), 0, sharded=sharded, sizes=sizes, limit=10) == [1, 2]
+    assert look(forecast(alone(4)), 0, sharded=sharded, in_flight=5, sizes=sizes, limit=10) == [1]
+    assert look(forecast(alone(4)), 0, sharded=sharded, sizes=sizes, limit=4) == []
     # Unit 3 will be freed before its backward: gathering past it would be undone.
-    assert look(forecast(4), 3, in_use=3, sharded={1, 2}, sizes=sizes, limit=99) == []
+    assert look(forecast(alone(4)), 3, in_use=3, sharded={1, 2}, sizes=sizes, limit=99) == []
 
 
 def test_a_unit_that_does_not_fit_is_not_overtaken():
@@ -63,14 +69,14 @@ def test_the_bound_holds_and_nothing_is_gathered_twice(sizes, limit, data):
 
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(2, 9))
 def test_equal_units_peak_at_the_root_and_two(root, size, units):
-    assert gathered_peak([root] + [size] * units, limit=size) == root + 2 * size
-    assert gathered_peak([root] + [size] * units, limit=0) == root + size
+    assert gathered_peak([root] + [size] * units, alone(units + 1), limit=size) == root + 2 * size
+    assert gathered_peak([root] + [size] * units, alone(units + 1), limit=0) == root + size
 
 
 @given(SIZES, st.integers(0, 300))
 def test_the_peak_lies_between_its_bounds(sizes, limit):
     root, inner = sizes[0], sizes[1:]
-    peak = gathered_peak(sizes, limit)
+    peak = gathered_peak(sizes, alone(len(sizes)), limit)
     largest = max(inner, default=0)
     assert root + largest <= peak <= root + min(sum(inner), largest + limit)
-    assert peak <= gathered_peak(sizes, limit=sum(sizes)) == sum(sizes)
+    assert peak <= gathered_peak(sizes, alone(len(sizes)), limit=sum(sizes)) == sum(sizes)

@@ -1,0 +1,62 @@
+"""What an engine says of its memory and traffic: as counted, and by formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringdp.comm import Communicator
+from ringdp.parallel import layout, memory
+from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.memory import Ledger, Memory
+from ringdp.parallel.reducing import Reducing
+from ringdp.parallel.stages import Stage
+from ringdp.parallel.unit import FlatUnit
+
+
+class Accounts:
+    """The part of an Engine that only looks."""
+
+    stage: Stage
+    comm: Communicator
+    ledger: Ledger
+    units: Sequence[FlatUnit]
+    plan: Sequence[layout.Unit]
+    groups: Sequence[Sequence[int]]
+    roots: Sequence[int]
+    gathering: Gathering
+    reducing: Reducing
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Bytes on this rank as counted so far; peaks are over the whole run."""
+        now, peak = self.ledger.now, self.ledger.peak
+        return Memory(
+            parameters=now["parameters"],
+            gathered_peak=peak["gathered"],
+            gradients=now["gradients"],
+            buckets=peak["buckets"],
+            optimizer=memory.state_bytes(optimizer),
+        )
+
+    def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
+        """What `memory` must say. The defaults are Adam's in float32; see `memory.formula`."""
+        return memory.formula(
+            self.plan,
+            self.groups,
+            self.stage,
+            self.comm.rank,
+            widths=[u.widths for u in self.units],
+            limit=self.gathering.limit,
+            per_element=per_element,
+            per_parameter=per_parameter,
+        )
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent for gathers and reductions so far."""
+        return self.gathering.comm.sent_bytes() + self.reducing.comm.sent_bytes()
+
+    def traffic_formula(self) -> int:
+        """Bytes that this rank sends in a step: one forward and one backward."""
+        widths = [u.widths for u in self.units]
+        return memory.traffic(self.plan, self.roots, self.stage, widths=widths)

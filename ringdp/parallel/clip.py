@@ -1,0 +1,89 @@
+"""The norm of all gradients over all ranks, and clipping by it: the same bits in every stage.
+
+    norm = √(Σ over ranks r, in order, of Σ over units of Σ over r's shard of g²), in float64
+
+In stage 0 a rank has every shard and adds them in that order by itself. `torch.nn.utils`' own
+clipping sees this rank's slices only, from stage 1 on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import UsageError
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.stages import Keep
+from ringdp.parallel.unit import FlatUnit
+
+PIECE = 1 << 18  # elements squared at a time, in float64
+
+
+def grad_norm(engine: Engine) -> float:
+    """The L2 norm of all gradients. A parameter without a gradient counts as zero. Collective."""
+    whole = engine.stage.optimizer is Keep.FULL
+    ranks = range(engine.comm.size) if whole else [engine.comm.rank]
+    sums = [0.0 for _ in ranks]
+    for unit in _settled(engine):
+        parts = unit.gradient.view(len(sums), -1)
+        for i, part in enumerate(parts):
+            sums[i] += _squares(part)
+    if not whole:
+        every = torch.empty(engine.comm.size, dtype=torch.float64)
+        engine.comm.all_gather(every, torch.tensor(sums, dtype=torch.float64))
+        sums = every.tolist()
+    total = 0.0
+    for s in sums:
+        total += s
+    return math.sqrt(total) if total >= 0 else total  # NaN stays
+
+
+def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
+    """Scale all gradients so that their norm is at most `max_norm`. Collective.
+
+    Returns the norm that it was. As torch.nn.utils.clip_grad_norm_: by max_norm / (norm + 1e-6)
+    where that is below 1.
+    """
+    if not max_norm > 0:
+        raise UsageError(f"max_norm is {max_norm}; it must be above 0")
+    norm = grad_norm(engine)
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1:
+        scale_gradients(engine, factor)
+    return norm
+
+
+def scale_gradients(engine: Engine, factor: float) -> None:
+    """Multiply what the optimizer will read."""
+    for unit in _settled(engine):
+        unit.gradient.mul_(factor)
+
+
+def finite(engine: Engine) -> bool:
+    """Whether every gradient on every rank is. Collective."""
+    bad = any(not bool(torch.isfinite(unit.gradient).all()) for unit in _settled(engine))
+    found = torch.tensor([int(bad)])
+    engine.comm.all_reduce(found, "max")
+    return not found.item()
+
+
+def _settled(engine: Engine) -> list[FlatUnit]:
+    """Units whose `gradient` is what their `p.grad` are."""
+    units = [u for u in engine.units if u.trainable]
+    for unit in units:
+        for p, view in zip(unit.parameters, unit.gradient_views(), strict=True):
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.data_ptr() != view.data_ptr():  # the user has put another one there
+                view.copy_(p.grad)
+                p.grad = view
+    return units
+
+
+def _squares(part: Tensor) -> float:
+    total = 0.0
+    for first in range(0, part.numel(), PIECE):
+        total += part[first : first + PIECE].double().square_().sum().item()
+    return total

@@ -1,0 +1,139 @@
+"""`shard`: the one entry for all stages. It checks what it is given, and builds the units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ringdp.comm import Communicator, world
+from ringdp.errors import UsageError
+from ringdp.parallel import meta, outside
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.layout import layout
+from ringdp.parallel.memory import Ledger
+from ringdp.parallel.offload import Offload
+from ringdp.parallel.places import places
+from ringdp.parallel.precision import Dtypes, Precision, dtypes
+from ringdp.parallel.replicas import broadcast
+from ringdp.parallel.stages import Stage, stage_of
+from ringdp.parallel.unit import FlatUnit
+from ringdp.parallel.units import Found, UnitRule, find_units
+
+Kinds = dict[tuple[nn.Module, nn.Parameter], Dtypes]
+
+
+def shard(
+    model: nn.Module,
+    *,
+    stage: int,
+    unit: UnitRule | int | None = None,
+    precision: Precision | None = None,
+    offload: Offload | None = None,
+    comm: Communicator | None = None,
+    prefetch_bytes: int | None = None,
+    persist_below: int = 0,
+    overlap: bool = True,
+    init: meta.Init | None = None,
+) -> Engine:
+    """Train `model` over the ranks of `comm`, in place. Collective.
+
+    stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
+    reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
+    precision: dtypes in forward, backward and reductions. offload: what rests in host memory.
+    comm: by default the one that `ringdp.init` made last. prefetch_bytes: what stage 3 may gather
+    ahead of its use; by default one unit, the largest. persist_below: parameters of fewer elements
+    stay gathered from the model's forward to the end of its backward. overlap: without it nothing
+    is gathered ahead, and every reduction is waited for at once; the bits are the same. init: fills
+    the modules of a model on the meta device (see `meta`).
+
+    Parameters and buffers take rank 0's values. From stage 1 on a parameter is, between steps, the
+    flat part of it that this rank owns, possibly empty: make the optimizer after this call, with
+    any element-wise optimizer on `model.parameters()`. After `loss.backward()` the gradients are
+    averaged over the ranks.
+    """
+    if getattr(model, "_ringdp_sharded", False):
+        raise UsageError("this model is sharded already; shard() takes a model once")
+    for name, value in (("prefetch_bytes", prefetch_bytes), ("persist_below", persist_below)):
+        if value is not None and value < 0:
+            raise UsageError(f"{name} is {value}; it must be at least 0")
+    row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
+    offload.check(row)
+    if meta.pending(model):
+        meta.check(model, init)
+    comm = comm or world()
+    kinds = _kinds(model, precision)
+    found = find_units(
+        model,
+        unit,
+        persist_below=persist_below,
+        kind=lambda m, p: (kinds[m, p], p.requires_grad),
+    )
+    ledger = Ledger(comm)
+    units = _build(model, found, kinds, row, offload, comm, ledger, init)
+    meta.fill_rest(model, init)
+    broadcast(comm, model.buffers())
+    ledger.peak = ledger.now.copy()
+    engine = Engine(
+        model,
+        row,
+        units,
+        [f.module for f in found],
+        comm,
+        ledger,
+        precision,
+        prefetch_bytes=prefetch_bytes if overlap else 0,
+        overlap=overlap,
+    )
+    model._ringdp_sharded = True  # type: ignore[assignment]
+    return engine
+
+
+def _kinds(model: nn.Module, precision: Precision) -> Kinds:
+    """Of every parameter in every module that it lies in."""
+    kept: set[nn.Module] = set()
+    for module in model.modules():
+        if precision.keeps(module):
+            kept.update(module.modules())
+    return {
+        (m, p): dtypes(p.dtype, kept=m in kept, precision=precision)
+        for m in model.modules()
+        for p in m.parameters(recurse=False)
+    }
+
+
+def _build(
+    model: nn.Module,
+    found: Sequence[Found],
+    kinds: Kinds,
+    stage: Stage,
+    offload: Offload,
+    comm: Communicator,
+    ledger: Ledger,
+    init: meta.Init | None,
+) -> list[FlatUnit]:
+    plans = layout([(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found], comm.size)
+    at = places(model)
+    units: list[FlatUnit] = []
+    for index in reversed(range(len(found))):  # the root last: it may own a part of every module
+        parameters = [p for _, p in found[index].parameters]
+        meta.fill(model, parameters, init)
+        for name, p in found[index].parameters:
+            outside.name(p, name)
+        first = at[parameters[0]][0].module if parameters else None
+        units.append(
+            FlatUnit(
+                index,
+                plans[index],
+                parameters,
+                [at[p] for p in parameters],
+                stage,
+                kinds[first, parameters[0]] if first else Dtypes(*3 * [torch.float32]),
+                offload,
+                comm,
+                ledger,
+                parameters[0].device if parameters else meta.DEVICE,
+            )
+        )
+    return units[::-1]

@@ -1,0 +1,73 @@
+"""Models built on the meta device get their values here, unit by unit, just before they are cut.
+
+So that at no time more than about one unit is whole. A module's parameters and buffers are made
+together, and then `init(module)` has to fill them; by default its `reset_parameters`, as torch's
+layers have. Every rank draws, and rank 0's values count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from ringdp.errors import UsageError
+
+Init = Callable[[nn.Module], object]
+DEVICE = torch.device("cpu")  # what the transports that exist can reach
+
+
+def pending(model: nn.Module) -> bool:
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def check(model: nn.Module, init: Init | None) -> None:
+    """Raises UsageError, naming them, where modules could not be filled."""
+    if init is not None:
+        return
+    stuck = [
+        f"{name or 'the model'} ({type(m).__name__})"
+        for name, m in model.named_modules()
+        if _own(m) and not callable(getattr(m, "reset_parameters", None))
+    ]
+    if stuck:
+        raise UsageError(
+            f"on the meta device and without reset_parameters: {', '.join(stuck)}; pass init=, a "
+            "function that fills a module's own parameters and buffers"
+        )
+
+
+def fill(model: nn.Module, parameters: Iterable[nn.Parameter], init: Init | None) -> None:
+    """Make real, with values, every module that one of these parameters lies in."""
+    wanted = {p for p in parameters if p.is_meta}
+    if not wanted:
+        return
+    for module in list(model.modules()):
+        if any(p in wanted for p in module.parameters(recurse=False)):
+            _fill(module, init)
+
+
+def fill_rest(model: nn.Module, init: Init | None) -> None:
+    """The same for modules that have nothing but buffers."""
+    for module in list(model.modules()):
+        if _own(module):
+            _fill(module, init)
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return [t for t in own if t.is_meta]
+
+
+def _fill(module: nn.Module, init: Init | None) -> None:
+    for t in _own(module):
+        made = torch.empty_like(t, device=DEVICE)
+        if isinstance(t, nn.Parameter):
+            made = nn.Parameter(made, t.requires_grad)
+        torch.utils.swap_tensors(t, made)  # type: ignore[no-untyped-call]  # the object stays: ties and optimizers hold it
+    with torch.no_grad():
+        if init is not None:
+            init(module)
+        else:
+            module.reset_parameters()  # type: ignore[operator]

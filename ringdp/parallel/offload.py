@@ -1,0 +1,42 @@
+"""What waits in host memory while the device does not need it.
+
+Masters, the gradients that the optimizer reads and, as optimizers make their state where their
+parameters are, the optimizer's state go together: all stay on the host, pinned where there is a
+GPU, and the optimizer steps there. With `parameters` the device keeps nothing of a unit between its
+uses; without, it keeps a shard in the compute dtype, from which it gathers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import UsageError
+from ringdp.parallel.stages import Keep, Stage
+
+
+@dataclass(frozen=True)
+class Offload:
+    """optimizer: masters, their gradients and the optimizer's state (stages 1 to 3).
+    parameters: these, and the shards that stage 3 gathers from."""
+
+    parameters: bool = False
+    optimizer: bool = False
+
+    def check(self, stage: Stage) -> None:
+        """Raises UsageError if the stage has nothing that could be offloaded."""
+        if self.parameters and stage.parameters is not Keep.SHARD:
+            raise UsageError(f"Offload(parameters=True) in stage {stage.number}; it needs stage 3")
+        if self.optimizer and stage.optimizer is not Keep.SHARD:
+            raise UsageError(f"Offload(optimizer=True) in stage {stage.number}; it needs 1, 2 or 3")
+
+    @property
+    def any(self) -> bool:
+        return self.parameters or self.optimizer
+
+
+def on_host(elements: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised flat buffer in host memory, pinned where that speeds up copies."""
+    return torch.empty(elements, dtype=dtype, pin_memory=torch.cuda.is_available())

@@ -1,0 +1,71 @@
+"""A parameter used outside its unit's forward: an error that names it.
+
+Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
+wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
+record a graph. Reading under no_grad, as optimizers do, goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ringdp.errors import UsageError
+
+
+class Sharded(nn.Parameter):
+    """A parameter while it is a slice."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **(kwargs or {}))
+        except RuntimeError as e:  # the slice has another shape than the parameter
+            if torch.is_grad_enabled():
+                raise _refusal(args, kwargs) from e
+            raise
+        if torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.grad_fn is not None for t in _flat(out)
+        ):
+            raise _refusal(args, kwargs)
+        return out
+
+
+def _refusal(args: Any, kwargs: Any) -> UsageError:
+    used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Sharded)]
+    names = ", ".join(getattr(t, "_ringdp_name", "a parameter") for t in used)
+    return UsageError(
+        f"{names} is used outside the forward of its unit, where it is only this rank's flat "
+        "slice. Use it within that forward; read it whole within full_parameters(); or choose "
+        "units so that it lies in the one whose forward uses it."
+    )
+
+
+def name(parameter: nn.Parameter, text: str) -> None:
+    """What errors call it."""
+    parameter._ringdp_name = text  # type: ignore[attr-defined]
+
+
+def guard(parameters: Sequence[nn.Parameter]) -> None:
+    """From now on they refuse to be used. Subclasses of a user's are left alone."""
+    for p in parameters:
+        if type(p) is nn.Parameter:
+            p.__class__ = Sharded
+
+
+def release(parameters: Sequence[nn.Parameter]) -> None:
+    """They are ordinary parameters again."""
+    for p in parameters:
+        if type(p) is Sharded:
+            p.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _flat(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, tuple | list) else (out,)

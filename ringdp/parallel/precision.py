@@ -1,0 +1,109 @@
+"""Which dtype a parameter has where: at rest, in forward and backward, and on the wire.
+
+    master   at rest, for the optimizer: the dtype that the model was built with
+    compute  in forward and backward, and in gathers: `param`
+    reduce   the bucket that the ranks reduce: `reduce`
+
+A gradient is made in `compute`, cast to `reduce` with 1/n applied, and what the ranks' sum comes to
+is cast to `master`. Modules that `keep_fp32` names compute in the dtype they have at rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ringdp.errors import UsageError
+from ringdp.parallel.outputs import map_tensors
+from ringdp.parallel.units import UnitRule, matches
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision. None means: as the parameters are (`reduce`: as they compute).
+
+    param: dtype of parameters and activations in forward and backward. reduce: of gradients while
+    they are reduced. output: what the model's floating outputs are cast to. keep_fp32: a module
+    class, several, or a predicate; those modules (layer norms, say) compute as they were built, on
+    inputs cast to that, and their outputs are cast to `param`. cast_inputs: cast floating inputs of
+    the model and of every unit to `param`.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    keep_fp32: UnitRule | None = None
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "output"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise UsageError(f"Precision({name}={dtype}): allowed: a floating dtype, or None")
+
+    def keeps(self, module: nn.Module) -> bool:
+        return self.keep_fp32 is not None and matches(module, self.keep_fp32)
+
+
+class Dtypes(NamedTuple):
+    """Of the parameters of one unit."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def dtypes(master: torch.dtype, *, kept: bool, precision: Precision) -> Dtypes:
+    """Of a parameter of that dtype at rest; `kept` if its module keeps it."""
+    compute = master if kept or precision.param is None else precision.param
+    return Dtypes(master, compute, precision.reduce or compute)
+
+
+def cast_at(
+    model: nn.Module,
+    units: list[nn.Module],
+    precision: Precision,
+    active: Callable[[], bool],
+) -> list[RemovableHandle]:
+    """Hooks that cast what goes into and comes out of modules, while `active`."""
+    if precision == Precision():
+        return []
+    handles = []
+
+    def before(module: nn.Module, dtype: torch.dtype) -> None:
+        def cast(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _cast((args, kwargs), dtype) if active() else (args, kwargs)
+
+        handles.append(module.register_forward_pre_hook(cast, with_kwargs=True))
+
+    def after(module: nn.Module, dtype: torch.dtype) -> None:
+        def cast(_m: nn.Module, _i: Any, out: Any) -> Any:
+            return _cast(out, dtype) if active() else out
+
+        handles.append(module.register_forward_hook(cast))
+
+    if precision.cast_inputs and precision.param is not None:
+        for module in dict.fromkeys([model, *units]):
+            if not precision.keeps(module):
+                before(module, precision.param)
+    for module in model.modules():
+        own = next(module.parameters(), None)
+        if precision.keeps(module) and own is not None:
+            before(module, own.dtype)
+            if precision.param is not None:
+                after(module, precision.param)
+    if precision.output is not None:
+        after(model, precision.output)
+    return handles
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def one(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
+
+    return map_tensors(one, values)

@@ -1,0 +1,179 @@
+"""DDP = stage 1 = 2 = 3, bit for bit, over ranks x overlap x bucket sizes x accumulation x clipping
+x precision: every pair of these meets in some row of the table. Bytes equal their formulas too."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Offload, Precision
+
+pytestmark = pytest.mark.process
+
+WIDTH, ROWS, STEPS = 21, 4, 3
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A tied weight around blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.embed.weight)
+
+
+class Row(NamedTuple):
+    """`unit` sets the bucket size: a layer, a block, the whole model."""
+
+    ranks: int
+    overlap: bool
+    unit: Any
+    micro: int
+    no_sync: bool
+    clip: float | None
+    precision: Precision
+    persist_below: int = 0
+    offload: bool = False
+
+
+LAYER, BLOCK, WHOLE = (nn.Linear, nn.LayerNorm), Block, 10**9
+FLOAT, MIXED = Precision(), Precision(param=BF16, reduce=torch.float32)
+NORMS = Precision(param=BF16, keep_fp32=nn.LayerNorm, output=torch.float32)
+
+TABLE = [
+    Row(2, True, LAYER, 1, False, None, FLOAT),
+    Row(2, False, BLOCK, 2, False, 0.1, MIXED, offload=True),
+    Row(2, True, WHOLE, 3, True, 0.1, NORMS, 22),
+    Row(3, False, LAYER, 3, True, 0.1, FLOAT, offload=True),
+    Row(3, True, BLOCK, 1, False, None, MIXED),
+    Row(3, True, BLOCK, 2, False, 0.1, NORMS),
+    Row(4, True, BLOCK, 3, True, 0.1, FLOAT, 22),
+    Row(4, False, WHOLE, 1, False, None, MIXED),
+    Row(4, True, LAYER, 2, True, None, NORMS, offload=True),
+    Row(2, True, BLOCK, 2, False, None, Precision(param=torch.float16), 22),
+    Row(3, False, WHOLE, 2, False, 0.1, Precision(reduce=BF16)),
+]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss(model: nn.Module, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(13, (ROWS, 6), generator=draw)
+    out: Tensor = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(out.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    parameters: list[Tensor]
+    memory: Any
+    formula: Any
+    sent: int
+    traffic: int
+
+
+def train(comm: Communicator, row: Row, stage: int) -> Outcome:
+    model = net()
+    engine = ringdp.shard(
+        model,
+        stage=stage,
+        unit=row.unit,
+        precision=row.precision,
+        overlap=row.overlap,
+        persist_below=row.persist_below,
+        offload=Offload(parameters=stage == 3, optimizer=True) if row.offload and stage else None,
+        comm=comm,
+    )
+    try:
+        optimizer = ringdp.AdamW(model.parameters(), lr=0.01)
+        losses, norms, sent = [], [], 0
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for i in range(row.micro):
+                before = engine.sent_bytes()
+                value = loss(model, 100 * step + 10 * i + comm.rank) / row.micro
+                if row.no_sync and i < row.micro - 1:
+                    with engine.no_sync():
+                        value.backward()
+                else:
+                    value.backward()
+                    sent = engine.sent_bytes() - before
+                losses.append(value.item())
+            if row.clip:
+                norms.append(ringdp.clip_grad_norm_(engine, row.clip))
+            optimizer.step()
+        memory, formula = engine.memory(optimizer), engine.memory_formula()
+        with engine.full_parameters():
+            parameters = [p.detach().clone() for p in model.parameters()]
+        return Outcome(losses, norms, parameters, memory, formula, sent, engine.traffic_formula())
+    finally:
+        engine.close()
+
+
+def all_stages(comm: Communicator, index: int) -> list[Outcome]:
+    return [train(comm, TABLE[index], stage) for stage in range(4)]
+
+
+@pytest.mark.parametrize("index", range(len(TABLE)))
+def test_stages_agree_and_bytes_equal_their_formulas(ranks, index):
+    row = TABLE[index]
+    outcomes = ranks(row.ranks)(all_stages, index)
+    for rank, stages in enumerate(outcomes):
+        for stage, run in enumerate(stages):
+            where = f"stage {stage}, rank {rank}"
+            assert run.losses == outcomes[rank][0].losses, where
+            assert run.norms == outcomes[0][0].norms, where
+            for a, b in zip(run.parameters, outcomes[0][0].parameters, strict=True):
+                assert a.dtype == torch.float32
+                assert torch.equal(a, b), where
+            assert run.sent == run.traffic, where
+            parts = [k for k in run.memory._fields if row.micro == 1 or k != "buckets"]
+            for key in parts:
+                assert getattr(run.memory, key) == getattr(run.formula, key), f"{where}: {key}"
+
+
+def ddp(comm: Communicator) -> tuple[list[float], list[Tensor]]:
+    model = ringdp.DistributedDataParallel(net(), process_group=comm)
+    optimizer = ringdp.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(model, 100 * step + comm.rank)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_wrapper_gives_the_same_bits(ranks):
+    stages = ranks(2)(all_stages, 0)
+    for rank, (losses, parameters) in enumerate(ranks(2)(ddp)):
+        assert losses == stages[rank][3].losses
+        assert all(map(torch.equal, parameters, stages[rank][3].parameters))

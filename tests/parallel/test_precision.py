@@ -1,0 +1,201 @@
+"""Mixed precision against casts by hand, loss scaling that skips on all ranks, the optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, LossScaler, Offload, Precision
+from ringdp.parallel.precision import Dtypes, dtypes
+
+pytestmark = pytest.mark.process
+
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.Linear(9, 9))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(6, 9, generator=torch.Generator().manual_seed(rank))
+
+
+def test_a_dtype_has_its_default():
+    assert dtypes(FLOAT, kept=False, precision=Precision()) == Dtypes(FLOAT, FLOAT, FLOAT)
+    assert dtypes(FLOAT, kept=False, precision=Precision(BF16)) == Dtypes(FLOAT, BF16, BF16)
+    assert dtypes(FLOAT, kept=False, precision=Precision(BF16, FLOAT)).reduce == FLOAT
+    assert dtypes(FLOAT, kept=True, precision=Precision(BF16)) == Dtypes(FLOAT, FLOAT, FLOAT)
+    with pytest.raises(ringdp.UsageError, match=r"param=torch.int32"):
+        Precision(param=torch.int32)
+
+
+def mixed(comm: Communicator, stage: int) -> None:
+    """A bfloat16 forward and backward: the dtypes on the way, and the gradients."""
+    model, twin, seen = net(), net(), []
+    precision = Precision(BF16, FLOAT, output=FLOAT, keep_fp32=nn.LayerNorm)
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for m in model:
+        m.register_forward_pre_hook(lambda m, i: seen.append((m.weight.dtype, i[0].dtype)))
+        m.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    out = model(batch(comm.rank))
+    assert seen == [(BF16, BF16), BF16, (FLOAT, FLOAT), BF16, (BF16, BF16), BF16]
+    assert out.dtype == FLOAT
+    out.square().mean().backward()
+    first, norm, last = twin
+    x = nn.functional.linear(batch(0).to(BF16), first.weight.to(BF16), first.bias.to(BF16))
+    x = norm(x.float()).to(BF16)
+    x = nn.functional.linear(x, last.weight.to(BF16), last.bias.to(BF16)).float()
+    x.square().mean().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.dtype == FLOAT
+        assert torch.equal(p.grad.flatten(), q.grad.flatten())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_computes_what_casting_by_hand_computes(ranks, stage):
+    ranks(1)(mixed, stage)
+
+
+def scaled(comm: Communicator, stage: int) -> list[tuple[bool, float]]:
+    """Rank 1's third batch overflows float16; no rank steps then."""
+    model = net()
+    engine = ringdp.shard(
+        model, stage=stage, precision=Precision(HALF, FLOAT, output=FLOAT), comm=comm
+    )
+    optimizer = ringdp.AdamW(model.parameters())
+    scaler = LossScaler(engine, scale=2.0**8, interval=2)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        x = batch(comm.rank) * (1e6 if (step, comm.rank) == (2, 1) else 1)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(x).square().mean()).backward()
+        if scaler.unscale_():
+            ringdp.clip_grad_norm_(engine, 1.0)
+        stepped = scaler.step(optimizer)
+        changed = any(
+            not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)
+        )
+        assert changed == stepped or not any(p.numel() for p in before)
+        seen.append((stepped, scaler.current))
+    other = LossScaler(engine)
+    other.load_state_dict(scaler.state_dict())
+    assert (other.current, other.good, other.skipped) == (256.0, 1, 1)
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ranks, stage):
+    for seen in ranks(3)(scaled, stage):
+        assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0)]
+
+
+def unscaled(comm: Communicator) -> None:
+    """A power of two as the scale changes no bit."""
+    out = []
+    for scale in (1.0, 2.0**10):
+        model = net()
+        engine = ringdp.shard(model, stage=3, comm=comm)
+        optimizer, scaler = ringdp.AdamW(model.parameters()), LossScaler(engine, scale=scale)
+        scaler.scale(model(batch(comm.rank)).square().mean()).backward()
+        scaler.step(optimizer)
+        out.append([p.detach().clone() for p in model.parameters()])
+        engine.close()
+    assert all(map(torch.equal, *out))
+
+
+def test_scaling_by_powers_of_two_is_exact(ranks):
+    ranks(2)(unscaled)
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.5}, {"growth": 0.5}, {"backoff": 2.0}, {"minimum": 0.0}]
+)
+def test_a_wrong_scaler_is_told(options):
+    with pytest.raises(ringdp.UsageError, match="scale >= minimum > 0"):
+        LossScaler(None, **options)
+
+
+def test_offload_needs_something_to_offload():
+    comm = ringdp.init()
+    with pytest.raises(ringdp.UsageError, match="needs stage 3"):
+        ringdp.shard(net(), stage=2, offload=Offload(parameters=True), comm=comm)
+    with pytest.raises(ringdp.UsageError, match="needs 1, 2 or 3"):
+        ringdp.shard(net(), stage=0, offload=Offload(optimizer=True), comm=comm)
+
+
+def norms(comm: Communicator, stage: int) -> tuple[float, float]:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    model(batch(comm.rank)).square().mean().backward()
+    norm = ringdp.clip_grad_norm_(engine, 0.01)
+    after = ringdp.clip_grad_norm_(engine, 1e9)
+    engine.close()
+    return norm, after
+
+
+def test_the_norm_is_that_of_all_gradients(ranks):
+    twin = net()
+    for rank in range(3):
+        (twin(batch(rank)).square().mean() / 3).backward()
+    exact = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1e9).item()
+    found = {pair for stage in range(4) for pair in ranks(3)(norms, stage)}
+    ((norm, after),) = found  # the same bits in all stages on all ranks
+    assert norm == pytest.approx(exact, rel=1e-5)
+    assert after == pytest.approx(0.01, rel=1e-3)
+
+
+# ---- the optimizer
+
+
+def steps(make, *, state=None) -> list[Tensor]:
+    model = net()
+    optimizer = make(model.parameters())
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for i in range(3):
+        optimizer.zero_grad()
+        model(batch(i)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], optimizer.state_dict()
+
+
+def test_adamw_is_torchs_to_rounding_and_shares_its_state():
+    mine, state = steps(lambda p: ringdp.AdamW(p, lr=0.01))
+    theirs, torch_state = steps(lambda p: torch.optim.AdamW(p, lr=0.01))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert state["state"].keys() == torch_state["state"].keys()
+    a, _ = steps(lambda p: ringdp.AdamW(p, lr=0.01), state=torch_state)
+    b, _ = steps(lambda p: torch.optim.AdamW(p, lr=0.01), state=state)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_steps_neighbours_as_one_and_cuts_where_it_must(monkeypatch):
+    sizes = []
+    monkeypatch.setattr("ringdp.parallel.optim.adamw", lambda p, *_, **__: sizes.append(p.numel()))
+    flat, grads = torch.zeros(12), torch.ones(12)
+    parts = [nn.Parameter(x) for x in flat.split(3)]
+    for p, g in zip(parts, grads.split(3), strict=True):
+        p.grad = g
+    ringdp.AdamW(parts).step()
+    optimizer = ringdp.AdamW([{"params": parts[:1]}, {"params": parts[1:], "lr": 0.1}])
+    parts[2].grad = None
+    optimizer.step()
+    parts[2].grad = grads[6:9]
+    optimizer.step()  # the third is a step behind
+    assert sizes == [12, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_adamw_refuses_what_it_cannot_do():
+    with pytest.raises(ringdp.UsageError, match="nothing below 0"):
+        ringdp.AdamW([nn.Parameter(torch.ones(1))], lr=-1.0)
+    p = nn.Parameter(torch.ones(1, dtype=BF16))
+    p.grad = torch.ones(1, dtype=BF16)
+    with pytest.raises(ringdp.UsageError, match="contiguous float32"):
+        ringdp.AdamW([p]).step()
