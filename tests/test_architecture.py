@@ -84,6 +84,12 @@ def test_transports_know_programs_not_schedules():
     }
 
 
+def test_cupy_is_imported_by_two_transports_only():
+    users = {m for m in MODULES if "cupy" in imports(m)}
+    users |= {m for m in MODULES if 'import_module("cupy' in MODULES[m].read_text()}
+    assert users == {"ringdp.transport.nccl.library", "ringdp.transport.peer"}
+
+
 def test_schedules_need_numpy_in_two_files_only():
     users = [m for m in MODULES if room(m) == "schedule" and "numpy" in imports(m)]
     assert sorted(users) == ["ringdp.schedule.cost", "ringdp.schedule.program"]

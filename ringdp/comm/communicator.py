@@ -82,11 +82,12 @@ class Communicator(Reductions, Moves, Messages):
         return self._issued
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised CPU tensor in memory that all ranks of the host have mapped.
+        """An uninitialised tensor in the memory that the transport moves best.
 
-        Collectives read and write it in place, where other tensors are copied through shared
-        memory: an all_reduce if every rank's tensor is such a one, a reduce_scatter or broadcast if
-        its input is, an all_gather if this rank's part is. Its storage cannot be resized.
+        In shared memory: a CPU tensor that all ranks of the host have mapped. Collectives read and
+        write it in place, where others are copied: an all_reduce if every rank's tensor is such a
+        one, a reduce_scatter or broadcast if its input is, an all_gather if this rank's part is.
+        Its storage cannot be resized.
         """
         return self._transport.empty(shape, dtype)
 
@@ -106,8 +107,8 @@ class Communicator(Reductions, Moves, Messages):
         """
         if color is not None and color < 0:
             raise UsageError(f"split: color is {color}; allowed: None, or a number from 0 on")
-        mine = torch.tensor([-1 if color is None else color, key])
-        given = torch.empty(self.size, 2, dtype=torch.int64)
+        mine = torch.tensor([-1 if color is None else color, key], device=self._transport.device)
+        given = mine.new_empty(self.size, 2)
         self.all_gather(given, mine)
         self._copies += 1
         if color is None:
@@ -210,7 +211,7 @@ class Communicator(Reductions, Moves, Messages):
         return program(collective, how.algorithm, self.size, self.rank, how.root, depth)
 
     def _program_or_exchange(self, collective: Collective, how: How) -> Program | None:
-        if how.algorithm == "direct" and self._transport.exchanges:
+        if how.algorithm == self._transport.own:
             return None
         return self._program(collective, how)
 
@@ -228,7 +229,7 @@ class Communicator(Reductions, Moves, Messages):
             ready = self._transport.prepare(
                 what.kind, what.bounds, buffer.dtype, op, kind, what.root
             )
-            if what.key is not None:
+            if what.key is not None and how.algorithm == "direct":
                 self._remember(what.key, ready)
             return self._run(ready, what.whole, what.part, call, how.async_op, job.finish)
         ticket = self._transport.start(

@@ -34,7 +34,7 @@ ERRORS: dict[FailureKind, type[CommunicationError]] = {
     FailureKind.STOPPED: CommunicationError,
     FailureKind.DAMAGED: CommunicationError,
 }
-UNEVEN = {"all_to_all"}  # whose lengths may differ between ranks
+UNEVEN = {"all_to_all_v"}  # whose lengths may differ between ranks
 
 
 class Guard:
@@ -64,7 +64,7 @@ class Guard:
             return
         for r in range(self.transport.ranks):
             theirs = self.transport.call(r, mine[0])
-            if theirs is not None and _differ(mine, theirs):
+            if theirs is not None and differ(mine, theirs):
                 self.transport.fail(FailureKind.MISMATCH, r)
                 self.check(call)
 
@@ -117,7 +117,7 @@ class Guard:
                 why = process_state(record.pid) if record else ""
                 return f"{who} has ended" + f" ({why})" * bool(why)
             case FailureKind.ABORTED:
-                return f"{who} has aborted"
+                return f"{who} has aborted" + f" ({failure.why})" * bool(failure.why)
             case FailureKind.TIMEOUT:
                 return f"{who} gave up waiting; {self._missing(call)}"
             case FailureKind.STOPPED:
@@ -130,9 +130,9 @@ class Guard:
         pair = failure.reporter, failure.rank
         if failure.found[0] == MESSAGE:
             return _messages(failure)
-        here, there = [self._calls(r) for r in pair]
+        here, there = [self._calls(r, failure.expected[0]) for r in pair]
         both = sorted(here.keys() & there.keys())
-        differing = [k for k in both if _differ(here[k], there[k])]
+        differing = [k for k in both if differ(here[k], there[k])]
         number = differing[0] if differing else failure.expected[0]
         lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
         for r, calls in zip(pair, (here, there), strict=True):
@@ -147,11 +147,12 @@ class Guard:
             )
         return "\n".join(lines)
 
-    def _calls(self, rank: int) -> dict[int, Call]:
-        """What the rank called last, by number."""
+    def _calls(self, rank: int, number: int) -> dict[int, Call]:
+        """What the rank called last, by number; without its record, what it called as `number`."""
         record = self.transport.record(rank)
-        begun = record.begun if record else 0
-        calls = (self.transport.call(rank, k) for k in range(max(0, begun - CALLS), begun))
+        begun = record.begun if record else number + 1
+        first = max(0, begun - CALLS) if record else number
+        calls = (self.transport.call(rank, k) for k in range(first, begun))
         return {call[0]: call for call in calls if call}
 
     def _here(self, call: Call) -> str:
@@ -179,7 +180,8 @@ class Guard:
         return min(call[0], here.finished) if here else call[0]
 
 
-def _differ(one: Call, other: Call) -> bool:
+def differ(one: Call, other: Call) -> bool:
+    """Whether two ranks' calls of one number are not of the same collective."""
     (_, kind, elements, _), (_, other_kind, other_elements, _) = one, other
     even = collective_of(kind) not in UNEVEN
     return kind != other_kind or (even and elements != other_elements)

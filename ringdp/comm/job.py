@@ -30,7 +30,7 @@ from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
-from ringdp.transport.base import Direct, Prepared
+from ringdp.transport.base import Direct, Prepared, Transport
 
 W = TypeVar("W", bound=Work)
 ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
@@ -101,6 +101,7 @@ class Issuer(ABC):
     rank: int
     size: int
     _ready: dict[Key, Prepared]
+    _transport: Transport
 
     @abstractmethod
     def _again(self, ready: Prepared, whole: Tensor, part: Tensor | None) -> Work: ...

@@ -23,7 +23,6 @@ from ringdp.comm.guard import Guard
 from ringdp.comm.job import Issuer
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
-from ringdp.transport.base import Transport
 from ringdp.transport.records import Call
 
 
@@ -47,7 +46,6 @@ class Received(Work):
 class Messages(Issuer):
     """The methods of a Communicator that two of its ranks call."""
 
-    _transport: Transport
     _guard: Guard
     _posted = 0
 

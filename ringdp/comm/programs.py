@@ -27,10 +27,20 @@ Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
 
 @cache
 def program(
-    collective: Collective, algorithm: str | Builder, n: int, rank: int, root: int, depth: int
+    collective: Collective,
+    algorithm: str | Builder,
+    n: int,
+    rank: int,
+    root: int,
+    depth: int | None,
 ) -> Program:
-    """Proved, projected, fused if that fits, and shown not to stall in FIFOs of `depth` slots."""
+    """Proved, projected, fused if that fits, and shown not to stall in FIFOs of `depth` slots.
+
+    Without a `depth` projected only: who runs whole rounds cannot stall.
+    """
     plan = proved(algorithm, collective, n, root)
+    if depth is None:
+        return project(plan, rank)
     live = contract(collective, n, plan.chunks, root).after
     plain = [project(plan, r) for r in range(n)]
     fused = [fuse(p, [c for q, c in live if q == p.rank]) for p in plain]

@@ -178,7 +178,7 @@ class Reductions(Issuer):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+        self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._transport.device))
 
 
 def factor_of(

@@ -22,14 +22,16 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError, ProcessGroup
 
 from ringdp.comm.communicator import Communicator, Connect
+from ringdp.comm.guard import differ
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport, gloo
+from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.shm import ShmTransport
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TransportName = Literal["shm", "c10d"]
+TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 _last_generation = 0
 _stores: dict[tuple[_Place, str, str], Store] = {}
@@ -50,10 +52,14 @@ def init(
     Collective: every rank must call it, and call it equally often. After a failure, ranks that have
     called `abort`, and new processes in the place of those that died, come together by it again.
     `timeout` is how long a collective may wait for another rank, in seconds; after `warn_after` of
-    them the logger `ringdp` warns once of a collective that does not end. `transport`: shared
-    memory, for the ranks of one host, or torch.distributed's gloo, for any. With a `link` the ranks
+    them the logger `ringdp` warns once of a collective that does not end. With a `link` the ranks
     of one host talk as over that network: messages come late, at no cost of cores. Raises
     UsageError if torchrun's variables are set in part only, or are not what torchrun sets.
+
+        transport  shm        shared memory, for the ranks of one host
+                   c10d       gloo, for any
+                   nccl       NCCL, for tensors on each rank's current CUDA device
+                   nccl-host  that transport's code over host memory, to test and to study it
     """
     global _world, _worlds
     if transport not in get_args(TransportName):
@@ -90,7 +96,7 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     if transport == "shm":
         connect: Connect = partial(_shm, store, group.rank(), None)
     else:
-        connect = partial(_gloo, store, group.rank(), timedelta(seconds=TIMEOUT))
+        connect = partial(_gloo, store, group.rank(), timedelta(seconds=TIMEOUT), transport)
     return Communicator(
         connect,
         range(group.size()),
@@ -144,7 +150,7 @@ def _connect(
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, link)
     else:
-        connect = partial(_gloo, store or HashStore(), rank, limit)
+        connect = partial(_gloo, store or HashStore(), rank, limit, transport)
     return Communicator(
         connect,
         range(ranks),
@@ -171,13 +177,18 @@ def _gloo(
     store: Store,
     rank: int,
     timeout: timedelta,
+    transport: TransportName,
     name: str,
     ranks: Sequence[int],
     _: Arena | None,
 ) -> Transport:
-    """The same over gloo."""
+    """The same over gloo, and over NCCL beside it."""
     prefixed = PrefixStore(name, store)
-    return C10dTransport(prefixed, gloo(prefixed, ranks.index(rank), len(ranks), timeout))
+    group = gloo(prefixed, ranks.index(rank), len(ranks), timeout)
+    if transport == "c10d":
+        return C10dTransport(prefixed, group)
+    host, limit = transport == "nccl-host", timeout.total_seconds()
+    return NcclTransport(prefixed, group, host=host, timeout=limit, differ=differ)
 
 
 class _Place(NamedTuple):

@@ -14,8 +14,8 @@ between two ranks arrive in the order in which they were sent, so rows carry no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -59,12 +59,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more."""
+    """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more.
+
+    `incoming[round, c]`: the chunk as long as what scratch chunk c receives there, for those who
+    must know it before. Only `project` knows it.
+    """
 
     rank: int
     ranks: int
     chunks: int
     rows: NDArray[np.int32]
+    incoming: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Row]:
         return (Row(*map(int, row)) for row in self.rows)
@@ -78,8 +83,9 @@ class Program:
 
     @cached_property
     def touched(self) -> frozenset[int]:
-        """Chunks that the rows name: the others need not be there."""
-        return frozenset(int(c) for c in self.rows[:, 3:5].flat if 0 <= c < self.chunks)
+        """Chunks that the rows name, or that scratch is as long as: only they need be there."""
+        named = {int(c) for c in self.rows[:, 3:5].flat if 0 <= c < self.chunks}
+        return frozenset(named | set(self.incoming.values()))
 
     @cached_property
     def changes(self) -> bool:
@@ -132,7 +138,22 @@ def project(schedule: Schedule, rank: int) -> Program:
                 timed.append((turns["to", t.dst], False, Row(r, NONE, t.dst, t.read, NONE, 0)))
                 turns["to", t.dst] += 1
         rows += [row for _, _, row in sorted(timed, key=lambda item: item[:2])]
-    return Program(rank, schedule.ranks, schedule.chunks, _table(rows))
+    return Program(rank, schedule.ranks, schedule.chunks, _table(rows), _incoming(schedule, rank))
+
+
+def _incoming(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
+    """See `Program`: what is copied keeps its length, whichever way it goes."""
+    like: dict[tuple[int, int], int] = {}  # of scratch: by rank and chunk
+    found: dict[tuple[int, int], int] = {}
+    for r, transfers in enumerate(schedule.rounds):
+        copied = {}
+        for t in transfers:
+            if not t.reduce and t.write >= schedule.chunks:
+                copied[t.dst, t.write] = like.get((t.src, t.read), t.read)
+                if t.dst == rank != t.src:
+                    found[r, t.write] = copied[t.dst, t.write]
+        like |= copied
+    return found
 
 
 def fuse(program: Program, live: Iterable[int] | None = None) -> Program:

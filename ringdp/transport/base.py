@@ -67,6 +67,7 @@ class Failure(NamedTuple):
     reporter: int
     expected: Stamp
     found: Stamp
+    why: str = ""  # in the words of the library that failed
 
 
 class Link(NamedTuple):
@@ -113,8 +114,14 @@ class Transport(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def depth(self) -> int:
-        """Slots of a channel: a program must need no more (`schedule.fifo_depth`)."""
+    def device(self) -> torch.device:
+        """Where the tensors are that it moves best."""
+        ...
+
+    @property
+    def depth(self) -> int | None:
+        """Slots of a channel: a program must need no more (`schedule.fifo_depth`). None: it runs a
+        round at a time, and wants programs as `project` makes them."""
         ...
 
     def start(
@@ -141,8 +148,8 @@ class Transport(Protocol):
         ...
 
     @property
-    def exchanges(self) -> bool:
-        """Whether there is a `prepare`."""
+    def own(self) -> str | None:
+        """The algorithm that `prepare` runs, if there is one."""
         ...
 
     def prepare(
@@ -154,10 +161,11 @@ class Transport(Protocol):
         kind: int,
         root: int | None = None,
     ) -> Prepared:
-        """The `direct` algorithm of that collective in the transport's own way, ready to run.
+        """The algorithm `own` of that collective in the transport's own way, ready to run.
 
-        The bits are those of its program. Shard r of the whole is [shards[r], shards[r+1]). With a
-        `root` only that rank receives an all_gather, or sends in an all_to_all.
+        The bits of `direct` are those of its program. Shard r of the whole is [shards[r],
+        shards[r+1]). With a `root` only that rank receives an all_gather, or sends in an
+        all_to_all.
         """
         ...
 

@@ -59,13 +59,17 @@ class _Job(NamedTuple):
     digest: int  # of its kind and those of all before it
 
 
-class _Failed(Exception):
-    """Of a kind, by a rank; with what was expected and found if it was a message."""
+class Failed(Exception):
+    """Of a kind, by a rank; with what was expected and found if it was a message, or why."""
 
     def __init__(
-        self, kind: FailureKind, rank: int, stamps: tuple[Stamp, Stamp] | None = None
+        self,
+        kind: FailureKind,
+        rank: int,
+        stamps: tuple[Stamp, Stamp] | None = None,
+        why: str = "",
     ) -> None:
-        self.told = kind, rank, stamps
+        self.told = kind, rank, stamps, why
 
 
 def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> wire.Group:
@@ -79,8 +83,9 @@ def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> wire.Group:
 class C10dTransport:
     """One rank's end of a group. See `Transport`."""
 
-    depth = 1 << 20  # slots: what is sent waits in memory
-    exchanges = False
+    depth: int | None = 1 << 20  # slots: what is sent waits in memory
+    own: str | None = None
+    device = torch.device("cpu")
     arena: Arena | None = None
     kept: Mapping[int, object] = {}
 
@@ -93,7 +98,7 @@ class C10dTransport:
         self._open: set[int] = set()  # tickets of what has not ended
         self._told = Told(store, self.rank, self.ranks)
         self._watched = False
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._spawn(self._loop)
 
     def start(
@@ -108,10 +113,10 @@ class C10dTransport:
     ) -> int:
         self.check(buffer)
         number, kind, *_ = call
-        self._digest = (self._digest ^ kind) * GOLDEN % (1 << 62)
         cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
-        ticket = self._ticket()
-        self._jobs.put(_Job(ticket, program, buffer, cuts, op, number, self._digest))
+        ticket, digest = self._ticket(), self._digested(kind)
+        job = _Job(ticket, program, buffer, cuts, op, number, digest)
+        self._jobs.put(partial(self._run, job))
         return ticket
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
@@ -150,7 +155,7 @@ class C10dTransport:
             rest, found, size = message.stamp
             if (found, size) != (kind, buffer.nbytes):
                 expected = MESSAGE, kind, buffer.nbytes
-                raise _Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
+                raise Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
             message.take(buffer, peer, _rest_tag(rest), lambda part: self._until(part, peer))
             source[0] = peer
             self._end(ticket)
@@ -161,6 +166,9 @@ class C10dTransport:
     def check(self, buffer: Tensor) -> None:
         if buffer.device.type != "cpu":
             raise UsageError(f"this transport moves CPU tensors; this one is on {buffer.device}")
+        self._check_process()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
                 f"this communicator belongs to process {self._process}; process {os.getpid()}, "
@@ -176,7 +184,7 @@ class C10dTransport:
         kind: int,
         root: int | None = None,
     ) -> Prepared:
-        raise AssertionError("a transport without exchanges prepares none")
+        raise AssertionError("a transport without a way of its own prepares none")
 
     def keep(self, ticket: int, *objects: object) -> None:
         """Nothing: jobs hold what they need."""
@@ -230,15 +238,20 @@ class C10dTransport:
     def _attempt(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except _Failed as e:
+        except Failed as e:
             self._told.fail(*e.told)
         except BaseException:
             self.fail(FailureKind.ABORTED, self.rank)  # else all would wait for it
             raise
 
     def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._run(job)
+        while (act := self._jobs.get()) is not None:
+            act()
+
+    def _digested(self, kind: int) -> int:
+        """Of that collective's kind, and those of all before it."""
+        self._digest = (self._digest ^ kind) * GOLDEN % (1 << 62)
+        return self._digest
 
     def _run(self, job: _Job) -> None:
         rows = Rows(job.program, job.buffer, job.bounds, job.op)
@@ -249,7 +262,7 @@ class C10dTransport:
             try:
                 sent = rows.run(row, received)
             except Unequal:
-                raise _Failed(FailureKind.MISMATCH, somebody(row.recv_peer, self.rank)) from None
+                raise Failed(FailureKind.MISMATCH, somebody(row.recv_peer, self.rank)) from None
             if sent is not None:
                 stamp = job.number, job.digest, 0
                 with self._talking(row.send_peer):
@@ -269,7 +282,7 @@ class C10dTransport:
         expected = job.number, job.digest, found[2] if room is None else room * size
         whole = job.buffer.numel() * size
         if found != expected or found[2] % size or not 0 <= found[2] <= whole:
-            raise _Failed(FailureKind.MISMATCH, peer, (expected, found))
+            raise Failed(FailureKind.MISMATCH, peer, (expected, found))
         value = job.buffer.new_empty(found[2] // size)
         message.take(value, peer, COLLECTIVE, lambda part: self._until(part, peer))
         return value
@@ -280,7 +293,7 @@ class C10dTransport:
         try:
             yield
         except RuntimeError as e:
-            raise _Failed(FailureKind.LOST, somebody(peer, self.rank)) from e
+            raise Failed(FailureKind.LOST, somebody(peer, self.rank)) from e
 
     def _until(self, part: wire.Pending, peer: int) -> None:
         with self._told.waits_for(peer), self._talking(peer):

@@ -61,7 +61,7 @@ class Rows:
             raise Unequal
         dtype = value.dtype
         if row.flags & REDUCE:
-            value = COMBINE[self._op](self._wide(row.dst_chunk), _widened(value))
+            value = COMBINE[self._op](self._wide(row.dst_chunk), widened(value))
         sent = None
         if row.send_peer != NONE:
             value = value.to(dtype)
@@ -85,7 +85,7 @@ class Rows:
             self._chunks[chunk] = value.clone()
 
     def _wide(self, chunk: int) -> Tensor:
-        return self._sums[chunk] if chunk in self._sums else _widened(self._chunks[chunk])
+        return self._sums[chunk] if chunk in self._sums else widened(self._chunks[chunk])
 
     def _read(self, chunk: int) -> Tensor:
         if chunk in self._sums:
@@ -93,5 +93,5 @@ class Rows:
         return self._chunks[chunk]
 
 
-def _widened(value: Tensor) -> Tensor:
+def widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -66,6 +66,7 @@ class ShmTransport:
     """One rank's end of the shared segment. See `Transport`."""
 
     depth = FIFO_DEPTH
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -81,7 +82,8 @@ class ShmTransport:
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
         self.rank, self.ranks = rank, ranks
-        self.exchanges = link is None  # a network has no memory that all ranks can reach
+        # A network has no memory that all ranks can reach.
+        self.own = "direct" if link is None else None
         stride = max(1, STRIDE // ranks) if link else 1
         depth = FIFO_DEPTH * stride
         if rank == 0:

@@ -1,6 +1,7 @@
 """Failures that ranks without a common memory tell one another, through a store.
 
-    failed       kind rank reporter, and the numbers of two stamps: the first failure stays
+    failed       kind rank reporter, and the numbers of two stamps: the first failure stays;
+                 below them why, if there is something to say
     closed/RANK  that rank has closed, and will send nothing any more
 
 Reading it trusts nothing: what makes no sense is a failure too.
@@ -35,14 +36,20 @@ class Told:
         self._suspects: set[int] = set()  # waits for ranks that had closed at the last look
         self._looked = 0.0
 
-    def fail(self, kind: FailureKind, rank: int, stamps: tuple[Stamp, Stamp] | None = None) -> None:
+    def fail(
+        self,
+        kind: FailureKind,
+        rank: int,
+        stamps: tuple[Stamp, Stamp] | None = None,
+        why: str = "",
+    ) -> None:
         """Tell the others, unless this rank has heard of a failure, or been first to tell."""
         expected, found = stamps or (NOTHING, NOTHING)
-        said = " ".join(map(str, (kind.value, rank, self._rank, *expected, *found)))
+        said = " ".join(map(str, (kind.value, rank, self._rank, *expected, *found))) + f"\n{why}"
         with self.changed:
             if self.failure is not None:
                 return
-            self.failure = Failure(kind, rank, self._rank, expected, found)
+            self.failure = Failure(kind, rank, self._rank, expected, found, why)
             with suppress(DistError):  # whoever served the store has gone: nobody can be told
                 first = self._store.compare_set("failed", "", said).decode()
                 self.failure = _parsed(first, self._rank, self._ranks)
@@ -103,7 +110,9 @@ def somebody(rank: int, here: int) -> int:
 
 def _parsed(said: str, rank: int, ranks: int) -> Failure:
     with suppress(ValueError):
-        kind, who, reporter, a, b, c, d, e, f = map(int, said.split())
+        numbers, _, why = said.partition("\n")
+        kind, who, reporter, a, b, c, d, e, f = map(int, numbers.split())
         if {who, reporter} <= set(range(ranks)):
-            return Failure(FailureKind(kind), who, reporter, (a, b, c), (d, e, f))
+            why = "".join(x if x.isprintable() else "?" for x in why)
+            return Failure(FailureKind(kind), who, reporter, (a, b, c), (d, e, f), why)
     return Failure(FailureKind.DAMAGED, rank, rank, NOTHING, NOTHING)

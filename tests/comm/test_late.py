@@ -163,3 +163,19 @@ def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
     assert f"at {__file__}:" in text
     assert "; rank 1 has not called it\nrank  is in " in text
     assert by_the_late_one == []
+
+
+def uneven(comm: Communicator) -> None:
+    """Ranks that send each other different amounts, while one is late."""
+    me, n = comm.rank, comm.size
+    sent = [10 * (me + r) for r in range(n)]
+    given = torch.cat([torch.full((k,), float(me)) for k in sent])
+    if me == 0:
+        time.sleep(0.4)
+    out = torch.empty_like(given)
+    comm.all_to_all_v(out, given, sent, sent)
+    assert torch.equal(out, torch.cat([torch.full((k,), float(r)) for r, k in enumerate(sent)]))
+
+
+def test_who_waits_takes_uneven_parts_for_no_mistake(ranks):
+    ranks(3)(uneven)

@@ -1,0 +1,212 @@
+// NCCL's C API over host memory, for ranks of one host: what CuPy's binding imports, and no more.
+//
+// With it the code that drives NCCL runs on machines without a GPU, on buffers of the host; streams
+// are ignored, since a call has done its work when it returns. It is a tool to test and to study
+// with: strict where NCCL leaves things open, and able to fail on request (hostNcclFault).
+#include "collectives.hpp"
+
+using namespace hostnccl;
+
+using Stream = void*;
+
+namespace {
+
+ncclResult_t init(ncclComm_t* comm, int ranks, const ncclUniqueId& id, int rank) {
+  Comm made;
+  const ncclResult_t result = comm ? attach(&made, ranks, id, rank) : ncclInvalidArgument;
+  if (result == ncclSuccess) *comm = meet(made);
+  return result;
+}
+
+bool usable(const ncclConfig_t* config) {
+  return !config || (config->magic == kConfigMagic && config->blocking != 0);
+}
+
+}  // namespace
+
+// Lets a launch of this process fail, after `launches` more that do not: see fault.hpp.
+RINGDP_API ncclResult_t hostNcclFault(int what, int launches, ncclResult_t result) {
+  if (what < 0 || what > int(Fault::lose) || launches < 0) return ncclInvalidArgument;
+  request().launches.store(launches);
+  request().result.store(result);
+  request().what.store(Fault(what));
+  return ncclSuccess;
+}
+
+RINGDP_API ncclResult_t ncclGetVersion(int* version) {
+  if (!version) return ncclInvalidArgument;
+  *version = kVersion;
+  return ncclSuccess;
+}
+
+RINGDP_API const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess: return "no error";
+    case ncclUnhandledCudaError: return "unhandled cuda error";
+    case ncclSystemError: return "a system call failed";
+    case ncclInternalError: return "the communicator was aborted";
+    case ncclInvalidArgument: return "invalid argument";
+    case ncclInvalidUsage: return "invalid usage: the calls of two ranks do not fit";
+    case ncclRemoteError: return "a remote rank has failed or left";
+  }
+  return "unknown error";
+}
+
+RINGDP_API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  return id ? offer(id) : ncclInvalidArgument;
+}
+
+RINGDP_API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank) {
+  return init(comm, ranks, id, rank);
+}
+
+RINGDP_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id,
+                                               int rank, ncclConfig_t* config) {
+  return usable(config) ? init(comm, ranks, id, rank) : ncclInvalidArgument;
+}
+
+RINGDP_API ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ranks, const int*) {
+  ncclUniqueId id;
+  if (!comms) return ncclInvalidArgument;
+  if (const ncclResult_t result = offer(&id); result != ncclSuccess) return result;
+  std::vector<Comm> made(std::max(ranks, 0));
+  for (int r = 0; r < ranks; ++r)
+    if (const ncclResult_t result = attach(&made[r], ranks, id, r); result != ncclSuccess)
+      return result;
+  for (int r = 0; r < ranks; ++r) comms[r] = meet(made[r]);
+  return ranks > 0 ? ncclSuccess : ncclInvalidArgument;
+}
+
+// Ranks of one color meet by the id that the first of them makes.
+RINGDP_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* made,
+                                      ncclConfig_t* config) {
+  const Comm comm = find(handle);
+  if (!comm || !made || !usable(config)) return ncclInvalidArgument;
+  struct Wish {
+    int color, key, rank;
+    ncclUniqueId id;
+  };
+  Wish mine{color, key, comm->rank, {}};
+  if (const ncclResult_t result = offer(&mine.id); result != ncclSuccess) return result;
+  std::vector<Wish> all(comm->ranks);
+  const Given given{&mine, all.data(), sizeof mine, ncclInt8};
+  const ncclResult_t result = enqueue(
+      handle, [&](const Comm& c, Group& into) { return all_gather(c, into, given); });
+  Place place;
+  std::memcpy(&place, &mine.id, sizeof place);
+  *made = nullptr;
+  std::vector<Wish> same;
+  for (const Wish& wish : all)
+    if (wish.color == color && color >= 0) same.push_back(wish);
+  std::sort(same.begin(), same.end(), [](const Wish& a, const Wish& b) {
+    return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
+  });
+  const bool chosen = !same.empty() && same[0].rank == comm->rank;
+  if (!chosen) withdraw(place.token);  // nobody will use it
+  if (result != ncclSuccess || same.empty()) return result;
+  int rank = 0;
+  while (same[rank].rank != comm->rank) ++rank;
+  return init(made, int(same.size()), same[0].id, rank);
+}
+
+RINGDP_API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  return !comm || forget(comm) ? ncclSuccess : ncclInvalidArgument;
+}
+
+// Whoever is in a call on it returns soon.
+RINGDP_API ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  const Comm ended = forget(comm);
+  if (!ended) return comm ? ncclInvalidArgument : ncclSuccess;
+  ended->aborted.store(true);
+  return ncclSuccess;
+}
+
+RINGDP_API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  const Comm found = find(comm);
+  if (!found || !error) return ncclInvalidArgument;
+  *error = found->error.load();
+  return ncclSuccess;
+}
+
+RINGDP_API ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  const Comm found = find(comm);
+  if (!found || !count) return ncclInvalidArgument;
+  *count = found->ranks;
+  return ncclSuccess;
+}
+
+RINGDP_API ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  const Comm found = find(comm);
+  if (!found || !rank) return ncclInvalidArgument;
+  *rank = found->rank;
+  return ncclSuccess;
+}
+
+// There is one "device": the host.
+RINGDP_API ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  if (!find(comm) || !device) return ncclInvalidArgument;
+  *device = 0;
+  return ncclSuccess;
+}
+
+RINGDP_API ncclResult_t ncclGroupStart() {
+  ++group().depth;
+  return ncclSuccess;
+}
+
+RINGDP_API ncclResult_t ncclGroupEnd() { return end_group(); }
+
+RINGDP_API ncclResult_t ncclSend(const void* in, std::size_t count, ncclDataType_t type, int peer,
+                                 ncclComm_t comm, Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return message(c, into, true, {in, nullptr, count, type}, peer);
+  });
+}
+
+RINGDP_API ncclResult_t ncclRecv(void* out, std::size_t count, ncclDataType_t type, int peer,
+                                 ncclComm_t comm, Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return message(c, into, false, {out, nullptr, count, type}, peer);
+  });
+}
+
+RINGDP_API ncclResult_t ncclAllReduce(const void* in, void* out, std::size_t count,
+                                      ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return all_reduce(c, into, {in, out, count, type, op});
+  });
+}
+
+RINGDP_API ncclResult_t ncclReduce(const void* in, void* out, std::size_t count, ncclDataType_t type,
+                                   ncclRedOp_t op, int root, ncclComm_t comm, Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return reduce(c, into, {in, out, count, type, op, root});
+  });
+}
+
+RINGDP_API ncclResult_t ncclBroadcast(const void* in, void* out, std::size_t count,
+                                      ncclDataType_t type, int root, ncclComm_t comm, Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return broadcast(c, into, {in, out, count, type, ncclSum, root});
+  });
+}
+
+RINGDP_API ncclResult_t ncclBcast(void* buffer, std::size_t count, ncclDataType_t type, int root,
+                                  ncclComm_t comm, Stream stream) {
+  return ncclBroadcast(buffer, buffer, count, type, root, comm, stream);
+}
+
+RINGDP_API ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count,
+                                          ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                                          Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return reduce_scatter(c, into, {in, out, count, type, op});
+  });
+}
+
+RINGDP_API ncclResult_t ncclAllGather(const void* in, void* out, std::size_t count,
+                                      ncclDataType_t type, ncclComm_t comm, Stream) {
+  return enqueue(comm, [&](const Comm& c, Group& into) {
+    return all_gather(c, into, {in, out, count, type});
+  });
+}

@@ -1,0 +1,102 @@
+// A communicator: one rank's end of the shared file.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <memory>
+
+#include "shared.hpp"
+
+namespace hostnccl {
+
+// Waits shorter at first and longer later: ranks may share a core.
+class Pause {
+ public:
+  void rest() {
+    if (++times_ < 64) {
+      sched_yield();
+      return;
+    }
+    const timespec nap{0, times_ < 1024 ? 20'000 : 200'000};  // ns
+    nanosleep(&nap, nullptr);
+  }
+  void reset() { times_ = 0; }
+
+ private:
+  int times_ = 0;
+};
+
+}  // namespace hostnccl
+
+struct ncclComm {
+  ncclComm(int fd, int ranks, int rank) : shared(fd, ranks), ranks(ranks), rank(rank) {}
+
+  hostnccl::Shared shared;
+  const int ranks, rank;
+  std::uint64_t token = 0;
+  std::atomic<bool> aborted{false};
+  std::atomic<bool> busy{false};  // a thread launches on it
+  std::atomic<ncclResult_t> error{ncclSuccess};
+};
+using ncclComm_t = ncclComm*;
+
+namespace hostnccl {
+
+using Comm = std::shared_ptr<ncclComm>;
+
+// Handles that callers have: one that has been destroyed or aborted is refused, not followed.
+struct Handles {
+  std::mutex mutex;
+  std::map<ncclComm*, Comm> all;
+};
+inline Handles& handles() {
+  static Handles the;
+  return the;
+}
+
+inline Comm find(ncclComm* handle) {
+  std::lock_guard lock(handles().mutex);
+  const auto found = handles().all.find(handle);
+  return found == handles().all.end() ? nullptr : found->second;
+}
+
+inline Comm forget(ncclComm* handle) {
+  std::lock_guard lock(handles().mutex);
+  const auto found = handles().all.find(handle);
+  if (found == handles().all.end()) return nullptr;
+  Comm comm = found->second;
+  handles().all.erase(found);
+  return comm;
+}
+
+// Takes the seat of `rank`. All ranks have to, before any may communicate: see `meet`.
+inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int rank) {
+  Place place;
+  std::memcpy(&place, &id, sizeof place);
+  if (place.magic != kMagic || ranks < 1 || ranks > kMost || rank < 0 || rank >= ranks)
+    return ncclInvalidArgument;
+  const int fd = take(place, ranks);
+  if (fd < 0) return ncclInvalidArgument;
+  auto made = std::make_shared<ncclComm>(fd, ranks, rank);
+  ::close(fd);
+  if (!made->shared.mapped()) return ncclSystemError;
+  int nobody = 0;
+  if (!made->shared.header().pids[rank].compare_exchange_strong(nobody, getpid()))
+    return ncclInvalidUsage;
+  made->token = place.token;
+  ++made->shared.header().attached;
+  *comm = made;
+  return ncclSuccess;
+}
+
+// Waits for all ranks, as NCCL does: for as long as it takes.
+inline ncclComm* meet(const Comm& comm) {
+  for (Pause pause; comm->shared.header().attached.load() < comm->ranks;) pause.rest();
+  withdraw(comm->token);
+  std::lock_guard lock(handles().mutex);
+  handles().all[comm.get()] = comm;
+  return comm.get();
+}
+
+}  // namespace hostnccl

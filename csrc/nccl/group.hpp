@@ -1,0 +1,206 @@
+// Groups: calls are collected until the outermost ncclGroupEnd, which runs all of them at once.
+//
+// Every call comes down to messages over channels. Those of one channel go one after the other, all
+// channels advance side by side, and a send ends only when its receiver has taken all of it: the
+// strictest reading of NCCL, in which a program that counts on buffers hangs.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <tuple>
+#include <vector>
+
+#include "comm.hpp"
+#include "fault.hpp"
+
+namespace hostnccl {
+
+struct Message {
+  Comm comm;
+  Lane lane;
+  bool sends;
+  int peer;
+  std::byte* data;
+  Label label;
+  std::uint64_t done = 0;   // bytes
+  bool begun = false;       // a message of no bytes takes a slot, too
+  std::uint64_t last = 0;   // of a send: `head` after its last slot
+
+  Channel& channel() {
+    const int me = comm->rank;
+    return sends ? comm->shared.channel(lane, me, peer) : comm->shared.channel(lane, peer, me);
+  }
+
+  // Moves what can be moved. Returns whether it moved anything; sets `over` at its end.
+  bool advance(bool* over, ncclResult_t* result) {
+    Channel& way = channel();
+    if (way.refused.load(std::memory_order_relaxed)) {
+      *result = ncclInvalidUsage;
+      return false;
+    }
+    return sends ? send(way, over) : receive(way, over, result);
+  }
+
+ private:
+  bool whole() const { return begun && done == label.bytes; }
+
+  bool send(Channel& way, bool* over) {
+    const auto head = way.head.load(std::memory_order_relaxed);
+    const auto tail = way.tail.load(std::memory_order_acquire);
+    if (whole()) {
+      *over = tail >= last;
+      return *over;
+    }
+    if (head - tail == kSlots) return false;
+    Slot& slot = way.slots[head % kSlots];
+    const std::size_t some = std::min<std::uint64_t>(kSlab, label.bytes - done);
+    slot.label = label;
+    if (some) std::memcpy(slot.data, data + done, some);
+    done += some;
+    begun = true;
+    last = head + 1;
+    way.head.store(last, std::memory_order_release);
+    return true;
+  }
+
+  bool receive(Channel& way, bool* over, ncclResult_t* result) {
+    const auto tail = way.tail.load(std::memory_order_relaxed);
+    if (way.head.load(std::memory_order_acquire) == tail) return false;
+    Slot& slot = way.slots[tail % kSlots];
+    if (!(slot.label == label)) {
+      way.refused.store(true, std::memory_order_relaxed);
+      *result = ncclInvalidUsage;
+      return false;
+    }
+    const std::size_t some = std::min<std::uint64_t>(kSlab, label.bytes - done);
+    if (some) std::memcpy(data + done, slot.data, some);
+    done += some;
+    begun = true;
+    way.tail.store(tail + 1, std::memory_order_release);
+    *over = whole();
+    return true;
+  }
+};
+
+struct Group {
+  int depth = 0;
+  ncclResult_t error = ncclSuccess;       // of the first call that was refused
+  std::vector<Message> messages;
+  std::vector<std::function<void()>> after;  // what is left to do once all have arrived
+};
+
+inline Group& group() {
+  thread_local Group the;
+  return the;
+}
+
+// A communicator belongs to one thread as long as it launches.
+class Turn {
+ public:
+  explicit Turn(const std::vector<Message>& messages) {
+    for (const Message& m : messages) {
+      if (std::find(held_.begin(), held_.end(), m.comm) != held_.end()) continue;
+      if (m.comm->busy.exchange(true)) {
+        good_ = false;
+        return;
+      }
+      held_.push_back(m.comm);
+    }
+  }
+  ~Turn() {
+    for (const Comm& comm : held_) comm->busy.store(false);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  bool good() const { return good_; }
+  const std::vector<Comm>& comms() const { return held_; }
+
+ private:
+  std::vector<Comm> held_;
+  bool good_ = true;
+};
+
+// NCCL refuses a rank's send to itself that no receive of the same group takes.
+inline bool paired_with_itself(const std::vector<Message>& messages) {
+  std::map<std::pair<ncclComm*, Lane>, int> open;
+  for (const Message& m : messages)
+    if (m.peer == m.comm->rank) open[{m.comm.get(), m.lane}] += m.sends ? 1 : -1;
+  return std::all_of(open.begin(), open.end(), [](const auto& left) { return left.second == 0; });
+}
+
+inline ncclResult_t run(std::vector<Message>& messages, const std::vector<Comm>& comms) {
+  std::map<Channel*, std::pair<std::deque<Message*>, std::deque<Message*>>> ways;
+  for (Message& m : messages) {
+    auto& [sends, receives] = ways[&m.channel()];
+    (m.sends ? sends : receives).push_back(&m);
+  }
+  std::size_t left = messages.size();
+  for (Pause pause; left;) {
+    bool moved = false;
+    for (auto& [channel, ends] : ways)
+      for (auto* line : {&ends.first, &ends.second}) {
+        if (line->empty()) continue;
+        bool over = false;
+        ncclResult_t result = ncclSuccess;
+        moved |= line->front()->advance(&over, &result);
+        if (result != ncclSuccess) return result;
+        if (over) {
+          line->pop_front();
+          --left;
+        }
+      }
+    for (const Comm& comm : comms)
+      if (comm->aborted.load(std::memory_order_relaxed)) return ncclInternalError;
+    if (moved) pause.reset();
+    else pause.rest();
+  }
+  return ncclSuccess;
+}
+
+inline ncclResult_t stall(const std::vector<Comm>& comms) {
+  for (Pause pause;; pause.rest())
+    for (const Comm& comm : comms)
+      if (comm->aborted.load(std::memory_order_relaxed)) return ncclInternalError;
+}
+
+inline ncclResult_t launch(std::vector<Message> messages,
+                           const std::vector<std::function<void()>>& after) {
+  if (messages.empty() && after.empty()) return ncclSuccess;
+  if (!paired_with_itself(messages)) return ncclInvalidUsage;
+  const Turn turn(messages);
+  if (!turn.good()) return ncclInvalidUsage;
+  ncclResult_t result;
+  switch (due()) {
+    case Fault::fail: result = request().result.load(); break;
+    case Fault::stall: result = stall(turn.comms()); break;
+    default: result = run(messages, turn.comms());
+  }
+  if (result != ncclSuccess) {
+    for (const Comm& comm : turn.comms()) comm->error.store(result);
+    return result;
+  }
+  for (const auto& act : after) act();
+  return ncclSuccess;
+}
+
+inline ncclResult_t end_group() {
+  Group& open = group();
+  if (open.depth == 0) return ncclInvalidUsage;
+  if (--open.depth) return ncclSuccess;
+  Group ready;
+  std::swap(open, ready);
+  return ready.error != ncclSuccess ? ready.error : launch(std::move(ready.messages), ready.after);
+}
+
+// Puts a call into the open group, or runs it as a group of its own.
+template <class Call>
+ncclResult_t enqueue(ncclComm* handle, const Call& call) {
+  ++group().depth;
+  const Comm comm = find(handle);
+  const ncclResult_t result = comm ? call(comm, group()) : ncclInvalidArgument;
+  if (group().error == ncclSuccess) group().error = result;
+  const ncclResult_t ended = end_group();
+  return result != ncclSuccess ? result : ended;
+}
+
+}  // namespace hostnccl

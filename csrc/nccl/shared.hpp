@@ -1,0 +1,159 @@
+// What the ranks of a communicator share: one anonymous file without a name in any file system.
+//
+//   Header | channel (lane, src, dst) for every lane and pair, the pair of a rank with itself too
+//   channel = Cursors | Slot[kSlots],  Slot = Label | kSlab bytes
+//
+// Whoever makes the unique id makes the file; the others open it by way of /proc, which lets in the
+// same user only.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
+
+#include "types.hpp"
+
+namespace hostnccl {
+
+constexpr int kMost = 64;                   // ranks of a communicator
+constexpr std::size_t kSlab = 64 << 10;     // bytes of a message that are under way at once
+constexpr std::uint64_t kSlots = 2;
+constexpr std::size_t kApart = 64;          // bytes of a cache line
+
+enum Lane { messages, collectives, lanes };  // which never pair with one another
+
+struct Header {
+  std::uint64_t token;
+  std::atomic<int> ranks;     // 0 until the first rank says how many there are
+  std::atomic<int> attached;
+  std::atomic<int> pids[kMost];
+};
+
+// What both ends of a message must agree on. Of one between two ranks, only its length.
+struct Label {
+  std::uint64_t bytes;
+  std::int32_t collective, type, op, root;
+  bool operator==(const Label& o) const {
+    return bytes == o.bytes && collective == o.collective && type == o.type && op == o.op &&
+           root == o.root;
+  }
+};
+
+struct Slot {
+  Label label;
+  std::byte data[kSlab];
+};
+
+// Single producer, single consumer: `head` counts slots written, `tail` slots read. Written with
+// release and read with acquire, so that a slot's content is there with its count.
+struct alignas(kApart) Channel {
+  alignas(kApart) std::atomic<std::uint64_t> head;
+  alignas(kApart) std::atomic<std::uint64_t> tail;
+  alignas(kApart) std::atomic<bool> refused;  // the two ends disagree
+  Slot slots[kSlots];
+};
+
+// Where the file is, inside a unique id.
+struct Place {
+  std::uint64_t magic, token;
+  std::int64_t pid, fd;
+};
+constexpr std::uint64_t kMagic = 0x686f73746e63636c;  // "hostnccl"
+
+class Shared {
+ public:
+  static std::size_t size(int ranks) { return kFirst + lanes * ranks * ranks * sizeof(Channel); }
+
+  Shared(int fd, int ranks) : ranks_(ranks), bytes_(size(ranks)) {
+    void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    base_ = at == MAP_FAILED ? nullptr : static_cast<std::byte*>(at);
+  }
+  ~Shared() {
+    if (base_) munmap(base_, bytes_);
+  }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+
+  bool mapped() const { return base_ != nullptr; }
+  Header& header() { return *reinterpret_cast<Header*>(base_); }
+  Channel& channel(Lane lane, int src, int dst) {
+    return reinterpret_cast<Channel*>(base_ + kFirst)[(lane * ranks_ + src) * ranks_ + dst];
+  }
+
+ private:
+  static constexpr std::size_t kFirst = (sizeof(Header) + kApart - 1) / kApart * kApart;
+  int ranks_;
+  std::size_t bytes_;
+  std::byte* base_ = nullptr;
+};
+
+// The files of ids made here, kept open until every rank has attached.
+struct Offers {
+  std::mutex mutex;
+  std::map<std::uint64_t, int> files;  // by token
+};
+inline Offers& offers() {
+  static Offers the;
+  return the;
+}
+
+inline ncclResult_t offer(ncclUniqueId* id) {
+  const int fd = memfd_create("ringdp-hostnccl", MFD_CLOEXEC);
+  if (fd < 0 || fchmod(fd, 0600) != 0 || ftruncate(fd, Shared::size(1)) != 0) return ncclSystemError;
+  std::random_device random;
+  const std::uint64_t token = std::uint64_t(random()) << 32 | random();
+  Shared shared(fd, 1);
+  if (!shared.mapped()) return ncclSystemError;
+  shared.header().token = token;
+  const Place place{kMagic, token, getpid(), fd};
+  std::memset(id, 0, sizeof *id);
+  std::memcpy(id, &place, sizeof place);
+  std::lock_guard lock(offers().mutex);
+  offers().files[token] = fd;
+  return ncclSuccess;
+}
+
+inline void withdraw(std::uint64_t token) {
+  std::lock_guard lock(offers().mutex);
+  const auto found = offers().files.find(token);
+  if (found == offers().files.end()) return;
+  ::close(found->second);
+  offers().files.erase(found);
+}
+
+// A descriptor of the file of an id, as long as the communicator needs it to be; -1: there is none.
+inline int take(const Place& place, int ranks) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%lld/fd/%lld", static_cast<long long>(place.pid),
+                static_cast<long long>(place.fd));
+  const int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return -1;
+  struct stat status;
+  bool good = fstat(fd, &status) == 0 && status.st_uid == geteuid();
+  if (good) {
+    Shared first(fd, 1);
+    int none = 0;
+    good = first.mapped() && first.header().token == place.token;
+    // all ranks must mean as many; the file then only grows, whoever asks
+    good = good && (first.header().ranks.compare_exchange_strong(none, ranks) || none == ranks);
+  }
+  good = good && (std::size_t(status.st_size) >= Shared::size(ranks) ||
+                  ftruncate(fd, std::max<off_t>(status.st_size, Shared::size(ranks))) == 0);
+  if (!good) {
+    ::close(fd);
+    return -1;
+  }
+  return fd;
+}
+
+}  // namespace hostnccl

@@ -1,0 +1,103 @@
+// NCCL's C types and numbers, as far as a caller over host memory needs them: NCCL's documentation
+// of its API gives them. The library is this file's names with other insides.
+#pragma once
+
+#include <cstddef>
+
+#include "../combine.hpp"
+
+#define RINGDP_API extern "C" __attribute__((visibility("default")))
+
+enum ncclResult_t {
+  ncclSuccess,
+  ncclUnhandledCudaError,
+  ncclSystemError,
+  ncclInternalError,
+  ncclInvalidArgument,
+  ncclInvalidUsage,
+  ncclRemoteError,
+};
+
+constexpr int kVersion = 22707;  // the one whose API this has: 2.27.7
+
+struct ncclUniqueId {
+  char internal[128];
+};
+
+// The first fields; what follows them tunes GPUs.
+struct ncclConfig_t {
+  std::size_t size;
+  unsigned int magic, version;
+  int blocking;
+};
+constexpr unsigned kConfigMagic = 0xcafebeef;
+
+enum ncclRedOp_t { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg };
+
+enum ncclDataType_t {
+  ncclInt8,
+  ncclUint8,
+  ncclInt32,
+  ncclUint32,
+  ncclInt64,
+  ncclUint64,
+  ncclFloat16,
+  ncclFloat32,
+  ncclFloat64,
+  ncclBfloat16,
+  ncclFloat8e4m3,
+  ncclFloat8e5m2,
+};
+
+namespace hostnccl {
+
+// Bytes of an element; 0: no such type.
+inline std::size_t size_of(ncclDataType_t type) {
+  constexpr std::size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  return type < 0 || type > ncclFloat8e5m2 ? 0 : sizes[type];
+}
+
+inline bool reduces(ncclDataType_t type, ncclRedOp_t op) {
+  return type >= 0 && type <= ncclBfloat16 && op >= 0 && op <= ncclAvg;
+}
+
+inline ringdp::Dtype arithmetic(ncclDataType_t type, ncclRedOp_t op) {
+  using ringdp::Op;
+  constexpr Op ops[] = {Op::sum, Op::prod, Op::max, Op::min, Op::sum};
+  switch (type) {
+    case ncclInt8: return ringdp::pick<std::int8_t>(ops[op]);
+    case ncclUint8: return ringdp::pick<std::uint8_t>(ops[op]);
+    case ncclInt32: return ringdp::pick<std::int32_t>(ops[op]);
+    case ncclUint32: return ringdp::pick<std::uint32_t>(ops[op]);
+    case ncclInt64: return ringdp::pick<std::int64_t>(ops[op]);
+    case ncclUint64: return ringdp::pick<std::uint64_t>(ops[op]);
+    case ncclFloat16: return ringdp::pick<_Float16>(ops[op]);
+    case ncclFloat32: return ringdp::pick<float>(ops[op]);
+    case ncclFloat64: return ringdp::pick<double>(ops[op]);
+    default: return ringdp::pick<ringdp::bfloat16>(ops[op]);
+  }
+}
+
+template <class T>
+void divide(void* data, std::size_t count, int by) {
+  using W = typename ringdp::Wide<T>::type;
+  auto* x = static_cast<T*>(data);
+  for (std::size_t i = 0; i < count; ++i) x[i] = ringdp::Wide<T>::narrow(W(W(x[i]) / W(by)));
+}
+
+inline void divide(ncclDataType_t type, void* data, std::size_t count, int by) {
+  switch (type) {
+    case ncclInt8: return divide<std::int8_t>(data, count, by);
+    case ncclUint8: return divide<std::uint8_t>(data, count, by);
+    case ncclInt32: return divide<std::int32_t>(data, count, by);
+    case ncclUint32: return divide<std::uint32_t>(data, count, by);
+    case ncclInt64: return divide<std::int64_t>(data, count, by);
+    case ncclUint64: return divide<std::uint64_t>(data, count, by);
+    case ncclFloat16: return divide<_Float16>(data, count, by);
+    case ncclFloat32: return divide<float>(data, count, by);
+    case ncclFloat64: return divide<double>(data, count, by);
+    default: return divide<ringdp::bfloat16>(data, count, by);
+  }
+}
+
+}  // namespace hostnccl

@@ -1,0 +1,1 @@
+"""NCCL as a transport: our schedules by grouped sends and receives, through CuPy's binding."""

@@ -1,0 +1,117 @@
+"""Plans on NCCL: a group for each round and tile, and folds beside it.
+
+Usually a process runs one rank's plan. It may run several, of ranks that share a communicator of
+one rank, which then sends to itself: the i-th send of a group is the i-th receive. So a whole
+collective runs on one GPU with real transfers and real folds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringdp.kernels import fold as fold_rows
+from ringdp.transport.base import Op
+from ringdp.transport.nccl.library import Binding, Comm, grouped
+from ringdp.transport.nccl.plan import Fold, Step
+from ringdp.transport.nccl.streams import Streams
+from ringdp.transport.nccl.tiles import PARITIES, Tiles
+from ringdp.transport.rows import COMBINE, widened
+
+BYTES = 1  # ncclUint8: what only moves needs no other type
+
+
+class Nccl(NamedTuple):
+    """Where calls go."""
+
+    binding: Binding
+    comm: Comm
+    streams: Streams
+
+
+def execute(
+    nccl: Nccl,
+    ranks: Mapping[int, Tiles],
+    op: Op,
+    peer: Callable[[int], int] = lambda rank: rank,
+) -> int:
+    """Run the plans of those ranks; returns the bytes that they have sent.
+
+    `peer`: the rank of the communicator that a rank of the plan is. Raises what NCCL raises.
+    """
+    sent = 0
+    by_round: dict[int, dict[int, Step]] = {}
+    for rank, tiles in ranks.items():
+        for step in tiles.plan.steps:
+            by_round.setdefault(step.round, {})[rank] = step
+    tiles_of_all = max((tiles.count for tiles in ranks.values()), default=0)
+    for first in range(0, tiles_of_all, PARITIES):
+        for round_ in sorted(by_round):
+            for tile in range(first, min(first + PARITIES, tiles_of_all)):
+                steps = by_round[round_]
+                _compute(nccl.streams, ranks, steps, tile, op)
+                sent += _move(nccl, ranks, steps, tile, peer)
+    return sent
+
+
+def _compute(
+    streams: Streams, ranks: Mapping[int, Tiles], steps: Mapping[int, Step], tile: int, op: Op
+) -> None:
+    if not any(step.folds for step in steps.values()):
+        return
+    with streams.folding(tile % PARITIES):
+        for rank, step in steps.items():
+            for fold in step.folds:
+                fold_tile(ranks[rank], fold, tile, op)
+
+
+def _move(
+    nccl: Nccl,
+    ranks: Mapping[int, Tiles],
+    steps: Mapping[int, Step],
+    tile: int,
+    peer: Callable[[int], int],
+) -> int:
+    sends: list[tuple[int, int, Tensor]] = []  # from, to
+    receives: list[tuple[int, int, Tensor]] = []
+    for rank, step in steps.items():
+        at = ranks[rank].place
+        sends += [(rank, c.peer, at(c.place, c.like, tile)) for c in step.sends]
+        receives += [(c.peer, rank, at(c.place, c.like, tile)) for c in step.receives]
+    sends = sorted((s for s in sends if s[2].numel()), key=lambda s: s[:2])
+    receives = sorted((r for r in receives if r[2].numel()), key=lambda r: r[:2])
+    if not sends and not receives:
+        return 0
+    comm, stream = nccl.comm, nccl.streams.handle
+    with nccl.streams.moving(tile % PARITIES), grouped(nccl.binding):
+        for _, to, data in sends:
+            comm.send(data.data_ptr(), data.nbytes, BYTES, peer(to), stream)
+        for sender, _, data in receives:
+            comm.recv(data.data_ptr(), data.nbytes, BYTES, peer(sender), stream)
+    return sum(data.nbytes for _, _, data in sends)
+
+
+def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: Op) -> None:
+    """One fold on one tile, with the bits of `rows.Rows`."""
+    out = tiles.place(fold.out, fold.like, tile)
+    if not out.numel():
+        return
+    if len(fold.parts) == 1:
+        out.copy_(tiles.place(fold.parts[0], fold.like, tile))
+        return
+    sums = op == "sum" and out.dtype != torch.bool
+    block = tiles.block(fold.parts, fold.like, tile)
+    if sums and block is not None:
+        fold_rows(block, out)
+        return
+    first, *rest = (tiles.place(part, fold.like, tile) for part in fold.parts)
+    if sums and len(rest) == 1:  # one pass too, of rows that need not lie in one tensor
+        torch.add(first, rest[0], out=out)
+        return
+    value = widened(first)
+    for part in rest:
+        value = COMBINE[op](value, widened(part))
+    out.copy_(value)

@@ -1,0 +1,157 @@
+"""Which NCCL a process uses, and CuPy's binding to it: the only place that imports CuPy.
+
+CuPy's extension asks for `libnccl.so.2` and takes whichever library of that name is loaded already:
+torch's CUDA builds have loaded theirs by then. So the two share one library, and one is all that a
+process may have: two would be two NCCLs, each with its own idea of the GPUs.
+
+The host library is csrc's NCCL over host memory. It bears the same name, so a process that has it
+cannot have the real one; it is loaded for `host=True` only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol, cast
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp import _core
+from ringdp.errors import CommunicationError, UsageError
+
+MAPS = Path("/proc/self/maps")
+HOST = Path(_core.__file__).with_name("libhostnccl.so")
+INSTALL = "pip install 'ringdp[cuda13]' or 'ringdp[cuda12]', by the CUDA of your torch"
+INVALID_USAGE = 5  # ncclResult_t
+
+
+class Comm(Protocol):
+    """CuPy's NcclCommunicator. Buffers and streams are addresses, counts are of elements."""
+
+    def send(self, buffer: int, count: int, dtype: int, peer: int, stream: int, /) -> None: ...
+    def recv(self, buffer: int, count: int, dtype: int, peer: int, stream: int, /) -> None: ...
+    def allReduce(  # noqa: N802
+        self, source: int, target: int, count: int, dtype: int, op: int, stream: int, /
+    ) -> None: ...
+    def reduce(
+        self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int, /
+    ) -> None: ...
+    def broadcast(
+        self, source: int, target: int, count: int, dtype: int, root: int, stream: int, /
+    ) -> None: ...
+    def reduceScatter(  # noqa: N802
+        self, source: int, target: int, count: int, dtype: int, op: int, stream: int, /
+    ) -> None: ...
+    def allGather(  # noqa: N802
+        self, source: int, target: int, count: int, dtype: int, stream: int, /
+    ) -> None: ...
+    def check_async_error(self) -> None: ...
+    def abort(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+class Binding(Protocol):
+    """cupy_backends.cuda.libs.nccl."""
+
+    NcclError: type[Exception]  # with a `status`
+
+    def NcclCommunicator(self, ranks: int, unique: bytes, rank: int, /) -> Comm: ...  # noqa: N802
+    def get_unique_id(self) -> bytes: ...
+    def get_version(self) -> int: ...
+    def groupStart(self) -> None: ...  # noqa: N802
+    def groupEnd(self) -> None: ...  # noqa: N802
+
+
+@cache
+def binding(*, host: bool) -> Binding:
+    """CuPy's binding over NCCL, or over the host library.
+
+    Raises UsageError where CuPy or a library is missing, or where the process has loaded another.
+    """
+    if host:
+        _load_host()
+    elif not loaded():
+        _load_nccl()
+    try:
+        found = import_module("cupy_backends.cuda.libs.nccl")
+    except ImportError as e:
+        raise UsageError(f"the NCCL transport needs CuPy ({e}): {INSTALL}") from e
+    check_loaded(loaded(), host)
+    return cast(Binding, found)
+
+
+def loaded() -> list[str]:
+    """The NCCL libraries in this process."""
+    names = {line.split(maxsplit=5)[5].strip() for line in MAPS.open() if line.count("/")}
+    return sorted(n for n in names if re.fullmatch(r"lib(host)?nccl\.so[.\d]*", Path(n).name))
+
+
+def check_loaded(paths: list[str], host: bool) -> None:
+    """Raise UsageError unless that is one library, of the kind asked for."""
+    asked = "the host library" if host else "NCCL"
+    if len(paths) != 1:
+        found = ", ".join(paths) or "none"
+        raise UsageError(f"a process has one NCCL library; this one has loaded {found}")
+    if (paths[0] == str(HOST)) != host:
+        raise UsageError(f"asked for {asked}, but this process has loaded {paths[0]}")
+
+
+def _load_host() -> None:
+    if others := [path for path in loaded() if path != str(HOST)]:
+        raise UsageError(f"asked for the host library, but this process has loaded {others[0]}")
+    try:
+        ctypes.CDLL(str(HOST), ctypes.RTLD_GLOBAL)
+    except OSError as e:
+        raise UsageError(f"this build of ringdp has no host NCCL: {e}") from e
+
+
+def _load_nccl() -> None:
+    """Where torch has loaded none: NVIDIA's package, then the system's."""
+    places = ["libnccl.so.2"]
+    with suppress(ImportError):
+        spec = find_spec("nvidia.nccl")
+        roots = spec.submodule_search_locations if spec else None
+        places = [*(f"{root}/lib/libnccl.so.2" for root in roots or ()), *places]
+    for place in places:
+        with suppress(OSError):
+            ctypes.CDLL(place, ctypes.RTLD_GLOBAL)
+            return
+    raise UsageError(f"no libnccl.so.2 on this machine: {INSTALL}")
+
+
+@contextmanager
+def grouped(nccl: Binding) -> Iterator[None]:
+    """One group. A call that is refused ends it too, and its error is the one that is raised."""
+    nccl.groupStart()
+    try:
+        yield
+    except BaseException:
+        with suppress(nccl.NcclError):
+            nccl.groupEnd()
+        raise
+    nccl.groupEnd()
+
+
+def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
+    """Collective. Raises CommunicationError where NCCL does not bring the ranks together."""
+    try:
+        return nccl.NcclCommunicator(ranks, unique, rank)
+    except nccl.NcclError as e:
+        raise CommunicationError(f"rank {rank} of {ranks} cannot join NCCL: {e}") from e
+
+
+def shared_id(store: Store, rank: int, nccl: Binding) -> bytes:
+    """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
+    try:
+        if rank == 0:
+            store.set("nccl", bytes(nccl.get_unique_id()).hex())
+        return bytes.fromhex(store.get("nccl").decode())
+    except (DistError, ValueError) as e:
+        raise CommunicationError(f"rank {rank} did not hear NCCL's id from rank 0: {e}") from e

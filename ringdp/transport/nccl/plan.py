@@ -1,0 +1,224 @@
+"""A program as groups of NCCL calls, and what is computed between them. Pure: no buffer, no device.
+
+A round of the schedule becomes one Step: what is computed from what is there (folds, copies), then
+one group of sends and receives. What is received in order to be added waits in a place of its own
+and is added when the sum is read, together with all that came since, in the order of the program:
+so 16-bit floats are rounded where every transport rounds them, and a fold is one pass.
+
+Places are numbers: 0 ... chunks - 1 are the buffer's chunks, the others rows of a staging area. The
+plan says nothing of lengths: it runs on a tile, the same stretch of every chunk, as on the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count, groupby
+from typing import NamedTuple
+
+from ringdp.schedule.program import NONE, REDUCE, Program, Row
+
+
+class Fold(NamedTuple):
+    """Place `out` becomes the op over `parts`, in their order. One part: a copy."""
+
+    out: int
+    parts: tuple[int, ...]
+    like: int  # the chunk as long as each of them
+
+
+class Call(NamedTuple):
+    """One ncclSend or ncclRecv of a place, from or to `peer`."""
+
+    peer: int
+    place: int
+    like: int
+
+
+class Step(NamedTuple):
+    """One round, as one rank sees it: `folds`, in their order, then one group of calls."""
+
+    round: int
+    folds: tuple[Fold, ...]
+    sends: tuple[Call, ...]
+    receives: tuple[Call, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Steps over `chunks` chunks and `rows` rows of staging, in the order of the rounds.
+
+    A rank leaves out a round in which it has nothing to do. Every message is in the same round on
+    both its ends, and in the same place among those of its channel there.
+    """
+
+    chunks: int
+    rows: int
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=1024)
+def plan(program: Program) -> Plan:
+    """Of a program whose rows are those of its schedule's rounds, see `Program.incoming`."""
+    making = _Making(program)
+    for round_, rows in groupby(program, key=lambda row: row.round):
+        making.add(round_, list(rows))
+    making.end()
+    return _laid_out(making)
+
+
+@dataclass
+class _Making:
+    """What is where while the rounds go by."""
+
+    program: Program
+    at: dict[int, int] = field(init=False)  # chunk or scratch chunk -> its place
+    waiting: dict[int, list[int]] = field(default_factory=dict)  # chunk -> places to add to it
+    like: dict[int, int] = field(init=False)
+    steps: list[Step] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own = range(self.program.chunks)
+        self.at = {c: c for c in own}
+        self.like = {c: c for c in own}
+        self._rows = list(self.program)
+        self._new = count(self.program.chunks)
+
+    def add(self, round_: int, rows: list[Row]) -> None:
+        for row in rows:
+            if row.recv_peer == NONE and not self._moves_home(row):
+                self._settle(row.src_chunk)
+        sends, receives = [], []
+        for row in rows:
+            if row.send_peer != NONE:
+                sends.append(self._call(row.send_peer, self.at[row.src_chunk]))
+            elif row.recv_peer == NONE:
+                self._local(row)
+            else:
+                receives.append(self._call(row.recv_peer, self._received(round_, row)))
+        self._step(round_, tuple(sends), tuple(receives))
+
+    def end(self) -> None:
+        """What has not been added yet is."""
+        for chunk in range(self.program.chunks):
+            self._settle(chunk)
+        self._step(self._rows[-1].round + 1 if self._rows else 0, (), ())
+
+    def _step(self, round_: int, sends: tuple[Call, ...], receives: tuple[Call, ...]) -> None:
+        if self.folds or sends or receives:
+            self.steps.append(Step(round_, tuple(self.folds), sends, receives))
+        self.folds = []
+
+    def _call(self, peer: int, place: int) -> Call:
+        return Call(peer, place, self.like[place])
+
+    def _fold(self, out: int, *parts: int) -> None:
+        self.folds.append(Fold(out, parts, self.like[out]))
+
+    def _settle(self, chunk: int) -> None:
+        """Before it is read: what waits is added."""
+        if parts := self.waiting.pop(chunk, None):
+            self._keep(self.at[chunk])
+            self._fold(self.at[chunk], self.at[chunk], *parts)
+
+    def _received(self, round_: int, row: Row) -> int:
+        chunk = row.dst_chunk
+        if row.flags & REDUCE:
+            place = self._place(self.like[self.at[chunk]])
+            self.waiting.setdefault(chunk, []).append(place)
+            return place
+        return self._overwritten(chunk, self.program.incoming.get((round_, chunk), chunk))
+
+    def _local(self, row: Row) -> None:
+        source, target = row.src_chunk, row.dst_chunk
+        if row.flags & REDUCE:
+            self.waiting.setdefault(target, []).append(self.at[source])
+            return
+        parts = (self.at[source], *self.waiting.pop(source, ()))  # more than one: it moves home
+        place = self._overwritten(target, self.like[self.at[source]])
+        self._fold(place, *parts)
+
+    def _moves_home(self, row: Row) -> bool:
+        """A local copy of a scratch chunk that nobody reads after it: its sum can be made there."""
+        source = row.src_chunk
+        if row.send_peer != NONE or row.flags & REDUCE or source < self.program.chunks:
+            return False
+        return not any(
+            source in other.reads
+            for other in self._rows
+            if other.round >= row.round and other != row
+        )
+
+    def _overwritten(self, chunk: int, like: int) -> int:
+        """The place of a chunk that gets a new value, as long as chunk `like`."""
+        self.waiting.pop(chunk, None)
+        if chunk >= self.program.chunks:  # in a place of its own: others may yet read the old one
+            self.at[chunk] = self._place(like)
+        else:
+            self._keep(self.at[chunk])
+        return self.at[chunk]
+
+    def _keep(self, place: int) -> None:
+        """Before it is written: a copy for the sums that its old value waits to be added to."""
+        if any(place in parts for parts in self.waiting.values()):
+            kept = self._place(self.like[place])
+            self._fold(kept, place)
+            for parts in self.waiting.values():
+                parts[:] = [kept if p == place else p for p in parts]
+
+    def _place(self, like: int) -> int:
+        place = next(self._new)
+        self.like[place] = like
+        return place
+
+
+def _laid_out(making: _Making) -> Plan:
+    """Places as rows: those of one long fold side by side, the others again when they are free."""
+    chunks = making.program.chunks
+    steps = _in_rows(making.steps, chunks)
+    row: dict[int, int] = {c: c for c in range(chunks)}
+    for fold in (f for step in steps for f in step.folds if len(f.parts) > 2):
+        if not any(p in row for p in fold.parts):
+            row |= {p: len(row) + i for i, p in enumerate(fold.parts)}
+    first = len(row)
+    last = {p: i for i, step in enumerate(steps) for p in _places(step)}
+    until: dict[int, int] = {}  # by row from `first` on: the last step that uses it
+    for i, step in enumerate(steps):
+        for place in sorted(_places(step) - row.keys()):
+            free = [r for r, end in until.items() if end < i]
+            row[place] = min(free, default=first + len(until))
+            until[row[place]] = last[place]
+    renamed = tuple(_renamed(step, row) for step in steps)
+    return Plan(chunks, first + len(until) - chunks, renamed)
+
+
+def _in_rows(steps: list[Step], chunks: int) -> list[Step]:
+    """Every part of a long fold in staging: a chunk of the buffer is copied there."""
+    fresh = count(max((p for step in steps for p in _places(step)), default=0) + chunks)
+    out = []
+    for step in steps:
+        folds: list[Fold] = []
+        for fold in step.folds:
+            parts = list(fold.parts)
+            for k, part in enumerate(parts):
+                if len(parts) > 2 and part < chunks:
+                    parts[k] = next(fresh)
+                    folds.append(Fold(parts[k], (part,), fold.like))
+            folds.append(fold._replace(parts=tuple(parts)))
+        out.append(step._replace(folds=tuple(folds)))
+    return out
+
+
+def _places(step: Step) -> set[int]:
+    calls = {call.place for call in (*step.sends, *step.receives)}
+    return calls | {p for fold in step.folds for p in (fold.out, *fold.parts)}
+
+
+def _renamed(step: Step, row: dict[int, int]) -> Step:
+    return Step(
+        step.round,
+        tuple(f._replace(out=row[f.out], parts=tuple(row[p] for p in f.parts)) for f in step.folds),
+        tuple(c._replace(place=row[c.place]) for c in step.sends),
+        tuple(c._replace(place=row[c.place]) for c in step.receives),
+    )

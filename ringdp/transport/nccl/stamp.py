@@ -1,0 +1,62 @@
+"""What ranks tell their neighbour at the start of a collective: which one they have called, where.
+
+NCCL's messages carry nothing but data: ranks that call different things hang, or get garbage. So
+before its data every rank sends its call to the next rank of a circle, by NCCL too. If all
+neighbours agree then all ranks do. A stamp is STAMP_BYTES bytes:
+
+    number, digest, kind, elements (int64 each) | the user's file:line in SITE_BYTES
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringdp.transport.base import Stamp
+from ringdp.transport.records import SITE_BYTES, Call
+
+NUMBERS = 4
+STAMP_BYTES = 8 * NUMBERS + SITE_BYTES
+
+
+class Stamped(NamedTuple):
+    """`digest`: of the kinds of this collective and all before it."""
+
+    call: Call
+    digest: int
+
+    @property
+    def short(self) -> Stamp:
+        number, _, elements, _ = self.call
+        return number, self.digest, elements
+
+
+def packed(stamped: Stamped) -> Tensor:
+    """uint8[STAMP_BYTES], on the CPU."""
+    number, kind, elements, site = stamped.call
+    numbers = torch.tensor([number, stamped.digest, kind, elements]).view(torch.uint8)
+    return torch.cat([numbers, torch.tensor(list(site), dtype=torch.uint8)])
+
+
+def unpacked(data: Tensor) -> Stamped:
+    """Of whatever a peer has sent."""
+    number, digest, kind, elements = data[: 8 * NUMBERS].clone().view(torch.int64).tolist()
+    return Stamped((number, kind, elements, bytes(data[8 * NUMBERS :].tolist())), digest)
+
+
+def said(call: Call) -> str:
+    """As text, for a store."""
+    number, kind, elements, site = call
+    return f"{number} {kind} {elements} {site.hex()}"
+
+
+def heard(text: str) -> Call | None:
+    """None for what makes no sense."""
+    try:
+        number, kind, elements, site = text.split()
+        call = int(number), int(kind), int(elements), bytes.fromhex(site)
+    except ValueError:
+        return None
+    return call if len(call[3]) == SITE_BYTES and min(call[:3]) >= 0 else None

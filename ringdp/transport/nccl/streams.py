@@ -1,0 +1,216 @@
+"""Streams of a device, or of the host, where a call has done its work when it returns.
+
+    caller's stream ──arrival──► comm: groups of NCCL  ⇄  reduce: folds ──end──► caller's stream
+
+Tiles of one parity form a chain, in which every group waits for the fold before it, and every fold
+for the group before it: an event for each chain says so. The two chains touch no common memory. So
+nothing else needs an order, and a fold of one runs beside a group of the other.
+
+Memory: whoever starts a job keeps its tensors until the job's last event has passed, which is what
+`record_stream` would do, without holding back what the allocator may reuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import UsageError
+from ringdp.transport.nccl.tiles import PARITIES
+
+
+class End(Protocol):
+    """The end of a job's work."""
+
+    def query(self) -> bool: ...
+
+
+class Streams(Protocol):
+    device: torch.device
+    room: int  # bytes of a tile, over all ranks' chunks
+
+    @property
+    def handle(self) -> int:
+        """The stream that NCCL is given."""
+        ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """For a thread: allocate and launch on this device."""
+        ...
+
+    def arrival(self) -> object:
+        """What the caller has put in its stream so far."""
+        ...
+
+    def follow(self, arrival: object) -> None:
+        """Let what comes wait for that."""
+        ...
+
+    def moving(self, chain: int) -> AbstractContextManager[object]: ...
+
+    def folding(self, chain: int) -> AbstractContextManager[object]: ...
+
+    def end(self) -> End:
+        """Of all that has been put in the streams."""
+        ...
+
+    def settle(self, end: End) -> None:
+        """Let the caller's stream wait for that."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until all has been done."""
+        ...
+
+    def sent(self, data: Tensor) -> Tensor:
+        """A CPU tensor, on the device."""
+        ...
+
+    def fetched(self, data: Tensor) -> Tensor:
+        """What a group has brought, on the CPU once the work so far has been done."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether what the caller launches becomes part of a CUDA graph."""
+        ...
+
+
+class _Past:
+    def query(self) -> bool:
+        return True
+
+
+class HostStreams:
+    """No stream at all."""
+
+    device = torch.device("cpu")
+    room = 1 << 20
+    handle = 0
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def arrival(self) -> object:
+        return None
+
+    def follow(self, arrival: object) -> None: ...
+
+    def moving(self, chain: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def folding(self, chain: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def end(self) -> End:
+        return _Past()
+
+    def settle(self, end: End) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def sent(self, data: Tensor) -> Tensor:
+        return data
+
+    def fetched(self, data: Tensor) -> Tensor:
+        return data
+
+    def capturing(self) -> bool:
+        return False
+
+
+class CudaStreams:
+    """Two streams beside those of the caller."""
+
+    room = 32 << 20  # not measured: long against a launch, short against what there is to overlap
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._captured = False
+        with torch.cuda.device(device):
+            self._comm = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            self._reduce = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._events = _events()
+
+    @property
+    def handle(self) -> int:
+        return int(self._comm.cuda_stream)
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device)
+
+    def arrival(self) -> object:
+        event, *_ = _events()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def follow(self, arrival: object) -> None:
+        assert isinstance(arrival, torch.cuda.Event)
+        captured, self._captured = self._captured, self.capturing()
+        if captured or self._captured:  # no event may be recorded in a graph and awaited outside
+            self._events = _events()
+        self._comm.wait_event(arrival)
+        self._reduce.wait_event(arrival)
+
+    @contextmanager
+    def moving(self, chain: int) -> Iterator[None]:
+        self._comm.wait_event(self._events[chain])
+        yield
+        self._events[chain].record(self._comm)
+
+    @contextmanager
+    def folding(self, chain: int) -> Iterator[None]:
+        self._reduce.wait_event(self._events[chain])
+        with torch.cuda.stream(self._reduce):
+            yield
+        self._events[chain].record(self._reduce)
+
+    def end(self) -> End:
+        folded, last = _events()
+        folded.record(self._reduce)
+        self._comm.wait_event(folded)
+        last.record(self._comm)
+        return last
+
+    def settle(self, end: End) -> None:
+        assert isinstance(end, torch.cuda.Event)
+        torch.cuda.current_stream(self.device).wait_event(end)
+
+    def drain(self) -> None:
+        self._comm.synchronize()
+        self._reduce.synchronize()
+
+    def sent(self, data: Tensor) -> Tensor:
+        with torch.cuda.stream(self._comm):
+            return data.pin_memory().to(self.device, non_blocking=True)
+
+    def fetched(self, data: Tensor) -> Tensor:
+        with torch.cuda.stream(self._comm):
+            host = torch.empty_like(data, device="cpu", pin_memory=True)
+            return host.copy_(data, non_blocking=True)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _events() -> list[torch.cuda.Event]:
+    return [torch.cuda.Event() for _ in range(PARITIES)]  # type: ignore[no-untyped-call]
+
+
+def streams(device: torch.device) -> Streams:
+    return HostStreams() if device.type == "cpu" else CudaStreams(device)
+
+
+def device_of(*, host: bool) -> torch.device:
+    """Where tensors are to be. Raises UsageError where there is no GPU, and `host` is not asked."""
+    if host:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "transport 'nccl' needs a CUDA device, and torch sees none; allowed: 'shm', 'c10d', or "
+            "'nccl-host' to run its code on host memory"
+        )
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,321 @@
+"""The transport over NCCL: collectives of its device's tensors by NCCL, all else over gloo.
+
+A thread issues the groups, another watches: when a rank has died, given up or failed, it aborts the
+communicator, which ends what hangs. Messages with tags, and CPU tensors beside a GPU, go over gloo,
+as does the word of a failure: NCCL itself says nothing of a rank that is gone on the same host.
+
+On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does;
+one that does not end on the GPU in `timeout` seconds is ended by the watching thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.schedule.program import Program
+from ringdp.transport import wire
+from ringdp.transport.base import Direct, FailureKind, Op, Prepared, chunk_bounds
+from ringdp.transport.c10d import C10dTransport, Failed
+from ringdp.transport.nccl.execute import BYTES, Nccl, execute
+from ringdp.transport.nccl.library import INVALID_USAGE, binding, communicator, grouped, shared_id
+from ringdp.transport.nccl.own import Own, PreparedOwn
+from ringdp.transport.nccl.plan import plan
+from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, heard, packed, said, unpacked
+from ringdp.transport.nccl.streams import End, device_of, streams
+from ringdp.transport.nccl.tiles import Tiles, staging_shape
+from ringdp.transport.records import Call
+from ringdp.transport.told import LOOK
+
+PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
+
+
+class _UnderWay(NamedTuple):
+    """What has been issued, until its end on the device."""
+
+    ticket: int
+    end: End
+    began: float
+    ours: Stamped
+    theirs: Tensor  # the stamp of the rank before
+    kept: object
+
+
+class NcclTransport(C10dTransport):
+    """One rank's end of an NCCL communicator. See `Transport`."""
+
+    depth = None  # it runs whole rounds
+    own = "nccl"
+
+    def __init__(
+        self,
+        store: Store,
+        group: wire.Group,
+        *,
+        host: bool,
+        timeout: float,
+        differ: Callable[[Call, Call], bool],
+    ) -> None:
+        """Collective. `store` and `group` are for this transport alone; on the current device.
+
+        `host`: csrc's NCCL over host memory, not the real one. `timeout`: seconds that a collective
+        may last on the device. `differ`: whether two ranks' calls of a number are not the same.
+        Raises UsageError where NCCL cannot be had, CommunicationError where ranks do not meet.
+        """
+        self.device = device_of(host=host)
+        nccl = binding(host=host)
+        super().__init__(store, group)
+        self._store, self._timeout, self._differ = store, timeout, differ
+        self._under_way: list[_UnderWay] = []
+        self._arrivals: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # messages: on the host, on the device
+        self.kept: dict[int, object] = {}
+        self._streams = streams(self.device)
+        with self._streams.current():
+            unique = shared_id(store, self.rank, nccl)
+            comm = communicator(nccl, self.ranks, unique, self.rank)
+            self._nccl = Nccl(nccl, comm, self._streams)
+            self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self._warm_up()
+        if self.ranks > 1:
+            self._spawn(partial(self._until_it_ends, (self.rank + 1) % self.ranks))
+        self._spawn(self._look_after)
+
+    # --- for the communicator
+
+    def start(
+        self,
+        program: Program,
+        buffer: Tensor,
+        op: Op,
+        call: Call,
+        *,
+        background: bool,
+        bounds: tuple[int, ...] | None = None,
+    ) -> int:
+        self.check(buffer)
+        if buffer.device != self.device:
+            return super().start(program, buffer, op, call, background=background, bounds=bounds)
+        cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
+        return self._issue(call, partial(self._execute, program, buffer, cuts, op), buffer)
+
+    def issue_own(self, own: Own, call: Call, whole: int, part: int) -> int:
+        """One of NCCL's collectives, on buffers of the device at these addresses."""
+        return self._issue(
+            call, lambda: own.run(self._nccl, whole, part, self.rank, self.ranks), None
+        )
+
+    def prepare(
+        self,
+        collective: Direct,
+        shards: tuple[int, ...],
+        dtype: torch.dtype,
+        op: Op,
+        kind: int,
+        root: int | None = None,
+    ) -> Prepared:
+        own = Own(collective, shards, dtype, op, root)
+        own.check()
+        return PreparedOwn(self.issue_own, own, kind)
+
+    def check(self, buffer: Tensor) -> None:
+        self._check_process()
+        if buffer.device.type != "cpu" and buffer.device != self.device:
+            raise UsageError(
+                f"this communicator moves tensors on {self.device}, and CPU tensors; this one is "
+                f"on {buffer.device}"
+            )
+
+    def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
+        self.check(buffer)
+        return super().send(buffer.cpu(), to, kind, background=background)
+
+    def receive(
+        self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
+    ) -> int:
+        self.check(buffer)
+        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        ticket = super().receive(host, sender, kind, source, background=background)
+        if host is not buffer:
+            self._arrivals[ticket] = host, buffer
+        return ticket
+
+    def wait(self, ticket: int, timeout: float) -> bool:
+        if not super().wait(ticket, timeout):
+            return False
+        if ticket in self._arrivals:
+            host, buffer = self._arrivals.pop(ticket)
+            buffer.copy_(host)
+        for work in list(self._under_way):
+            if work.ticket == ticket:
+                self._streams.settle(work.end)
+        self.release()
+        return True
+
+    def keep(self, ticket: int, *objects: object) -> None:
+        self.kept[ticket] = objects
+
+    def release(self) -> None:
+        busy = self._open | {work.ticket for work in list(self._under_way)}
+        for ticket in list(self.kept):
+            if ticket not in busy:
+                self.kept.pop(ticket, None)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def call(self, rank: int, number: int) -> Call | None:
+        """Known of ranks that differ."""
+        with suppress(DistError):
+            if self._store.check([key := f"call/{rank}/{number}"]):
+                return heard(self._store.get(key).decode())
+        return None
+
+    # --- on the thread that issues
+
+    def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:
+        ticket, ours = self._ticket(), Stamped(call, self._digested(call[1]))
+        arrival = self._streams.arrival()
+        if self._streams.capturing():
+            self._capture(ticket, arrival, act)
+        else:
+            self._jobs.put(partial(self._run_nccl, ticket, ours, arrival, act, kept))
+        return ticket
+
+    def _run_nccl(
+        self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
+    ) -> None:
+        began = time.monotonic()
+        with self._streams.current(), self._translated(ours):
+            self._streams.follow(arrival)
+            theirs = self._neighbour(ours)
+            work = _UnderWay(ticket, self._streams.end(), began, ours, theirs, kept)
+            if work.end.query():
+                self._compare(work)
+            self._sent += act()
+            end = self._streams.end()
+            if not end.query():
+                self._under_way.append(work._replace(end=end))
+        self._end(ticket)
+
+    def _capture(self, ticket: int, arrival: object, act: Callable[[], int]) -> None:
+        """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
+        and the caller's stream is behind it at once."""
+        if self._open != {ticket} or self._under_way:
+            raise UsageError(
+                "capture with collectives under way; allowed: after torch.cuda.synchronize()"
+            )
+        with self._streams.current(), self._translated(None):
+            self._streams.follow(arrival)
+            self._sent += act()
+            self._streams.settle(self._streams.end())
+        self._end(ticket)
+
+    def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
+        steps = plan(program)
+        slab = self._streams.room // self.ranks // buffer.element_size() // 16 * 16
+        staging = self._room(prod(staging_shape(steps, bounds, slab)) * buffer.element_size())
+        tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
+        return execute(self._nccl, {self.rank: tiles}, op)
+
+    def _room(self, needed: int) -> Tensor:
+        if len(self._staging) < needed:
+            self._streams.drain()  # what is there may be in use
+            self._staging = self._staging.new_empty(needed)
+        return self._staging[:needed]
+
+    def _neighbour(self, ours: Stamped) -> Tensor:
+        """The stamp of the rank before this one, in exchange for ours to the one behind."""
+        mine = packed(ours)
+        if self.ranks == 1:
+            return mine
+        sent = self._streams.sent(mine)
+        theirs = torch.empty_like(sent)
+        behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        comm, handle = self._nccl.comm, self._streams.handle
+        with self._streams.moving(0), grouped(self._nccl.binding):
+            comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, handle)
+            comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, handle)
+        return self._streams.fetched(theirs)
+
+    def _compare(self, work: _UnderWay) -> None:
+        ours, theirs = work.ours, unpacked(work.theirs)
+        if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
+            return
+        before = (self.rank - 1) % self.ranks
+        with suppress(DistError):
+            for rank, stamped in ((self.rank, ours), (before, theirs)):
+                self._store.set(f"call/{rank}/{stamped.call[0]}", said(stamped.call))
+        raise Failed(FailureKind.MISMATCH, before, (ours.short, theirs.short))
+
+    @contextmanager
+    def _translated(self, ours: Stamped | None) -> Iterator[None]:
+        """NCCL's errors in the block, as failures of the communicator."""
+        try:
+            yield
+        except self._nccl.binding.NcclError as e:
+            before = (self.rank - 1) % self.ranks
+            if getattr(e, "status", None) == INVALID_USAGE and ours is not None:
+                raise Failed(FailureKind.MISMATCH, before, (ours.short, ours.short)) from e
+            raise Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {e}") from e
+
+    def _warm_up(self) -> None:
+        """Every pair talks once: NCCL connects them then, which it must not do in a CUDA graph."""
+        data = torch.zeros(2, dtype=torch.uint8, device=self.device)
+        comm, handle = self._nccl.comm, self._streams.handle
+        try:
+            for shift in range(1, self.ranks):
+                with grouped(self._nccl.binding):
+                    comm.send(data.data_ptr(), 1, BYTES, (self.rank + shift) % self.ranks, handle)
+                    comm.recv(
+                        data.data_ptr() + 1, 1, BYTES, (self.rank - shift) % self.ranks, handle
+                    )
+            self._streams.drain()
+        except self._nccl.binding.NcclError as e:
+            raise CommunicationError(
+                f"rank {self.rank} cannot reach all others by NCCL: {e}"
+            ) from e
+
+    # --- on the thread that watches
+
+    def _look_after(self) -> None:
+        while self._told.failure is None:
+            with self._told.changed:
+                self._told.changed.wait_for(
+                    lambda: self._open or self._under_way or self._told.failure
+                )
+            self._told.look()
+            with self._translated(None):
+                self._nccl.comm.check_async_error()
+            self._reap()
+            time.sleep(LOOK / 2)
+        self._leave()
+
+    def _reap(self) -> None:
+        """Let go of what the device has done; what it does not do in time has failed."""
+        for work in list(self._under_way):
+            if work.end.query():
+                self._compare(work)
+                self._under_way.remove(work)
+            elif time.monotonic() - work.began > self._timeout:
+                raise Failed(FailureKind.TIMEOUT, self.rank)
+
+    def _leave(self) -> None:
+        """Abort, which ends what hangs, or hangs itself; destroy only what has nothing to do."""
+        quiet = not self._open and not self._under_way
+        end = self._nccl.comm.destroy if quiet else self._nccl.comm.abort
+        ending = threading.Thread(target=end, daemon=True, name="ringdp-nccl")
+        ending.start()
+        ending.join(PATIENCE)

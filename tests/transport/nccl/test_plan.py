@@ -1,0 +1,116 @@
+"""Plans run, in any order of ranks, to the simulator's bits; without a device and without NCCL."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringdp.schedule import ALGORITHMS, Program, Schedule, Transfer, fuse, project, schedule
+from ringdp.transport.base import Op, chunk_bounds
+from ringdp.transport.nccl.execute import fold_tile
+from ringdp.transport.nccl.plan import plan
+from ringdp.transport.nccl.tiles import Tiles, staging_shape
+from ringdp.transport.simulator import simulate
+
+SLAB = 48  # elements: most chunks below have several tiles
+
+
+def run(programs: list[Program], buffers: list[Tensor], op: Op = "sum") -> None:
+    """All ranks in turns; a group ends when all its messages have come."""
+    tiles = []
+    for program, buffer in zip(programs, buffers, strict=True):
+        steps, bounds = plan(program), chunk_bounds(buffer.numel(), program)
+        staging = buffer.new_empty(staging_shape(steps, bounds, SLAB)).view(-1)
+        if staging.is_floating_point():
+            staging.fill_(torch.nan)  # what nobody wrote is not to be read
+        tiles.append(Tiles(steps, buffer, bounds, staging, SLAB))
+    rounds = sorted({step.round for t in tiles for step in t.plan.steps})
+    for tile in range(max(t.count for t in tiles)):
+        for round_ in rounds:
+            sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+            steps = {r: s for r, t in enumerate(tiles) for s in t.plan.steps if s.round == round_}
+            for rank, step in steps.items():
+                for fold in step.folds:
+                    fold_tile(tiles[rank], fold, tile, op)
+                for call in step.sends:
+                    value = tiles[rank].place(call.place, call.like, tile)
+                    sent[rank, call.peer].append(value.clone())
+            for rank, step in steps.items():
+                for call in step.receives:
+                    out = tiles[rank].place(call.place, call.like, tile)
+                    out.copy_(sent[call.peer, rank].popleft())
+            assert not any(sent.values()), "a message that nobody receives"
+
+
+def check(made: Schedule, elements: int, dtype: torch.dtype, op: Op = "sum") -> None:
+    programs = [project(made, r) for r in range(made.ranks)]
+    g = torch.Generator().manual_seed(elements)
+    given = [torch.randn(elements, generator=g).mul_(100).to(dtype) for _ in programs]
+    found, expected = [x.clone() for x in given], [x.clone() for x in given]
+    run(programs, found, op)
+    simulate([fuse(p) for p in programs], expected, op, depth=64)
+    for rank in range(made.ranks):
+        assert torch.equal(found[rank], expected[rank]), rank
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(("collective", "name"), [a[:2] for a in ALGORITHMS])
+def test_a_plan_gives_the_simulators_bits(collective: str, name: str, n: int):
+    made = schedule(collective, name, n)
+    for elements, dtype in ((7, torch.float32), (1003, torch.bfloat16)):
+        uneven = elements % made.chunks if "all_to_all" in collective else 0  # chunks change places
+        check(made, elements - uneven, dtype)
+
+
+@pytest.mark.parametrize("op", ["prod", "max"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float16])
+def test_every_kind_of_fold(op: Op, dtype: torch.dtype):
+    for name in ("direct", "ring", "halving"):
+        check(schedule("all_reduce", name, 4), 301, dtype, op)
+
+
+def test_a_sum_that_waits_keeps_what_it_waits_for():
+    """Rank 0 adds chunk 0 to chunk 1 before chunk 0 is replaced, and reads the sum after that."""
+    rounds = (
+        (Transfer(0, 0, 0, 1, True),),
+        (Transfer(1, 0, 0, 0, False),),
+        (Transfer(0, 1, 1, 1, False),),
+        (Transfer(0, 0, 0, 1, True), Transfer(1, 1, 1, 0, True)),
+        (Transfer(1, 0, 1, 0, True),),  # changes what chunk 1 waits to be added
+        (Transfer(0, 1, 0, 1, False),),
+    )
+    check(Schedule(2, 2, rounds), 400, torch.float32)
+
+
+def test_relayed_scratch_is_as_long_as_what_it_holds():
+    """Chunks of 2, 1 and 1 elements go by way of scratch that nobody there uses otherwise."""
+    rounds = (
+        tuple(Transfer(0, 1, c, 3 + c, False) for c in range(3)),
+        tuple(Transfer(1, 2, 3 + c, 4 + c, False) for c in range(3)),
+        tuple(Transfer(2, 0, 4 + c, c, True) for c in range(3)),
+    )
+    made = Schedule(3, 3, rounds)
+    assert project(made, 2).incoming == {(1, 4): 0, (1, 5): 1, (1, 6): 2}
+    check(made, 4, torch.float32)
+
+
+def test_staging_does_not_grow_with_the_rounds():
+    ring = [plan(project(schedule("all_reduce", "ring", n), 1)).rows for n in (3, 8, 16)]
+    assert max(ring) <= 2
+    direct = [plan(project(schedule("all_reduce", "direct", n), 1)).rows for n in (3, 8)]
+    assert direct == [3, 8]
+
+
+def test_a_long_fold_is_one_pass_over_neighbours():
+    for rank in range(5):
+        (fold,) = [
+            f
+            for step in plan(project(schedule("reduce_scatter", "direct", 5), rank)).steps
+            for f in step.folds
+            if len(f.parts) > 1
+        ]
+        assert fold.out == rank
+        assert list(fold.parts) == list(range(fold.parts[0], fold.parts[0] + 5))

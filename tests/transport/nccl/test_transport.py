@@ -1,0 +1,235 @@
+"""The NCCL transport over the host NCCL: the simulator's bits, messages, and how it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import rendezvous
+from ringdp.transport.nccl.transport import NcclTransport
+from tests.comm import test_forms, test_groups, test_messages
+from tests.comm.failing import Heard, hear
+from tests.transport.nccl.faults import FAIL, LOSE, STALL, fault
+from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
+
+pytest.importorskip("cupy_backends", reason="the NCCL transport needs CuPy")
+pytestmark = pytest.mark.process
+
+TIMEOUT = 20.0
+LENGTHS = (0, 1, 7, 1003)
+DTYPES = ("float32", "bfloat16")
+
+
+def over_nccl(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Called with a communicator over the host NCCL in place of the pool's."""
+
+    @wraps(function)
+    def run(comm: Communicator, *arguments: Any) -> Any:
+        other = ringdp.init(transport="nccl-host", timeout=TIMEOUT)
+        rendezvous._world = comm  # which the tests after this one use
+        result = function(other, *arguments)
+        comm.barrier()  # else a rank that is done would be lost to one that is not
+        other.close()
+        return result
+
+    return run
+
+
+@over_nccl
+def found_over_nccl(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    assert isinstance(comm._transport, NcclTransport)
+    return found(comm, cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
+    cases = [Case(*row, LENGTHS[(i + n) % 4], d) for d in DTYPES for i, row in enumerate(ROWS)]
+    cases += [Case(*row, 1001 + n, d) for d in ("int16", "bool") for row in ROWS[:7]]
+    cases += [Case("all_reduce", "direct", LONG // 4 + n, d) for d in DTYPES]
+
+    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
+        return ranks(n)(found_over_nccl, cases)
+
+    agree(pool, n, cases)
+
+
+@over_nccl
+def calls(comm: Communicator) -> None:
+    """What the communicator's own tests ask of shared memory."""
+    test_forms.moved(comm, 10)
+    test_forms.added(comm, 10)
+    test_messages.exchange(comm)
+    test_messages.anybody(comm)
+    test_messages.beside_collectives(comm)
+    test_groups.parts.__wrapped__(comm)
+    test_groups.together(comm)
+    with comm.duplicate() as other, other.group():
+        x = torch.ones(3)
+        other.all_reduce(x)
+        comm.barrier()
+    assert torch.all(x == comm.size)
+    with pytest.raises(ringdp.UsageError, match="moves tensors on cpu"):
+        comm.all_reduce(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_it_offers_what_a_communicator_has(ranks, n: int):
+    ranks(n)(calls)
+
+
+def by_nccl(function: Callable[..., Any], *arguments: Any) -> None:
+    function(*arguments, algorithm="nccl")
+
+
+@over_nccl
+def nccls_own(comm: Communicator) -> None:
+    """On whole numbers, whose sums no order of additions rounds."""
+    n, me = comm.size, comm.rank
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        x = (torch.arange(n * 5) % 7 + me).to(dtype)
+        given = [(torch.arange(n * 5) % 7 + r).to(dtype) for r in range(n)]
+        total, mine = sum(given[1:], given[0].clone()), slice(5 * me, 5 * me + 5)
+        y = x.clone()
+        by_nccl(comm.all_reduce, y)
+        assert torch.equal(y, total)
+        y = x.clone()
+        by_nccl(comm.all_reduce, y, "max")
+        assert torch.equal(y, given[-1])
+        out, root = torch.zeros(5, dtype=dtype), n - 1
+        by_nccl(comm.reduce_scatter, out, x)
+        assert torch.equal(out, total[mine])
+        y = x.clone()
+        by_nccl(comm.reduce, y, root)
+        assert torch.equal(y, total if me == root else x)
+        y = x.clone()
+        by_nccl(comm.broadcast, y, root)
+        assert torch.equal(y, given[root])
+        whole = torch.zeros_like(x)
+        parts = torch.cat([g[5 * r : 5 * r + 5] for r, g in enumerate(given)])
+        by_nccl(comm.all_gather, whole, x[mine])
+        assert torch.equal(whole, parts)
+        sizes = [r + 1 for r in range(n)]
+        whole = torch.zeros(sum(sizes), dtype=dtype)
+        by_nccl(comm.all_gather_v, whole, x[: me + 1], sizes)
+        assert torch.equal(whole, torch.cat([g[: r + 1] for r, g in enumerate(given)]))
+        out = torch.zeros(me + 1, dtype=dtype)
+        by_nccl(comm.reduce_scatter_v, out, x[: sum(sizes)], sizes)
+        assert torch.equal(out, total[: sum(sizes)].split(sizes)[me])
+        whole = torch.zeros_like(x)
+        by_nccl(comm.gather, whole if me == root else None, x[mine], root)
+        if me == root:
+            assert torch.equal(whole, parts)
+        by_nccl(comm.scatter, out := torch.zeros(5, dtype=dtype), x if me == root else None, root)
+        assert torch.equal(out, given[root][mine])
+        by_nccl(comm.all_to_all, whole := torch.zeros_like(x), x)
+        assert torch.equal(whole, torch.cat([g[mine] for g in given]))
+    with pytest.raises(ringdp.UsageError, match=r"'nccl' does not sum torch\.int16"):
+        by_nccl(comm.all_reduce, torch.ones(3, dtype=torch.int16))
+    direct = torch.full((4,), 0.1)
+    comm.all_reduce(direct)  # ours again: what NCCL has prepared is not taken for it
+    assert comm._ready == {}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_nccls_own_collectives(ranks, n: int):
+    ranks(n)(nccls_own)
+
+
+@over_nccl
+def mistaken(comm: Communicator, what: str) -> Heard | None:
+    x, odd = torch.ones(5000), comm.rank == 1
+    sizes = [2500, 2500] if odd else [2000, 3000]
+    act = {
+        "collective": lambda: comm.broadcast(x) if odd else comm.all_reduce(x),
+        "length": lambda: comm.all_reduce(x[1:] if odd else x),
+        "dtype": lambda: comm.all_reduce(x.int() if odd else x),
+        "sizes": lambda: comm.all_gather_v(x, x[: sizes[comm.rank]], sizes),
+        "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
+        "late": lambda: time.sleep(1) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
+    }[what]
+    return hear(comm, act, comm.barrier, comm.barrier)
+
+
+@pytest.mark.parametrize("what", ["collective", "length", "dtype", "sizes", "message", "late"])
+def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
+    for heard in ranks(2)(mistaken, what):
+        assert heard is not None
+        wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
+        assert heard.error == heard.again == wanted, heard
+        if what == "collective":
+            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in heard.text
+            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in heard.text
+            assert heard.text.count("test_transport.py:") == 2
+
+
+def suffers(comm: Communicator, what: int) -> Heard | None:
+    """Rank 1 does, in its third launch from now on; every collective has one for its stamp."""
+    c = ringdp.init(transport="nccl-host", timeout=2.0 if what == STALL else 30.0)
+    rendezvous._world = comm
+    c.barrier()
+    if comm.rank == 1:
+        fault(what, launches=2)
+    heard = hear(c, *[c.barrier] * 3)
+    c.close()
+    return heard
+
+
+@pytest.mark.parametrize("what", [FAIL, STALL])
+def test_a_fault_of_one_rank_is_an_error_on_all(ranks, what: int):
+    for heard in ranks(3)(suffers, what):
+        assert heard is not None
+        if what == STALL:
+            assert heard.error == heard.again == "CollectiveTimeout"
+        else:
+            assert heard.error == heard.again == "PeerLost"
+            assert "rank 1 has aborted (NCCL: NCCL_ERROR_REMOTE_ERROR" in heard.text
+
+
+def lost(comm: Communicator) -> list[Heard | None]:
+    c = ringdp.init(transport="nccl-host", timeout=30.0)
+    other = c.duplicate()
+    c.barrier()
+    if comm.rank == 1:
+        fault(LOSE, launches=1)
+    x = torch.ones(5000)
+    return [hear(c, lambda: c.all_reduce(x)), hear(other, lambda: other.all_gather(x.repeat(3), x))]
+
+
+def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
+    said = fresh_ranks(3, timeout=60.0).outcomes(lost)
+    assert said[1] is None
+    for rank in (0, 2):
+        for heard in said[rank]:
+            assert heard.error == heard.again == "PeerLost", heard
+            assert "rank 1 has ended" in heard.text
+
+
+def again(comm: Communicator) -> None:
+    """After a failure the same processes come together once more."""
+    c = ringdp.init(transport="nccl-host", timeout=30.0)
+    if comm.rank == 0:
+        c.abort()
+    else:
+        assert hear(c, c.barrier).error == "PeerLost"
+        c.abort()
+    with ringdp.init(transport="nccl-host", timeout=30.0) as c:
+        c.all_reduce(x := torch.ones(3))
+        assert torch.all(x == comm.size)
+        comm.barrier()
+    rendezvous._world = comm
+
+
+def test_after_a_failure_they_meet_again(ranks):
+    ranks(2)(again)
+
+
+def test_it_says_what_it_needs():
+    with pytest.raises(ringdp.UsageError, match="needs a CUDA device, and torch sees none"):
+        ringdp.init(transport="nccl")
