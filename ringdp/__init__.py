@@ -3,6 +3,7 @@
 from ringdp.comm import Communicator, Link, Work, init
 from ringdp.comm.backend import register
 from ringdp.errors import (
+    CheckpointError,
     CollectiveMismatch,
     CollectiveTimeout,
     CommunicationError,
@@ -21,11 +22,15 @@ from ringdp.parallel import (
     Precision,
     SyncBatchNorm,
     clip_grad_norm_,
+    export,
+    load,
+    save,
     shard,
 )
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "CommunicationError",
@@ -44,7 +49,10 @@ __all__ = [
     "UsageError",
     "Work",
     "clip_grad_norm_",
+    "export",
     "init",
+    "load",
+    "save",
     "shard",
 ]
 

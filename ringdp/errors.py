@@ -3,6 +3,7 @@
     RingdpError
     ├── UsageError              a bad argument: what was given, what is allowed (also ValueError)
     │   └── ModelError          a model or a loop that does not fit (also RuntimeError, as torch's)
+    ├── CheckpointError         a checkpoint that cannot be written, read, or used for this model
     ├── ScheduleError           a schedule breaks a rule: names round, transfer, rank and chunk
     └── CommunicationError      a collective could not finish (also RuntimeError, as torch's)
         ├── PeerLost            a rank has died, closed the communicator or aborted it
@@ -25,6 +26,10 @@ class UsageError(RingdpError, ValueError):
 
 class ModelError(UsageError, RuntimeError):
     """DistributedDataParallel cannot serve this model or this training loop."""
+
+
+class CheckpointError(RingdpError):
+    """A checkpoint cannot be written, read, or used for this model."""
 
 
 class ScheduleError(RingdpError):

@@ -122,6 +122,7 @@ def test_import_stays_light():
 def test_public_names():
     assert sorted(ringdp.__all__) == [
         "AdamW",
+        "CheckpointError",
         "CollectiveMismatch",
         "CollectiveTimeout",
         "CommunicationError",
@@ -140,7 +141,10 @@ def test_public_names():
         "UsageError",
         "Work",
         "clip_grad_norm_",
+        "export",
         "init",
+        "load",
+        "save",
         "shard",
     ]
     assert sorted(ringdp.schedule.__all__) == [

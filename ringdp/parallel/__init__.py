@@ -1,5 +1,6 @@
 """When collectives happen in training: DDP and ZeRO-1, 2, 3 from one engine."""
 
+from ringdp.parallel.checkpoint import export, load, save
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.ddp import DistributedDataParallel
 from ringdp.parallel.engine import Engine
@@ -19,5 +20,8 @@ __all__ = [
     "Precision",
     "SyncBatchNorm",
     "clip_grad_norm_",
+    "export",
+    "load",
+    "save",
     "shard",
 ]

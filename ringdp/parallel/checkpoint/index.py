@@ -1,0 +1,95 @@
+"""What a checkpoint holds, and where: a JSON file, `index.json`, whose replacement is the commit.
+
+    path/index.json              which directory counts, and what is where in it
+    path/data-<random>/rank-<r>.safetensors
+
+A tensor's key is `parameter/NAME`, `buffer/NAME` or `optimizer/KEY/NAME`. Its elements, counted in
+the parameter's own order, lie in parts on the ranks that owned them. `whole` values of an optimizer
+(Adam's `step`) lie with the parameter's first element. A save writes a new directory, then puts a
+new index in the old one's place by a rename; the directories that no index names go after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ringdp.errors import CheckpointError
+
+FORMAT = "ringdp.checkpoint.1"
+
+
+class Part(NamedTuple):
+    """Elements begin..end are in the file of `rank`."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+@dataclass
+class Entry:
+    """One tensor. `shape` is that of the parameter, or [] for a whole value."""
+
+    dtype: str
+    shape: list[int]
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass
+class Index:
+    directory: str
+    ranks: int
+    stage: int
+    tensors: dict[str, Entry]
+    scalars: dict[str, Any]  # what an optimizer's state has beside tensors
+    groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
+    extra: dict[str, Any]
+    format: str = FORMAT
+
+
+def file_of(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05}.safetensors"
+
+
+def commit(path: Path, index: Index) -> None:
+    """Make `index` what `path` holds, in one step, and remove what it held before."""
+    aside = path / "index.json.new"
+    with aside.open("w") as file:
+        json.dump(asdict(index), file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path / index.directory)
+    os.replace(aside, path / "index.json")
+    sync_directory(path)
+    for old in path.glob("data-*"):
+        if old.name != index.directory:
+            shutil.rmtree(old)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has the names in it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_index(path: Path) -> Index:
+    """Raises CheckpointError if `path` holds no checkpoint."""
+    try:
+        values = json.loads((path / "index.json").read_text())
+        if values.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is of format {values.get('format')!r}, not {FORMAT!r}")
+        values["tensors"] = {
+            key: Entry(e["dtype"], e["shape"], [Part(*p) for p in e["parts"]])
+            for key, e in values["tensors"].items()
+        }
+        return Index(**values)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{path} holds no checkpoint that can be read: {e}") from e

@@ -1,0 +1,75 @@
+"""Which elements of a parameter a rank writes, and which it keeps: as the layout says."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ringdp.errors import CheckpointError
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.stages import Keep
+
+
+class Piece(NamedTuple):
+    """A parameter on this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: list[int]  # of the whole
+    rest: Tensor  # what the rank keeps of it: elements kept[0]..kept[1] of the whole
+    kept: tuple[int, int]
+    writes: tuple[int, int]  # in every stage each element has one rank that writes it
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of values for the kept elements, those that this rank writes."""
+        begin = self.kept[0]
+        return values.detach().reshape(-1)[self.writes[0] - begin : self.writes[1] - begin]
+
+
+def pieces(engine: Engine) -> list[Piece]:
+    """Of every parameter, with every unit at rest."""
+    engine.gathering.reshard_all()
+    found = []
+    for unit in engine.units:
+        whole = unit.stage.optimizer is Keep.FULL
+        for entry, p, shape, rest in zip(
+            unit.plan.entries, unit.parameters, unit.shapes, unit.rest, strict=True
+        ):
+            first = unit.rank * unit.plan.shard - entry.offset
+            begin = min(max(first, 0), entry.elements)
+            end = min(max(first + unit.plan.shard, begin), entry.elements)
+            kept = (0, entry.elements) if whole else (begin, end)
+            found.append(Piece(entry.name, p, list(shape), rest, kept, (begin, end)))
+    return found
+
+
+def is_whole(key: str, value: Tensor, parameter: Tensor) -> bool:
+    """Whether it is one value for a parameter, not one for each element."""
+    if key == "step" or value.numel() != parameter.numel():
+        if value.numel() != 1:
+            raise CheckpointError(
+                f"the optimizer's state {key!r} has shape {list(value.shape)} for a parameter of "
+                f"{parameter.numel()} elements here; allowed: one value, or one for each element"
+            )
+        return True
+    return False
+
+
+def groups_of(
+    optimizer: torch.optim.Optimizer, found: list[Piece]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Its groups as JSON. Raises CheckpointError for a parameter that is not the engine's."""
+    names = {id(piece.parameter): piece.name for piece in found}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(p) not in names for p in group["params"]):
+            raise CheckpointError("the optimizer has a parameter that is not of the sharded model")
+        options = {
+            key: float(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        groups.append({"names": [names[id(p)] for p in group["params"]], "options": options})
+    return groups

@@ -1,0 +1,262 @@
+"""Saved by some ranks in one stage, loaded by others in another: the same bits. A crash during a
+save leaves the one before whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import CheckpointError, Communicator, Precision
+from ringdp.parallel.checkpoint.tensorfile import TensorFile, write
+
+pytestmark = pytest.mark.process
+
+WIDTH = 7
+
+
+class Net(nn.Module):
+    """A tied weight, a 0-dim parameter, a frozen one, buffers; a unit too small for four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH), nn.Linear(7, 7)])
+        self.blocks[2].weight.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    """The same on every rank, so that the number of ranks changes roundings only."""
+    tokens = torch.randint(5, (2, 12), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(tokens[0]).float(), tokens[1])
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        value = loss(model, step)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def contents(engine: ringdp.Engine, optimizer: Any) -> dict[str, list[float]]:
+    """Every parameter, buffer and piece of optimizer state, whole."""
+    found = {}
+    with engine.full_parameters():
+        found |= {k: v.flatten().tolist() for k, v in engine.model.state_dict().items()}
+    for unit in engine.units:
+        for i, (p, e) in enumerate(zip(unit.parameters, unit.plan.entries, strict=True)):
+            begin, end = unit.plan.local(e, unit.rank)
+            if unit.stage.number == 0:
+                begin, end = e.offset, e.offset + e.elements
+            for key in ("exp_avg", "exp_avg_sq"):
+                full = torch.zeros(unit.plan.padded)
+                mine = optimizer.state.get(p, {}).get(key, torch.zeros(p.numel()))
+                if unit.stage.number == 0:
+                    full[begin:end] = mine.flatten()
+                else:
+                    shard = torch.zeros(unit.plan.shard)
+                    shard[begin:end] = mine
+                    engine.comm.all_gather(full, shard)
+                value = full[e.offset : e.offset + e.elements]
+                found[f"{key} {unit.index} {i} {e.name}"] = value.tolist()
+    return {k.split()[-1] + k.split()[0]: v for k, v in found.items()}
+
+
+def write_it(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    opt = make(optimizer, model)
+    train(model, opt, range(3))
+    ringdp.save(path, engine, opt, extra={"step": 3})
+    held = contents(engine, opt)
+    losses = train(model, opt, range(3, 6))
+    engine.close()
+    return held, losses
+
+
+def read_it(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
+    model = net(seed=1 + comm.rank)
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, persist_below=8, comm=comm)
+    opt = make(optimizer, model, lr=7.0)
+    extra = ringdp.load(path, engine, opt)
+    assert extra == {"step": 3}
+    assert opt.param_groups[0]["lr"] == 0.01
+    assert isinstance(opt.param_groups[0]["betas"], tuple)
+    held = contents(engine, opt)
+    losses = train(model, opt, range(3, 6))
+    engine.close()
+    return held, losses
+
+
+def make(name: str, model: nn.Module, lr: float = 0.01) -> Any:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    library = ringdp if name == "ringdp" else torch.optim
+    return library.AdamW(parameters, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [((4, 3), [(4, 1), (2, 1), (1, 0), (3, 2)]), ((1, 0), [(4, 3)])]
+)
+def test_any_ranks_and_stage_load_the_same_bits(ranks, tmp_path, wrote, reads):
+    path = str(tmp_path / "deep" / "checkpoint")
+    n, stage = wrote
+    held, losses = ranks(n)(write_it, path, stage, "ringdp")[0]
+    for n, stage in reads:
+        optimizer = "torch" if n == 3 else "ringdp"  # their states are the same
+        for found, after in ranks(n)(read_it, path, stage, optimizer):
+            assert found == held
+            assert after == pytest.approx(losses, rel=1e-4)
+            if n == wrote[0]:
+                assert after == losses, "as if nothing had been saved"
+    assert len(list(Path(path).glob("data-*"))) == 1
+
+
+def exported(comm: Communicator, path: str) -> list[float]:
+    model = net()
+    precision = Precision(torch.bfloat16, torch.float32, keep_fp32=nn.BatchNorm1d)
+    engine = ringdp.shard(model, stage=3, precision=precision, comm=comm)
+    train(model, ringdp.AdamW(p for p in model.parameters() if p.requires_grad), range(2))
+    ringdp.export(path, engine)
+    with engine.full_parameters():
+        values = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    engine.close()
+    return values
+
+
+def test_a_plain_model_loads_an_export(ranks, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    values = ranks(2)(exported, str(tmp_path / "model.safetensors"))[0]
+    model = net(seed=5)
+    model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert torch.cat([p.detach().flatten() for p in model.parameters()]).tolist() == values
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def dies(comm: Communicator, say: Any, path: str, rank: int, at: int) -> None:
+    """Saves twice; in the second save `rank` is killed at its `at`-th chance."""
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = ringdp.AdamW([p for p in model.parameters() if p.requires_grad])
+    train(model, optimizer, range(1))
+    ringdp.save(path, engine, optimizer, extra={"save": 1})
+    train(model, optimizer, range(1))
+    chances = 0
+
+    def deadly(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal chances
+            chances += 1
+            if comm.rank == rank and chances == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return call
+
+    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+    try:
+        ringdp.save(path, engine, optimizer, extra={"save": 2})
+    except ringdp.PeerLost:
+        say("lost")
+
+
+def extra_of(comm: Communicator, path: str) -> Any:
+    model = net(seed=3)
+    engine = ringdp.shard(model, stage=0, comm=comm)
+    optimizer = ringdp.AdamW([p for p in model.parameters() if p.requires_grad])
+    extra = ringdp.load(path, engine, optimizer)
+    engine.close()
+    return extra
+
+
+@pytest.mark.parametrize(
+    ("rank", "at", "left"), [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 3, 1), (0, 4, 1), (0, 5, 2)]
+)
+def test_a_kill_during_save_leaves_a_whole_checkpoint(ranks, forks, tmp_path, rank, at, left):
+    ended = forks(2, dies, str(tmp_path), rank, at)
+    assert ended[rank].code == -signal.SIGKILL
+    assert ranks(1)(extra_of, str(tmp_path)) == [{"save": left}]
+
+
+def refusals(comm: Communicator, path: str) -> list[str]:
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = ringdp.AdamW([p for p in model.parameters() if p.requires_grad])
+    other = ringdp.shard(nn.Linear(2, 2), stage=3, comm=comm)
+    ringdp.save(path, engine)
+    blocked = Path(path) / "file"
+    blocked.touch()
+    groups = ringdp.AdamW([{"params": [p]} for p in model.parameters()])
+    said = []
+    for attempt in (
+        lambda: ringdp.load(path + "/nothing", engine),
+        lambda: ringdp.load(path, other),
+        lambda: ringdp.load(path, engine, optimizer),
+        lambda: ringdp.save(path, engine, groups) or ringdp.load(path, engine, optimizer),
+        lambda: ringdp.save(path, other, optimizer),
+        lambda: ringdp.save(path, engine, extra={"x": object()}),
+        lambda: ringdp.save(blocked / "below", engine),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            attempt()
+        said.append(str(error.value))
+    engine.close()
+    other.close()
+    return said
+
+
+def test_what_cannot_be_saved_or_loaded_is_told(ranks, tmp_path):
+    for said in ranks(2)(refusals, str(tmp_path)):
+        expected = (
+            "holds no checkpoint",
+            "has parameter/embed.weight, which the model has not",
+            "without an optimizer",
+            "parameter groups",
+            "not of the sharded model",
+            "not JSON",
+            "was not written; rank 0: ",
+        )
+        for text, word in zip(said, expected, strict=True):
+            assert word in text
+
+
+def test_a_damaged_file_is_told(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0)})
+    whole = path.read_bytes()
+    file = TensorFile(path)
+    assert file.read("a", 2, 4).tolist() == [2, 3]
+    assert file.read("b", 0, 2).tolist() == [True, True]
+    assert file.read("c", 0, 0).numel() == 0
+    with pytest.raises(CheckpointError, match="no tensor d"):
+        file.read("d", 0, 1)
+    assert json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["a"]["shape"] == [6]
+    for cut in (4, 30, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError):
+            TensorFile(path).read("b", 0, 2)
