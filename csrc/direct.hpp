@@ -3,7 +3,7 @@
 // the same bits as the rows of the `direct` schedule; fewer copies.
 //
 //   up to kTiny     lines    the message and its flag in the same cache lines
-//   up to kWhole    whole    one copy of the message; everyone reads all of them
+//   when short      whole    one copy of the message; everyone reads all of them
 //   beyond          tiles    A: lay out the parts of tile t for their owners
 //                            B: fold, or take, tile t-1; lay out the result
 //                            C: collect the results of tile t-2

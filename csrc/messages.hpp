@@ -81,8 +81,11 @@ class Messages {
   std::size_t begin_of(int shard) const { return job_.bounds[shard] * dtype_.size; }
   std::size_t bytes(int shard) const { return begin_of(shard + 1) - begin_of(shard); }
   std::size_t bytes(int first, int last) const { return begin_of(last) - begin_of(first); }
-  // Everyone reads all messages whole, but only its own shard of them in tiles.
-  std::size_t whole_limit() const { return gathers() ? kWhole : kWhole / (ranks_ - 1); }
+  // Everyone reads all messages whole, but in tiles only its own shard of them, and of a buffer in the
+  // arena no copy; against that, a whole message makes its sender wait for nobody.
+  std::size_t whole_limit() const {
+    return job_.collective == Collective::all_reduce ? kWhole / (ranks_ - 1) : kShort;
+  }
 
   // What `r` has to say, and how long it is.
   std::size_t message_bytes(int r) const {

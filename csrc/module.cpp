@@ -1,12 +1,13 @@
 // The Python face of the shared-memory transport: pointers and integers only, no torch ABI.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "mailbox.hpp"
+#include "ready.hpp"
 #include "watch.hpp"
 
-namespace nb = nanobind;
 using namespace ringdp;
 
 namespace {
@@ -29,52 +30,6 @@ nb::object told(const std::optional<CallInfo>& info) {
   const auto* site = reinterpret_cast<const char*>(info->site.data());
   return nb::make_tuple(info->number, info->kind, info->elements, nb::bytes(site, strnlen(site, kSite)));
 }
-
-const char* checked(const nb::bytes& site) {
-  if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
-  return site.c_str();
-}
-
-// An exchange that is the same time and again, but for its number, its buffers and its caller.
-class Prepared {
- public:
-  Prepared(Progress& core, int collective, std::vector<std::int64_t> bounds, int dtype_code, int op,
-           std::uint64_t kind, int root)
-      : core_(core), bounds_(std::move(bounds)), collective_(Collective(collective)),
-        dtype_(dtype(dtype_code, op)), kind_(kind), root_(root) {
-    if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
-      throw nb::value_error("bounds are ranks + 1 numbers");
-  }
-
-  std::uint64_t kind() const { return kind_; }
-
-  // A ticket for `wait`.
-  std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
-    return core_.start(job(whole, part, number, site), true);
-  }
-  // 0 if it has ended; after a while, or a failure, the ticket.
-  std::uint64_t run(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
-    const Job what = job(whole, part, number, site);
-    nb::gil_scoped_release free;
-    return core_.run(what, kSlice);
-  }
-
- private:
-  static constexpr double kSlice = 0.1;  // s until Python looks for signals
-
-  Job job(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, const nb::bytes& site) const {
-    const Exchange what{collective_, bounds_.data(), reinterpret_cast<std::byte*>(whole),
-                        reinterpret_cast<std::byte*>(part), root_};
-    return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
-  }
-
-  Progress& core_;
-  std::vector<std::int64_t> bounds_;
-  Collective collective_;
-  Dtype dtype_;
-  std::uint64_t kind_;
-  int root_;
-};
 
 }  // namespace
 
@@ -144,6 +99,15 @@ NB_MODULE(_core, m) {
       .def_prop_ro("kind", &Prepared::kind)
       .def("start", &Prepared::start)
       .def("run", &Prepared::run);
+
+  nb::class_<Ready>(m, "Ready")
+      .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
+           nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
+      .def_prop_ro("last", &Ready::last)
+      .def("remember", &Ready::remember)
+      .def("forget", &Ready::forget)
+      .def("run", &Ready::run, nb::arg("collective"), nb::arg("whole").none(),
+           nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag"), nb::arg("number"), nb::arg("site"));
 
   m.def("mailbox_size", &Mailbox::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");

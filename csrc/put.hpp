@@ -58,18 +58,23 @@ class Put {
     const auto start = Clock::now();
     if (around_ && start < again_) return stream_bytes(to, from, bytes);
     copy_bytes(to, from, bytes);
-    const std::chrono::duration<double> spent = Clock::now() - start;
-    around_ = double(bytes) < kSlow * spent.count();
-    again_ = start + kTrust;
+    const auto end = Clock::now();
+    around_ = double(bytes) < kSlow * std::chrono::duration<double>(end - start).count();
+    trust_ = around_ ? std::min(2 * trust_, kMost) : kLeast;
+    again_ = end + trust_;
   }
 
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kMeasured = 2 << 10;             // bytes
   static constexpr double kSlow = 6e9;                          // bytes/s
-  static constexpr auto kTrust = std::chrono::milliseconds(5);  // in a measurement of the slow way
+  // For how long the slow way is taken for slow: little at first, since a copy may only have been
+  // the first after a pause, or have lost its core meanwhile.
+  static constexpr Clock::duration kLeast = std::chrono::microseconds(50);
+  static constexpr Clock::duration kMost = std::chrono::milliseconds(5);
 
   bool around_ = false;
+  Clock::duration trust_ = kLeast;
   Clock::time_point again_{};
 };
 

@@ -66,6 +66,35 @@ class Prepared:
     def start(self, whole: int, part: int, number: int, site: bytes, /) -> int: ...
     def run(self, whole: int, part: int, number: int, site: bytes, /) -> int: ...
 
+class Ready:
+    def __init__(
+        self, rank: int, ranks: int, table: object, tensor: type, parameter: type
+    ) -> None: ...
+    @property
+    def last(self) -> Prepared: ...
+    def remember(
+        self,
+        collective: int,
+        dtype: int,
+        elements: int,
+        op: str,
+        tag: int,
+        prepared: object,
+        /,
+    ) -> None: ...
+    def forget(self) -> None: ...
+    def run(
+        self,
+        collective: int,
+        whole: object,
+        part: object,
+        op: object,
+        tag: int,
+        number: int,
+        site: bytes,
+        /,
+    ) -> int: ...
+
 class Watch:
     ranks: int
     failed: tuple[int, int, int]

@@ -25,17 +25,6 @@ class Flat(NamedTuple):
             self.home.copy_(shaped(self.data, self.home))
 
 
-def plain(tensor: Tensor) -> bool:
-    """Whether a tensor of a real dtype is its own buffer."""
-    return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
-
-
-def pair(whole: Tensor, part: Tensor, ranks: int) -> bool:
-    """Whether both are their own buffers, apart, and the part is one of `ranks`."""
-    sizes = part.numel() * ranks == whole.numel() and part.dtype is whole.dtype
-    return sizes and plain(whole) and plain(part) and not overlap(whole, part)
-
-
 def flat(tensor: Tensor, *, read: bool = True) -> Flat:
     """The tensor as a buffer. If not `read`, a copy holds anything: all of it will be written."""
     data = tensor.detach()

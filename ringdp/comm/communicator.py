@@ -18,7 +18,7 @@ from torch import Tensor
 from ringdp.comm.call import TAGS, call_site, fingerprint
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
-from ringdp.comm.job import Exchange, How, Job, Key, W
+from ringdp.comm.job import Exchange, How, Job, W
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
@@ -27,10 +27,9 @@ from ringdp.comm.work import ENDED, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import FailureKind, Op, Prepared, Transport
+from ringdp.transport.base import DIRECT, DTYPES, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
 
-MOST_READY = 4096  # calls that a communicator remembers; then it forgets them all
 _all: WeakSet[Communicator] = WeakSet()
 
 
@@ -62,7 +61,7 @@ class Communicator(Reductions, Moves, Messages):
         self._copies = self._issued = 0
         self._guard = Guard(self._transport, timeout, warn_after)
         self.closed = False
-        self._ready: dict[Key, Prepared] = {}
+        self._ready = self._transport.ready
         self._group: Group | None = None
         _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()
@@ -174,7 +173,7 @@ class Communicator(Reductions, Moves, Messages):
 
     def _close(self) -> None:
         self.closed = True
-        self._ready.clear()
+        self._ready = None
         self._transport.close()
 
     def __enter__(self) -> Communicator:
@@ -229,8 +228,9 @@ class Communicator(Reductions, Moves, Messages):
             ready = self._transport.prepare(
                 what.kind, what.bounds, buffer.dtype, op, kind, what.root
             )
-            if what.key is not None and how.algorithm == "direct":
-                self._remember(what.key, ready)
+            if what.again and self._ready and how.algorithm == "direct":
+                codes = DIRECT.index(what.kind), DTYPES.index(buffer.dtype)
+                self._ready.remember(*codes, what.bounds[-1], job.op, how.tag, ready)
             return self._run(ready, what.whole, what.part, call, how.async_op, job.finish)
         ticket = self._transport.start(
             what.program, buffer, op, call, background=how.async_op, bounds=what.bounds
@@ -238,19 +238,26 @@ class Communicator(Reductions, Moves, Messages):
         self._issued += 1
         return self._waited(Work(self._guard, call, ticket, job.finish), how.async_op)
 
-    def _again(self, ready: Prepared, whole: Tensor, part: Tensor | None) -> Work:
-        """A call like one before, as short as can be: small messages take a microsecond."""
-        number = self._issued
+    def _again(
+        self, collective: int, whole: Tensor, part: Tensor | None, op: str, tag: int
+    ) -> Work | None:
+        """As short as can be: small messages take a microsecond."""
+        ready = self._ready
+        if ready is None or self._group is not None:
+            return None
+        number, site = self._issued, call_site(3)
+        ticket = ready.run(collective, whole, part, op, tag, number, site)
+        if ticket < 0:
+            return None
         self._issued = number + 1
-        begin = ready.run if self._group is None else ready.start
-        ticket = begin(whole.data_ptr(), _address(part), number, site := call_site(3))
         if not ticket:
             if self._transport.kept:
                 self._transport.release()
             return ENDED
-        self._transport.keep(ticket, ready, whole, part, site)
+        what = ready.last
+        self._transport.keep(ticket, what, whole, part, site)
         return self._waited(
-            Work(self._guard, (number, ready.kind, whole.numel(), site), ticket, None), False
+            Work(self._guard, (number, what.kind, whole.numel(), site), ticket, None), False
         )
 
     def _run(
@@ -282,11 +289,6 @@ class Communicator(Reductions, Moves, Messages):
             work.wait()
         return work
 
-    def _remember(self, key: Key, ready: Prepared) -> None:
-        if len(self._ready) >= MOST_READY:
-            self._ready.clear()
-        self._ready[key] = ready
-
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
@@ -295,7 +297,7 @@ def _address(tensor: Tensor | None) -> int:
 def _forget() -> None:
     """In a forked child: what is ready would use memory that the child does not have."""
     for comm in _all:
-        comm._ready.clear()
+        comm._ready = None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Literal, NamedTuple, TypeVar
 
-from torch import Tensor, dtype
+from torch import Tensor
 
 from ringdp.comm.buffers import width
 from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
-from ringdp.transport.base import Direct, Prepared, Transport
+from ringdp.transport.base import Direct, Transport
 
 W = TypeVar("W", bound=Work)
 ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
@@ -45,21 +45,17 @@ class How(NamedTuple):
     root: int = 0  # of those that have one
 
 
-# What makes two calls of an exchange the same: the collective, its dtype, elements, op and tag.
-Key = tuple[str, dtype, int, str, int]
-
-
 class Exchange(NamedTuple):
     """The direct algorithm in the transport's own way: see `Transport.prepare`.
 
-    `key`: under which another such call finds it ready, if its tensors are the buffers themselves.
+    `again`: whether another such call is this one, if its tensors are the buffers themselves.
     """
 
     kind: Direct
     bounds: Bounds  # of every rank's share of `whole`
     whole: Tensor | None  # 1-D, contiguous, real
     part: Tensor | None = None
-    key: Key | None = None
+    again: bool = False
     root: int | None = None  # the only one to receive an all_gather, or to send in an all_to_all
 
     @property
@@ -100,11 +96,13 @@ class Issuer(ABC):
 
     rank: int
     size: int
-    _ready: dict[Key, Prepared]
     _transport: Transport
 
     @abstractmethod
-    def _again(self, ready: Prepared, whole: Tensor, part: Tensor | None) -> Work: ...
+    def _again(
+        self, collective: int, whole: Tensor, part: Tensor | None, op: str, tag: int
+    ) -> Work | None:
+        """If there was such a call before, the same with these tensors. `collective`: of DIRECT."""
 
     @abstractmethod
     def _waited(self, work: W, background: bool) -> W: ...

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringdp.comm.buffers import empty, fill, flat, flat_output, overlap, pair, same
+from ringdp.comm.buffers import empty, fill, flat, flat_output, overlap, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import own_bounds, own_part, pair_bounds, shard_bounds, whole_bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
+from ringdp.transport.base import DIRECT
 from ringdp.transport.base import shard_bounds as even_bounds
+
+ALL_GATHER = DIRECT.index("all_gather")
 
 
 class Moves(Issuer):
@@ -61,10 +64,10 @@ class Moves(Issuer):
 
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
-        key = ("all_gather", output.dtype, output.numel(), "sum", tag)
-        ready = self._ready.get(key) if algorithm == "direct" else None
-        if ready and not async_op and pair(output, input, self.size):
-            return self._again(ready, output, input)
+        if algorithm == "direct" and not async_op:
+            work = self._again(ALL_GATHER, output, input, "sum", tag)
+            if work:
+                return work
         how = self._how("all_gather", input, algorithm, async_op, tag)
         return self._all_gather("all_gather", output, input, None, how)
 
@@ -100,8 +103,7 @@ class Moves(Issuer):
         if overlap(out.data, piece) and not same(out.data[part], input):
             piece = piece.clone()
         again = sizes is None and not input.is_complex()
-        key = (name, output.dtype, output.numel(), "sum", how.tag) if again else None
-        what = Exchange("all_gather", shard_bounds(shards), out.data, piece, key)
+        what = Exchange("all_gather", shard_bounds(shards), out.data, piece, again)
         return self._issue(Job("all_gather", what, out.settle), how)
 
     def gather(

@@ -21,15 +21,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.buffers import fill, flat, flat_output, overlap, pair, plain, same
+from ringdp.comm.buffers import fill, flat, flat_output, overlap, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, ReduceOp, Run
 from ringdp.comm.programs import shard_bounds, whole_bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
-from ringdp.transport.base import OPS
+from ringdp.transport.base import DIRECT, OPS
 from ringdp.transport.base import shard_bounds as even_bounds
 
+ALL_REDUCE, REDUCE_SCATTER = DIRECT.index("all_reduce"), DIRECT.index("reduce_scatter")
 BITWISE = ("band", "bor", "bxor")
 
 
@@ -47,10 +48,10 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
-        key = ("all_reduce", tensor.dtype, tensor.numel(), op, tag)
-        ready = self._ready.get(key) if algorithm == "direct" else None
-        if ready and not async_op and scale is None and plain(tensor):
-            return self._again(ready, tensor, None)
+        if algorithm == "direct" and not async_op and scale is None:
+            work = self._again(ALL_REDUCE, tensor, None, op, tag)
+            if work:
+                return work
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor, self.size)
         program = self._program_or_exchange("all_reduce", how)
@@ -61,7 +62,7 @@ class Reductions(Issuer):
         if program is None:
             bounds = even_bounds(out.data.numel(), self.size)
             again = factor == 1 and not tensor.is_complex()
-            what = Exchange("all_reduce", bounds, out.data, None, key if again else None)
+            what = Exchange("all_reduce", bounds, out.data, None, again)
         else:
             what = Run(program, out.data)
         return self._issue(Job("all_reduce", what, out.settle, op), how)
@@ -113,10 +114,10 @@ class Reductions(Issuer):
         input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
-        key = ("reduce_scatter", input.dtype, input.numel(), op, tag)
-        ready = self._ready.get(key) if algorithm == "direct" else None
-        if ready and not async_op and scale is None and pair(input, output, self.size):
-            return self._again(ready, input, output)
+        if algorithm == "direct" and not async_op and scale is None:
+            work = self._again(REDUCE_SCATTER, input, output, op, tag)
+            if work:
+                return work
         how = self._how("reduce_scatter", input, algorithm, async_op, tag)
         return self._reduce_scatter("reduce_scatter", output, input, None, op, scale, how)
 
@@ -164,8 +165,7 @@ class Reductions(Issuer):
             if not (copied or in_place) and overlap(buffer, out.data):
                 buffer = buffer.clone()
             again = factor == 1 and sizes is None and not input.is_complex()
-            key = (name, input.dtype, input.numel(), op, how.tag) if again else None
-            what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data, key)
+            what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data, again)
             return self._issue(Job("reduce_scatter", what, out.settle, op), how)
         buffer = buffer if copied or in_place else buffer.clone()
 

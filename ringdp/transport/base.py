@@ -99,6 +99,40 @@ class Prepared(Protocol):
         ...
 
 
+class Ready(Protocol):
+    """Calls that have been made before, for a second one to be short. See csrc/ready.hpp.
+
+    A collective and a dtype are their places in DIRECT and DTYPES, an op is what the user says.
+    """
+
+    @property
+    def last(self) -> Prepared:
+        """What the last `run` ran."""
+        ...
+
+    def remember(
+        self, collective: int, dtype: int, elements: int, op: str, tag: int, prepared: Prepared, /
+    ) -> None:
+        """A call with a whole of so many elements."""
+        ...
+
+    def forget(self) -> None: ...
+
+    def run(
+        self,
+        collective: int,
+        whole: object,
+        part: object,
+        op: object,
+        tag: int,
+        number: int,
+        site: bytes,
+        /,
+    ) -> int:
+        """As Prepared.run; -1 where there was no such call, or these are not flat buffers."""
+        ...
+
+
 class Transport(Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
@@ -150,6 +184,11 @@ class Transport(Protocol):
     @property
     def own(self) -> str | None:
         """The algorithm that `prepare` runs, if there is one."""
+        ...
+
+    @property
+    def ready(self) -> Ready | None:
+        """What has been prepared before; None where nothing is."""
         ...
 
     def prepare(

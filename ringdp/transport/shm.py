@@ -113,6 +113,7 @@ class ShmTransport:
                 link.bandwidth if link else 0.0,
                 stride,
             )
+            self.ready = _ready(rank, ranks)
             self._mail = _core.Mailbox(self._core, files[2], rank)
             if store is not None:
                 _meet(store, rank, ranks, address)
@@ -274,6 +275,11 @@ def _stop(
         else:
             core.close()
     kept.clear()
+
+
+def _ready(rank: int, ranks: int) -> _core.Ready | None:
+    table = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # from torch 2.10 on
+    return table and _core.Ready(rank, ranks, table, Tensor, torch.nn.Parameter)
 
 
 def _size(ranks: int, depth: int) -> int:

@@ -1,0 +1,134 @@
+// Calls that have been made before: a second one of the same collective, dtype, length, op and tag is
+// found and run without the work in Python that the first one took.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string_view>
+#include <unordered_map>
+
+#include "progress.hpp"
+#include "tensors.hpp"
+
+namespace ringdp {
+
+namespace nb = nanobind;
+
+inline const char* checked(const nb::bytes& site) {
+  if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
+  return site.c_str();
+}
+
+// An exchange that is the same time and again, but for its number, its buffers and its caller.
+class Prepared {
+ public:
+  Prepared(Progress& core, int collective, std::vector<std::int64_t> bounds, int dtype_code, int op,
+           std::uint64_t kind, int root)
+      : core_(core), bounds_(std::move(bounds)), collective_(Collective(collective)),
+        dtype_(dtype(dtype_code, op)), kind_(kind), root_(root) {
+    if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
+      throw nb::value_error("bounds are ranks + 1 numbers");
+  }
+
+  std::uint64_t kind() const { return kind_; }
+
+  // A ticket for `wait`.
+  std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
+    return core_.start(job(whole, part, number, site), true);
+  }
+  // 0 if it has ended; after a while, or a failure, the ticket.
+  std::uint64_t run(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
+    const Job what = job(whole, part, number, site);
+    nb::gil_scoped_release free;
+    return core_.run(what, kSlice);
+  }
+
+ private:
+  static constexpr double kSlice = 0.1;  // s until Python looks for signals
+
+  Job job(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, const nb::bytes& site) const {
+    const Exchange what{collective_, bounds_.data(), reinterpret_cast<std::byte*>(whole),
+                        reinterpret_cast<std::byte*>(part), root_};
+    return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
+  }
+
+  Progress& core_;
+  std::vector<std::int64_t> bounds_;
+  Collective collective_;
+  Dtype dtype_;
+  std::uint64_t kind_;
+  int root_;
+};
+
+class Ready {
+ public:
+  Ready(int rank, int ranks, nb::handle table, nb::handle tensor, nb::handle parameter)
+      : rank_(rank), ranks_(ranks), tensors_(table.ptr(), tensor.ptr(), parameter.ptr()) {}
+
+  // The call has been made, with `whole` of so many elements: `op` as the user says it.
+  void remember(int collective, int dtype, std::int64_t elements, std::string_view op,
+                std::int64_t tag, nb::object prepared) {
+    if (known_.size() >= kMost) known_.clear();
+    known_[{collective, dtype, elements, packed(op), tag}] = std::move(prepared);
+  }
+
+  void forget() { known_.clear(); }
+
+  // What the last `run` ran.
+  nb::object last() const { return last_; }
+
+  // As Prepared::run; or -1, and nothing is done, if there was no such call, or its tensors are not
+  // the buffers themselves: both plain, and apart or the part in its place in the whole.
+  std::int64_t run(int collective, nb::handle whole, nb::handle part, nb::handle op,
+                   std::int64_t tag, std::uint64_t number, nb::bytes site) {
+    const auto all = tensors_.plain(whole.ptr());
+    const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8(op.ptr()) : nullptr;
+    if (!all || !text) return PyErr_Clear(), -1;
+    std::uintptr_t piece = 0;
+    if (!part.is_none()) {
+      const auto one = tensors_.plain(part.ptr());
+      if (!one || one->dtype != all->dtype || one->elements * ranks_ != all->elements) return -1;
+      const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
+      if (!apart && one->data != all->data + rank_ * one->bytes) return -1;
+      piece = reinterpret_cast<std::uintptr_t>(one->data);
+    }
+    const auto found = known_.find({collective, all->dtype, all->elements, packed(text), tag});
+    if (found == known_.end()) return -1;
+    last_ = found->second;
+    return nb::cast<Prepared&>(last_).run(reinterpret_cast<std::uintptr_t>(all->data), piece, number, site);
+  }
+
+ private:
+  static constexpr std::size_t kMost = 4096;  // calls that it remembers; then it forgets them all
+
+  struct Key {
+    std::int64_t collective, dtype, elements;
+    std::uint64_t op;
+    std::int64_t tag;
+    bool operator==(const Key& o) const {
+      return collective == o.collective && dtype == o.dtype && elements == o.elements && op == o.op &&
+             tag == o.tag;
+    }
+  };
+  struct Hash {
+    std::size_t operator()(const Key& k) const {
+      std::uint64_t h = k.op;
+      for (std::uint64_t part : {k.collective << 8 | k.dtype, k.elements, k.tag})
+        h = (h ^ part) * 0x9e3779b97f4a7c15, h ^= h >> 32;
+      return h;
+    }
+  };
+  // An op's name is at most 8 letters.
+  static std::uint64_t packed(std::string_view op) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, op.data(), std::min(op.size(), sizeof word));
+    return word;
+  }
+
+  int rank_, ranks_;
+  Tensors tensors_;
+  std::unordered_map<Key, nb::object, Hash> known_;
+  nb::object last_;
+};
+
+}  // namespace ringdp

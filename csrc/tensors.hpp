@@ -1,0 +1,107 @@
+// A tensor's memory as seen from C++, in one call and without torch's ABI: by the table of functions
+// that DLPack 1.3 defines (its "C exchange API") and tensor classes carry.
+// https://dmlc.github.io/dlpack/latest/python_spec.html
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace ringdp {
+
+// DLPack's layouts, as far as they are used.
+struct DlVersion {
+  std::uint32_t major, minor;
+};
+struct DlTensor {
+  void* data;
+  std::int32_t device, device_number;
+  std::int32_t dimensions;
+  std::uint8_t type, bits;
+  std::uint16_t lanes;
+  std::int64_t *shape, *strides;
+  std::uint64_t byte_offset;
+};
+struct DlExchange {
+  DlVersion version;
+  const DlExchange* older;
+  void *allocate, *export_owned, *import_owned;
+  int (*view)(PyObject*, DlTensor*);  // 0, or -1 and a Python error
+};
+
+// A tensor that is its own buffer: on the CPU, contiguous, of a real dtype.
+struct Plain {
+  std::byte* data;
+  int dtype;  // the order of transport.base.DTYPES
+  std::int64_t elements;
+  std::size_t bytes;
+};
+
+class Tensors {
+ public:
+  // `table`: the capsule that the class carries; tensors of both classes are looked at.
+  Tensors(PyObject* table, PyObject* tensor, PyObject* parameter)
+      : exchange_(static_cast<const DlExchange*>(PyCapsule_GetPointer(table, "dlpack_exchange_api"))),
+        tensor_(tensor), parameter_(parameter) {
+    while (exchange_ && exchange_->version.major > 1) exchange_ = exchange_->older;
+    PyErr_Clear();
+  }
+
+  // Nothing for what is no such tensor: others may still be flattened, slowly.
+  std::optional<Plain> plain(PyObject* object) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (!exchange_ || (type != tensor_ && type != parameter_)) return std::nullopt;
+    DlTensor seen;
+    if (exchange_->view(object, &seen) != 0) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    const int dtype = code(seen);
+    if (seen.device != kCpu || dtype < 0) return std::nullopt;
+    std::int64_t elements = 1;
+    for (int d = seen.dimensions - 1; d >= 0; --d) {
+      if (seen.shape[d] != 1 && seen.strides && seen.strides[d] != elements) return std::nullopt;
+      elements *= seen.shape[d];
+    }
+    if (negative(object)) return std::nullopt;
+    auto* data = static_cast<std::byte*>(seen.data) + seen.byte_offset;
+    return Plain{data, dtype, elements, std::size_t(elements) * seen.bits / 8};
+  }
+
+ private:
+  static constexpr std::int32_t kCpu = 1;
+
+  static int code(const DlTensor& t) {
+    enum { integer = 0, natural = 1, floating = 2, brain = 4, boolean = 6 };
+    if (t.lanes != 1) return -1;
+    switch (t.type << 8 | t.bits) {
+      case floating << 8 | 32: return 0;
+      case floating << 8 | 64: return 1;
+      case floating << 8 | 16: return 2;
+      case brain << 8 | 16: return 3;
+      case integer << 8 | 8: return 4;
+      case natural << 8 | 8: return 5;
+      case integer << 8 | 32: return 6;
+      case integer << 8 | 64: return 7;
+      case boolean << 8 | 8: return 8;
+      case integer << 8 | 16: return 9;
+    }
+    return -1;
+  }
+
+  // torch's lazy negation, of which DLPack does not tell.
+  static bool negative(PyObject* tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("is_neg");
+    PyObject* const answer = PyObject_CallMethodNoArgs(tensor, name);
+    const bool is = answer != Py_False;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return is;
+  }
+
+  const DlExchange* exchange_;
+  const PyObject *tensor_, *parameter_;  // which torch keeps alive
+};
+
+}  // namespace ringdp
