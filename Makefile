@@ -8,7 +8,7 @@ RUNS := $(BIN)/python -m pip --disable-pip-version-check -q
 MODULES := $(VENV)/.modules
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/* csrc/*/*) $(MODULES)
 
-.PHONY: setup demo test sanitize check format clean FORCE
+.PHONY: setup demo test sanitize gpu check format clean FORCE
 
 setup: $(READY)
 
@@ -35,6 +35,10 @@ test: setup
 
 sanitize: setup
 	$(BIN)/python -m pytest tests/transport/test_sanitizers.py
+
+# Every test and bench that needs a GPU, in less than ten minutes.
+gpu: setup
+	$(BIN)/python -m bench.gpu
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.kernel_table import table as kernels
 from bench.required import (
     REQUIRED,
     RESULTS,
@@ -126,6 +127,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "plots": plots,
     "ratios": ratios,
     "machine": machine,
+    "kernels": kernels,
 }
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .batches import batches
 from .jit import jit, triton_dtype
 from .precision import check_scale, scaled_copy, wide_dtype
 from .spans import BLOCK, Span, by_dtype, check, gaps, upload
@@ -35,8 +36,8 @@ def flatten(
     ValueError if they overlap in `out`, reach past its end, or have an unsupported dtype or device.
     """
     check(tensors, out, offsets, "out")
-    for x in tensors:
-        check_scale(scale, x.dtype, out.dtype)
+    for dtype in {x.dtype for x in tensors}:
+        check_scale(scale, dtype, out.dtype)
     with torch.no_grad():
         (flatten_triton if out.is_cuda else flatten_torch)(tensors, out, scale, offsets)
 
@@ -46,7 +47,9 @@ def flatten_torch(
 ) -> None:
     for first, last in gaps(tensors, out, offsets):
         out[first:last].zero_()
-    for x, offset in zip(tensors, offsets, strict=True):
+    for offset, batch in batches(tensors, offsets):
+        # Also where a tensor is its own slice of `out`, so the batch is copied first.
+        x = batch[0] if len(batch) == 1 else torch.cat(batch)
         scaled_copy(x, out.narrow(0, offset, x.numel()).view(x.shape), scale)
 
 

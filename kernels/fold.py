@@ -69,8 +69,17 @@ def fold_torch(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
     size = CACHED * torch.get_num_threads()
     accumulator = torch.empty(min(size, out.numel()), dtype=wide)
     for first in range(0, out.numel(), size):
-        rows, target = parts[:, first : first + size], out[first : first + size]
-        total = accumulator[: len(target)].copy_(rows[0])
+        target = out[first : first + size]
+        rows = parts[:, first : first + size].unbind()
+        total = accumulator[: len(target)]
+        if len(rows) == 2 and parts.dtype in (wide, out.dtype):  # 16 bits are added in float32
+            torch.add(rows[0], rows[1], out=target)
+            continue
+        if parts.dtype == wide and len(rows) > 2:
+            torch.add(rows[0], rows[1], out=total)
+            rows = rows[1:]
+        else:
+            total.copy_(rows[0])
         for row in rows[1:-1]:
             total.add_(row)
         torch.add(total, rows[-1], out=target)

@@ -14,11 +14,13 @@ Must move elements · bytes of x. Leaves out: other norms. Reference: `squared_n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .batches import batches
 from .jit import jit, triton_dtype
 from .precision import FLOATS
 from .spans import BLOCK, by_dtype, upload
@@ -26,7 +28,7 @@ from .spans import BLOCK, by_dtype, upload
 if TYPE_CHECKING:
     import triton.language as tl
 
-CACHED = 131072  # elements per torch call and thread: fewer are slower, more leave the L2 cache
+CACHED = 262144  # elements per torch call: fewer are slower, more leave the caches
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -48,14 +50,14 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    size = CACHED * torch.get_num_threads()
-    longest = max((x.numel() for x in tensors), default=0)
-    wide = torch.empty(min(size, longest), dtype=torch.float64)
-    for x in tensors:
-        flat = x.reshape(-1)
-        for first in range(0, len(flat), size):
-            part = flat[first : first + size]
-            total += wide[: len(part)].copy_(part).square_().sum()
+    places = [0, *accumulate(x.numel() for x in tensors)][:-1]
+    wide = torch.empty(min(CACHED, sum(x.numel() for x in tensors)), dtype=torch.float64)
+    for _, batch in batches(tensors, places):
+        flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat(batch)
+        for first in range(0, len(flat), CACHED):
+            part = flat[first : first + CACHED]
+            x = wide[: len(part)].copy_(part)
+            total += torch.dot(x, x)
     return total
 
 

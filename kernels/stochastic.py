@@ -65,25 +65,31 @@ def keys(seed: int) -> tuple[int, int]:
 
 
 def stochastic_round_torch(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
-    size = CACHED * torch.get_num_threads()
-    for first in range(0, x.numel(), size):
-        part, target = x[first : first + size], out[first : first + size]
-        sum_ = _random16(offset + first, len(part), key).add_(part.view(torch.int32))
-        target.view(torch.int16).copy_(sum_.bitwise_right_shift_(16))
-        target.view(torch.int16).masked_fill_(part != part, NAN)
+    size = min(CACHED * torch.get_num_threads(), max(1, x.numel()))
+    lanes, scratch = torch.arange(size, dtype=torch.int32), torch.empty(2, size, dtype=torch.int32)
+    first = 0
+    while first < x.numel():
+        place = offset + first
+        count = min(size, x.numel() - first, (1 << 32) - place % (1 << 32))  # one upper half
+        part, target = x[first : first + count], out[first : first + count].view(torch.int16)
+        random = _random16(place, lanes[:count], scratch[:, :count], key)
+        target.copy_(random.add_(part.view(torch.int32)).bitwise_right_shift_(16))
+        if part.max().isnan():  # rare, and cheaper to see than to mend
+            target.masked_fill_(part.isnan(), NAN)
+        first += count
 
 
-def _random16(first: int, count: int, key: tuple[int, int]) -> Tensor:
-    """int32[count] in [0, 2^16): those of the elements [first, first + count)."""
-    where = torch.arange(first, first + count)
-    h = where.to(torch.int32)  # modulo 2^32, as all that follows
-    h ^= (where >> 32).to(torch.int32).mul_(_signed(HIGH))
-    h ^= _signed(key[0])
-    shifted = torch.empty_like(h)
-    for shift, factor, then in ((16, FIRST, key[1]), (15, SECOND, 0)):
-        h ^= torch.bitwise_right_shift(h, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
-        h.mul_(_signed(factor)).add_(_signed(then))
-    h ^= torch.bitwise_right_shift(h, 16, out=shifted)
+def _random16(place: int, lanes: Tensor, scratch: Tensor, key: tuple[int, int]) -> Tensor:
+    """int32[count] in [0, 2^16): those of the elements from `place` on, modulo 2^32 as all is."""
+    high, low = divmod(place, 1 << 32)
+    h, shifted = scratch[0], scratch[1]
+    torch.add(lanes, _signed(low), out=h).bitwise_xor_(_signed(high * HIGH % (1 << 32) ^ key[0]))
+    for shift, factor in ((16, FIRST), (15, SECOND)):
+        torch.bitwise_right_shift(h, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
+        h.bitwise_xor_(shifted).mul_(_signed(factor))
+        if factor == FIRST:
+            h.add_(_signed(key[1]))
+    h.bitwise_xor_(torch.bitwise_right_shift(h, 16, out=shifted))
     return h.bitwise_and_(0xFFFF)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .batches import batches
 from .jit import jit, triton_dtype
 from .precision import check_scale, scaled_copy, wide_dtype
 from .spans import BLOCK, by_dtype, check, upload
@@ -33,8 +34,8 @@ def unflatten(
     ValueError if their parts overlap, reach past its end, or a dtype or device is unsupported.
     """
     check(tensors, flat, offsets, "flat")
-    for x in tensors:
-        check_scale(scale, flat.dtype, x.dtype)
+    for dtype in {x.dtype for x in tensors}:
+        check_scale(scale, flat.dtype, dtype)
     with torch.no_grad():
         (unflatten_triton if flat.is_cuda else unflatten_torch)(flat, tensors, scale, offsets)
 
@@ -42,8 +43,15 @@ def unflatten(
 def unflatten_torch(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
-    for x, offset in zip(tensors, offsets, strict=True):
-        scaled_copy(flat.narrow(0, offset, x.numel()).view(x.shape), x, scale)
+    for offset, batch in batches(tensors, offsets):
+        if len(batch) == 1:
+            part = flat.narrow(0, offset, batch[0].numel())
+            scaled_copy(part.view(batch[0].shape), batch[0], scale)
+            continue
+        sizes = [x.numel() for x in batch]
+        scaled = batch[0].new_empty(sum(sizes))
+        scaled_copy(flat.narrow(0, offset, len(scaled)), scaled, scale)
+        torch._foreach_copy_(batch, scaled.split_with_sizes(sizes))
 
 
 @jit

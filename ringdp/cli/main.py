@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ringdp.cli import show as showing
 from ringdp.cli.bench import command as benching
+from ringdp.cli.bench import kernels as kernel_bench
 from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
 from ringdp.cli.doctor import job as doctor_job
@@ -134,7 +135,7 @@ def show(
 
 @app.command()
 def bench(
-    collective: Annotated[str, typer.Argument(help=", ".join(CASES))],
+    collective: Annotated[str, typer.Argument(help=", ".join((*CASES, kernel_bench.NAME)))],
     ranks: Annotated[int, typer.Option(help="processes of each contender")] = 2,
     min: Annotated[str, typer.Option(help="smallest buffer in bytes, as in 1K")] = "1K",
     max: Annotated[str, typer.Option(help="largest")] = "64M",
@@ -153,7 +154,7 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="write rows and machine here")] = None,
 ) -> int:
     """Time a collective beside other libraries, the cost model's prediction and the physical bound,
-    with every result checked."""
+    with every result checked; or `kernels` beside torch's ways and a plain copy."""
     options = bench_options.Options(
         collective=collective,
         ranks=ranks,
@@ -169,6 +170,8 @@ def bench(
         rounds=rounds,
         json=json,
     )
+    if collective == kernel_bench.NAME:
+        return kernel_bench.bench(options, Console(highlight=False))
     return benching.bench(options, Console(highlight=False))
 
 

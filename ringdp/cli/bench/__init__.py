@@ -6,4 +6,6 @@ run        interleaves rounds of every contender, and makes rows of the times
  │     └ ours, gloo, mpi, probe   how each contender is called
  ├ cases     what a collective is given and must give, and the bytes that must move
  └ bound     the physical bound; rows: what is measured, what the cost model predicts
+
+kernels    the same for kernels, beside torch's ways and a copy; kernel_cases: what they are given
 """

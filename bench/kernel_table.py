@@ -1,0 +1,43 @@
+"""README's table of kernels: what each must move, and what `make gpu` measured of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from bench.required import RESULTS
+from ringdp.cli.bench.kernel_cases import CASES, OURS
+
+LARGE = 64 << 20  # bytes: no cache holds it
+
+
+def table() -> str:
+    measured = list(_measured())
+    heads = [f"{gpu}, % of a copy (× best of torch)" for gpu, _ in measured]
+    heads = heads or ["on a GPU"]
+    lines = [
+        "| kernel | must move, bytes an element | " + " | ".join(heads) + " |",
+        "|---|---:|" + "---:|" * len(heads),
+    ]
+    for kernel, case in CASES.items():
+        cells = [_cell(rows, kernel) for _, rows in measured] or ["no GPU figure was measured"]
+        lines.append(f"| {kernel} | {4 * case.moves:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """GPU and rows of every file of results that has some of kernels."""
+    for file in sorted(RESULTS.glob("*.json")):
+        found = json.loads(file.read_text())
+        for part in found.get("parts", []) if isinstance(found, dict) else []:
+            if part["name"] == "bench of kernels" and part["rows"]:
+                yield found["gpu"], part["rows"]["rows"]
+
+
+def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
+    """Of the worst large size."""
+    large = [r for r in rows if r["kernel"] == kernel and r["size"] >= LARGE]
+    ours = [r["percent_of_copy"] for r in large if r["way"] == OURS]
+    theirs = [r["over_ours"] for r in large if r["way"] != OURS]
+    return f"{min(ours):.0f} ({min(theirs):.2f})" if ours and theirs else "not measured"

@@ -1,0 +1,64 @@
+"""`ringdp bench kernels`: its rows, its table, its file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringdp.cli.bench.kernel_cases import CASES, OURS
+from ringdp.cli.bench.kernels import interleaved
+from ringdp.cli.main import main
+from ringdp.kernels import __all__ as kernels
+
+REFUSED = {
+    "ranks": (["--ranks", "4"], "--ranks is for collectives; bench kernels takes --min"),
+    "dtype": (["--dtype", "bfloat16"], "--dtype is for collectives"),
+    "algorithm": (["--algorithm", "ring"], "--algorithm is for collectives"),
+    "peer": (["--peer", "gloo"], "--peer is for collectives"),
+    "min": (["--min", "3"], "--min is 3; allowed"),
+    "json": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
+}
+
+
+def test_times_every_kernel_beside_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "kernels", *arguments]) == 0
+    report = json.loads(file.read_text())
+    rows = report["rows"]
+    assert {row["kernel"] for row in rows if row["way"] == OURS} == set(CASES) == set(kernels)
+    assert {row["size"] for row in rows} == {1024, 4096}
+    assert {row["kernel"] for row in rows if row["way"] != OURS} == set(CASES)
+    for row in rows:
+        assert row["bytes"] == CASES[row["kernel"]].moves * row["size"]
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["p50_us"] / 1e3, abs=0.01)
+        assert (row["over_ours"] is None) == (row["way"] == OURS)
+    shown = capsys.readouterr().out
+    assert "squared_norm" in shown
+    assert f"kernels on {report['device']}" in shown
+
+
+def test_ways_take_turns() -> None:
+    calls: list[str] = []
+    ways = {name: lambda name=name: calls.append(name) for name in "ab"}
+    found = interleaved(ways, 3, torch.device("cpu"))
+    assert {way: len(times) for way, times in found.items()} == {"a": 3, "b": 3}
+    rounds = [name for before, name in zip(["", *calls], calls, strict=False) if before != name]
+    # To warm up a, b; then rounds a, b and b, a and a, b.
+    assert "".join(rounds) == "ababab"
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "kernels", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err

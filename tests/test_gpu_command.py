@@ -1,0 +1,74 @@
+"""`make gpu` without a GPU, and how it runs its parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu
+from bench.gpu import PYTEST, Outcome, Part, main, run
+
+
+def part(code: str, limit: float = 60, tests: bool = False) -> Part:
+    return Part("part", (sys.executable, "-c", code, "{out}"), limit, tests)
+
+
+def of_tests(at: Path, text: str) -> Outcome:
+    """Run tests of that text, as the command runs its own."""
+    file = at / "test_it.py"
+    file.write_text("import pytest\n" + text)
+    command = (*PYTEST[:-2], "-c", str(at / "none.ini"), "--junitxml", "{out}", str(file))
+    (at / "none.ini").write_text("[pytest]\n")
+    return run(Part("tests", command, 60, tests=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_says_plainly_that_there_is_no_gpu() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "needs a CUDA GPU" in done.stderr
+    assert "nothing was tested or measured" in done.stderr
+
+
+def test_takes_less_than_ten_minutes() -> None:
+    assert sum(p.limit for p in gpu.PARTS) < 600
+    assert all("{out}" in p.command for p in gpu.PARTS)
+
+
+def test_a_part_passes_fails_or_is_ended_at_its_limit() -> None:
+    rows = run(part("import sys; open(sys.argv[1], 'w').write('[1, 2]')"))
+    assert (rows.state, rows.rows, rows.tail) == ("passed", [1, 2], "")
+    failed = run(part("print('why'); raise SystemExit(3)"))
+    assert (failed.state, failed.tail) == ("failed", "why\n")
+    hung = run(part("import time; print('here', flush=True); time.sleep(60)", limit=1))
+    assert (hung.state, hung.tail) == ("timed out", "here\n")
+
+
+def test_skipped_tests_are_not_passed_ones(tmp_path: Path) -> None:
+    skips = "@pytest.mark.skip(reason='no CuPy')\ndef test_b(): pass\n"
+    found = of_tests(tmp_path, skips)
+    assert (found.state, found.passed, found.skipped) == ("skipped", 0, 1)
+    assert found.reasons == ["no CuPy"]
+    found = of_tests(tmp_path, skips + "def test_a(): pass\n")
+    assert (found.state, found.passed, found.skipped) == ("passed", 1, 1)
+    assert of_tests(tmp_path, "def test_a(): assert False\n").state == "failed"
+
+
+def test_writes_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    assert main([part("")]) == 0
+    assert main([part(""), part("raise SystemExit(1)")]) == 1
+    report = json.loads((tmp_path / "nvidia-h200.json").read_text())
+    assert report["gpu"] == "NVIDIA H200"
+    assert [p["state"] for p in report["parts"]] == ["passed", "failed"]
+    assert "failed in" in capsys.readouterr().out
