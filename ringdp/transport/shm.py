@@ -1,19 +1,15 @@
 """Shared memory between the ranks of one host: the transport where there is no GPU.
 
-Rank 0 makes an anonymous file (memfd), says through the store where its descriptor is, and the
-others open it by way of /proc, which lets in the same user only. It never has a name, so nothing is
-left in shared memory after any exit, kill -9 included. csrc runs the programs on a progress thread
-without the GIL.
+csrc runs the programs on a progress thread without the GIL. How the ranks come to the same memory,
+and how nothing is left of it, is in `files`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import weakref
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,35 +33,33 @@ from ringdp.transport.base import (
     Prepared,
     chunk_bounds,
 )
+from ringdp.transport.files import Address, ask, create, meet, open_other
 from ringdp.transport.records import Call, RankRecord, read_record
 from ringdp.transport.watch import NAME, keep_open, let_go
 
-FIFO_DEPTH = 4  # fused rings need 2; the rest serves halving, and lets ranks drift apart
 STRIDE = 16  # slabs that are under way at once over a link between two ranks, in as many more slots
 
-# Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+LEAST_DEPTH = 4  # slots
 
 
 def slab_bytes(ranks: int) -> int:
-    """A FIFO slot: all that is in use at once fits the caches."""
+    """A FIFO slot: enough of them for a pipeline in a message of some hundred KiB."""
     return max(4 << 10, min(64 << 10, (512 << 10) // ranks) & -64)
 
 
-class _Address(NamedTuple):
-    """Where rank 0's files are, as sent through the store."""
+def fifo_depth(ranks: int) -> int:
+    """Slots. Fused rings need 2, halving more; with 16 they are more room than a cache keeps.
 
-    pid: int
-    segment: int
-    arena: int
-    mail: int
-    token: int
+    See Note [room] in csrc/messages.hpp: with 4 slots a ring of 2 ranks took 590 us for 4 MiB, with
+    16 it takes 290.
+    """
+    return max(LEAST_DEPTH, 32 // ranks)
 
 
 class ShmTransport:
     """One rank's end of the shared segment. See `Transport`."""
 
-    depth = FIFO_DEPTH
     device = torch.device("cpu")
 
     def __init__(
@@ -85,19 +79,20 @@ class ShmTransport:
         # A network has no memory that all ranks can reach.
         self.own = "direct" if link is None else None
         stride = max(1, STRIDE // ranks) if link else 1
-        depth = FIFO_DEPTH * stride
+        self.depth = LEAST_DEPTH if link else fifo_depth(ranks)
+        depth = self.depth * stride
         if rank == 0:
             files = (
-                _create(NAME, _size(ranks, depth), reserve=True),
-                _create("ringdp-arena", arena_bytes(ranks), reserve=False),
-                _create("ringdp-mail", _mail_size(ranks, depth), reserve=False),
+                create(NAME, _size(ranks, depth), reserve=True),
+                create("ringdp-arena", arena_bytes(ranks), reserve=False),
+                create("ringdp-mail", _mail_size(ranks, depth), reserve=False),
             )
-            address = _Address(os.getpid(), *files, secrets.randbits(63))
+            address = Address(os.getpid(), *files, secrets.randbits(63))
         else:
             assert store is not None
-            address = _ask(store)
+            address = ask(store)
             pid, segment, shared, mail, _ = address
-            files = _open(pid, segment), _open(pid, shared), _open(pid, mail)
+            files = open_other(pid, segment), open_other(pid, shared), open_other(pid, mail)
         try:
             self.arena = arena or Arena(files[1], rank, ranks)
             self._core = _core.Progress(
@@ -116,7 +111,7 @@ class ShmTransport:
             self.ready = _ready(rank, ranks)
             self._mail = _core.Mailbox(self._core, files[2], rank)
             if store is not None:
-                _meet(store, rank, ranks, address)
+                meet(store, rank, ranks, address)
             kept = keep_open(files[0])
         except RuntimeError as e:  # csrc's, of a header or a size that is not ours
             raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
@@ -288,62 +283,6 @@ def _size(ranks: int, depth: int) -> int:
 
 def _mail_size(ranks: int, depth: int) -> int:
     return int(_core.mailbox_size(ranks, depth, slab_bytes(ranks)))
-
-
-def _create(name: str, size: int, *, reserve: bool) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, size)
-        if reserve:  # out of memory is an error here, not a SIGBUS later
-            os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except OSError as e:
-        os.close(fd)
-        raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e
-    return fd
-
-
-def _open(pid: int, fd: int) -> int:
-    path = f"/proc/{pid}/fd/{fd}"
-    try:
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as e:
-        raise CommunicationError(
-            f"cannot open rank 0's shared memory at {path} ({e.strerror}). The ranks must run on "
-            "one host, as one user, and see each other's processes."
-        ) from e
-    # A store that others can write to may name a file that is not rank 0's.
-    try:
-        seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
-    except OSError:  # not a memfd
-        seals = 0
-    if os.fstat(opened).st_uid != os.geteuid() or seals != SEALS:
-        os.close(opened)
-        raise CommunicationError(f"{path} is not the shared memory of a rank 0 of this user")
-    return opened
-
-
-def _ask(store: Store) -> _Address:
-    try:
-        said = store.get("segment")
-    except torch.distributed.DistError as e:
-        raise CommunicationError(f"rank 0 did not say where its shared memory is: {e}") from e
-    try:
-        return _Address(*map(int, said.split()))
-    except (TypeError, ValueError) as e:
-        raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
-
-
-def _meet(store: Store, rank: int, ranks: int, address: _Address) -> None:
-    if rank == 0:
-        store.set("segment", " ".join(map(str, address)))
-    store.set(f"attached/{rank}", "1")
-    try:
-        store.wait([f"attached/{r}" for r in range(ranks)])
-    except torch.distributed.DistStoreError as e:
-        missing = [r for r in range(ranks) if not store.check([f"attached/{r}"])]
-        raise CommunicationError(f"ranks {missing} did not attach to the shared memory") from e
 
 
 @lru_cache(maxsize=4096)

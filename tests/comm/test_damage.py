@@ -17,7 +17,8 @@ import ringdp
 from ringdp import CommunicationError, Communicator
 from ringdp.comm.call import named, place
 from ringdp.comm.table import table
-from ringdp.transport.shm import SEALS, ShmTransport, _Address
+from ringdp.transport.files import SEALS, Address
+from ringdp.transport.shm import ShmTransport
 from ringdp.transport.watch import Watched, segments
 from tests.comm.failing import hear
 from tests.forks import Forks, Say, store
@@ -89,7 +90,7 @@ class Rank0Says:
 
 
 def address(pid: object, fd: object, token: object) -> str:
-    files = [str(fd)] * (len(_Address._fields) - 2)
+    files = [str(fd)] * (len(Address._fields) - 2)
     return " ".join([str(pid), *files, str(token)])
 
 

@@ -1,0 +1,86 @@
+"""The anonymous files that the ranks of one host share, and how they come to them.
+
+Rank 0 makes them (memfd) and says through the store where their descriptors are; the others open
+them by way of /proc, which lets in the same user only. They never have a name, so nothing is left
+in shared memory after any exit, kill -9 included.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.errors import CommunicationError
+
+# Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Address(NamedTuple):
+    """Where rank 0's files are, as sent through the store."""
+
+    pid: int
+    segment: int
+    arena: int
+    mail: int
+    token: int
+
+
+def create(name: str, size: int, *, reserve: bool) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        if reserve:  # out of memory is an error here, not a SIGBUS later
+            os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as e:
+        os.close(fd)
+        raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e
+    return fd
+
+
+def open_other(pid: int, fd: int) -> int:
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
+        raise CommunicationError(
+            f"cannot open rank 0's shared memory at {path} ({e.strerror}). The ranks must run on "
+            "one host, as one user, and see each other's processes."
+        ) from e
+    # A store that others can write to may name a file that is not rank 0's.
+    try:
+        seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
+    except OSError:  # not a memfd
+        seals = 0
+    if os.fstat(opened).st_uid != os.geteuid() or seals != SEALS:
+        os.close(opened)
+        raise CommunicationError(f"{path} is not the shared memory of a rank 0 of this user")
+    return opened
+
+
+def ask(store: Store) -> Address:
+    try:
+        said = store.get("segment")
+    except torch.distributed.DistError as e:
+        raise CommunicationError(f"rank 0 did not say where its shared memory is: {e}") from e
+    try:
+        return Address(*map(int, said.split()))
+    except (TypeError, ValueError) as e:
+        raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
+
+
+def meet(store: Store, rank: int, ranks: int, address: Address) -> None:
+    if rank == 0:
+        store.set("segment", " ".join(map(str, address)))
+    store.set(f"attached/{rank}", "1")
+    try:
+        store.wait([f"attached/{r}" for r in range(ranks)])
+    except torch.distributed.DistStoreError as e:
+        missing = [r for r in range(ranks) if not store.check([f"attached/{r}"])]
+        raise CommunicationError(f"ranks {missing} did not attach to the shared memory") from e
