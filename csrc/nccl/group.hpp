@@ -34,7 +34,7 @@ struct Message {
   // Moves what can be moved. Returns whether it moved anything; sets `over` at its end.
   bool advance(bool* over, ncclResult_t* result) {
     Channel& way = channel();
-    if (way.refused.load(std::memory_order_relaxed)) {
+    if (comm->shared.header().refused.load(std::memory_order_relaxed)) {
       *result = ncclInvalidUsage;
       return false;
     }
@@ -68,7 +68,7 @@ struct Message {
     if (way.head.load(std::memory_order_acquire) == tail) return false;
     Slot& slot = way.slots[tail % kSlots];
     if (!(slot.label == label)) {
-      way.refused.store(true, std::memory_order_relaxed);
+      comm->shared.header().refused.store(true, std::memory_order_relaxed);
       *result = ncclInvalidUsage;
       return false;
     }
@@ -85,6 +85,7 @@ struct Message {
 struct Group {
   int depth = 0;
   ncclResult_t error = ncclSuccess;       // of the first call that was refused
+  std::vector<Comm> comms;                // of all calls
   std::vector<Message> messages;
   std::vector<std::function<void()>> after;  // what is left to do once all have arrived
 };
@@ -97,14 +98,14 @@ inline Group& group() {
 // A communicator belongs to one thread as long as it launches.
 class Turn {
  public:
-  explicit Turn(const std::vector<Message>& messages) {
-    for (const Message& m : messages) {
-      if (std::find(held_.begin(), held_.end(), m.comm) != held_.end()) continue;
-      if (m.comm->busy.exchange(true)) {
+  explicit Turn(const std::vector<Comm>& comms) {
+    for (const Comm& comm : comms) {
+      if (std::find(held_.begin(), held_.end(), comm) != held_.end()) continue;
+      if (comm->busy.exchange(true)) {
         good_ = false;
         return;
       }
-      held_.push_back(m.comm);
+      held_.push_back(comm);
     }
   }
   ~Turn() {
@@ -163,23 +164,22 @@ inline ncclResult_t stall(const std::vector<Comm>& comms) {
       if (comm->aborted.load(std::memory_order_relaxed)) return ncclInternalError;
 }
 
-inline ncclResult_t launch(std::vector<Message> messages,
-                           const std::vector<std::function<void()>>& after) {
-  if (messages.empty() && after.empty()) return ncclSuccess;
-  if (!paired_with_itself(messages)) return ncclInvalidUsage;
-  const Turn turn(messages);
+inline ncclResult_t launch(Group& ready) {
+  if (ready.comms.empty()) return ncclSuccess;
+  if (!paired_with_itself(ready.messages)) return ncclInvalidUsage;
+  const Turn turn(ready.comms);
   if (!turn.good()) return ncclInvalidUsage;
   ncclResult_t result;
   switch (due()) {
     case Fault::fail: result = request().result.load(); break;
     case Fault::stall: result = stall(turn.comms()); break;
-    default: result = run(messages, turn.comms());
+    default: result = run(ready.messages, turn.comms());
   }
   if (result != ncclSuccess) {
     for (const Comm& comm : turn.comms()) comm->error.store(result);
     return result;
   }
-  for (const auto& act : after) act();
+  for (const auto& act : ready.after) act();
   return ncclSuccess;
 }
 
@@ -189,7 +189,7 @@ inline ncclResult_t end_group() {
   if (--open.depth) return ncclSuccess;
   Group ready;
   std::swap(open, ready);
-  return ready.error != ncclSuccess ? ready.error : launch(std::move(ready.messages), ready.after);
+  return ready.error != ncclSuccess ? ready.error : launch(ready);
 }
 
 // Puts a call into the open group, or runs it as a group of its own.
@@ -198,6 +198,7 @@ ncclResult_t enqueue(ncclComm* handle, const Call& call) {
   ++group().depth;
   const Comm comm = find(handle);
   const ncclResult_t result = comm ? call(comm, group()) : ncclInvalidArgument;
+  if (comm) group().comms.push_back(comm);
   if (group().error == ncclSuccess) group().error = result;
   const ncclResult_t ended = end_group();
   return result != ncclSuccess ? result : ended;

@@ -37,6 +37,7 @@ struct Header {
   std::atomic<int> ranks;     // 0 until the first rank says how many there are
   std::atomic<int> attached;
   std::atomic<int> pids[kMost];
+  std::atomic<bool> refused;  // two ranks have disagreed: nobody goes on
 };
 
 // What both ends of a message must agree on. Of one between two ranks, only its length.
@@ -59,8 +60,7 @@ struct Slot {
 struct alignas(kApart) Channel {
   alignas(kApart) std::atomic<std::uint64_t> head;
   alignas(kApart) std::atomic<std::uint64_t> tail;
-  alignas(kApart) std::atomic<bool> refused;  // the two ends disagree
-  Slot slots[kSlots];
+  alignas(kApart) Slot slots[kSlots];
 };
 
 // Where the file is, inside a unique id.

@@ -1,12 +1,24 @@
-"""Faults of the host NCCL on request, see csrc/nccl/fault.hpp."""
+"""What tests over the host NCCL share: when they run, and its faults (csrc/nccl/fault.hpp)."""
 
 from __future__ import annotations
 
 import ctypes
+from importlib.util import find_spec
+
+import pytest
+import torch
 
 from ringdp.transport.nccl.library import HOST
 
 FAIL, STALL, LOSE = 1, 2, 3
+
+
+def only_with_host_nccl() -> None:
+    """For the top of a test file: skips it where the host NCCL cannot be loaded."""
+    if find_spec("cupy_backends") is None:
+        pytest.skip("the NCCL transport needs CuPy", allow_module_level=True)
+    if torch.version.cuda:
+        pytest.skip("this torch has loaded NCCL itself", allow_module_level=True)
 
 
 def fault(what: int, launches: int = 0, result: int = 6) -> None:

@@ -16,10 +16,11 @@ from ringdp.comm import rendezvous
 from ringdp.transport.nccl.transport import NcclTransport
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear
-from tests.transport.nccl.faults import FAIL, LOSE, STALL, fault
+from tests.forks import Say
+from tests.transport.nccl.faults import FAIL, LOSE, STALL, fault, only_with_host_nccl
 from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
 
-pytest.importorskip("cupy_backends", reason="the NCCL transport needs CuPy")
+only_with_host_nccl()
 pytestmark = pytest.mark.process
 
 TIMEOUT = 20.0
@@ -58,6 +59,25 @@ def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
         return ranks(n)(found_over_nccl, cases)
 
     agree(pool, n, cases)
+
+
+def eight(comm: Communicator, say: Say, cases: list[Case]) -> None:
+    with ringdp.init(transport="nccl-host", timeout=TIMEOUT) as other:
+        say(found(other, cases))
+        comm.barrier()
+
+
+def test_eight_ranks_give_the_simulators_bits(forks):
+    cases = [
+        Case(*row, LENGTHS[(i + k) % 4], d)
+        for k, d in enumerate(DTYPES)
+        for i, row in enumerate(ROWS)
+    ]
+
+    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
+        return [said for _, (said,) in forks(8, eight, cases)]
+
+    agree(pool, 8, cases)
 
 
 @over_nccl

@@ -1,0 +1,105 @@
+"""torchrun on two hosts: network namespaces of this machine, joined by a cable (a veth pair).
+
+Each has a loopback and one address of its own; nothing else is shared but memory, which the host
+NCCL needs and gloo does not. Skipped where network namespaces may not be made.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.process
+
+PORT, SECONDS = 29471, 150.0  # in namespaces nobody else uses the port; only a hang takes so long
+NAMES = [f"ringdp{os.getpid()}{host}" for host in "ab"]
+CABLES = [f"rdp{os.getpid() % 10**7}{host}" for host in "ab"]  # at most 15 characters
+ADDRESSES = ["10.97.31.1", "10.97.31.2"]
+
+SCRIPT = """
+import os, sys
+import torch
+import ringdp
+
+for transport in sys.argv[1:]:
+    with ringdp.init(transport=transport, timeout=60.0) as comm:
+        x = torch.arange(1003.0) * (comm.rank + 1)
+        comm.all_reduce(x)
+        assert torch.equal(x, torch.arange(1003.0) * 3), transport
+        comm.send(x, 1) if comm.rank == 0 else comm.recv(x.zero_(), 0)
+        assert torch.equal(x, torch.arange(1003.0) * 3), transport
+        comm.barrier()
+print("rank", comm.rank, "in", os.stat("/proc/self/ns/net").st_ino, "ends")
+"""
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip")
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ip("link", "add", CABLES[0], "type", "veth", "peer", "name", CABLES[1])
+        for name, cable, address in zip(NAMES, CABLES, ADDRESSES, strict=True):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            for device in (cable, "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        yield NAMES
+    except subprocess.CalledProcessError as e:
+        pytest.skip(f"network namespaces may not be made here: {e.stderr.decode().strip()}")
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    transports = ["c10d"]
+    if find_spec("cupy_backends") is not None and not torch.version.cuda:
+        transports.append("nccl-host")
+    nodes = []
+    for node, (name, cable) in enumerate(zip(hosts, CABLES, strict=True)):
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+        ]
+        torchrun += [
+            f"--node-rank={node}",
+            f"--master-addr={ADDRESSES[0]}",
+            f"--master-port={PORT}",
+        ]
+        nodes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *torchrun, str(script), *transports],
+                env=os.environ | {"GLOO_SOCKET_IFNAME": cable, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        said = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    ended = [line.split() for text in said for line in text.splitlines() if line.endswith("ends")]
+    assert sorted(words[1] for words in ended) == ["0", "1"], "\n".join(said)
+    assert len({words[3] for words in ended}) == 2, "two networks"

@@ -1,0 +1,263 @@
+"""The host NCCL through CuPy's binding: what it does, what it refuses, and how it fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringdp import UsageError
+from ringdp.transport.nccl.library import HOST, binding, check_loaded, grouped, loaded
+from ringdp.transport.nccl.own import TYPES
+from tests.transport.nccl.faults import FAIL, STALL, fault, only_with_host_nccl
+
+only_with_host_nccl()
+
+UINT8, FLOAT = 1, 7
+INVALID_ARGUMENT, INVALID_USAGE, REMOTE = "INVALID_ARGUMENT", "INVALID_USAGE", "REMOTE_ERROR"
+nccl: Any = binding(host=True)
+SECONDS = 30.0  # only a hang reaches it
+
+
+def together(comms: list[Any], act: Callable[[Any, int], Any]) -> list[Any]:
+    """act(comm, rank) on a thread for each: what it returns, or the NcclError that it raises."""
+    results: list[Any] = ["hangs"] * len(comms)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(comms[rank], rank)
+        except nccl.NcclError as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(comms))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    return results
+
+
+@pytest.fixture
+def comms() -> list[Any]:
+    return nccl.NcclCommunicator.initAll(3)
+
+
+def given(rank: int, dtype: torch.dtype, elements: int = 12) -> Tensor:
+    return (torch.arange(elements) % 5 + 2 * rank).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_collectives_of_every_dtype(comms: list[Any], dtype: torch.dtype):
+    inputs = [given(r, dtype) for r in range(3)]
+    total = sum(inputs[1:], inputs[0].clone())
+
+    def act(comm: Any, rank: int) -> list[Tensor]:
+        mine, type_ = inputs[rank], TYPES[dtype]
+        out = [torch.zeros_like(mine) for _ in range(4)]
+        part = torch.zeros(4, dtype=dtype)
+        at = mine.data_ptr()
+        comm.allReduce(at, out[0].data_ptr(), 12, type_, 0, 0)
+        comm.allReduce(at, out[1].data_ptr(), 12, type_, 4, 0)
+        comm.reduceScatter(at, part.data_ptr(), 4, type_, 0, 0)
+        comm.allGather(part.data_ptr(), out[2].data_ptr(), 4, type_, 0)
+        comm.reduce(at, out[3].data_ptr() if rank == 1 else 0, 12, type_, 2, 1, 0)
+        comm.broadcast(out[3].data_ptr(), out[3].data_ptr(), 12, type_, 1, 0)
+        return out
+
+    mean = (total // 3) if not dtype.is_floating_point else (total.float() / 3).to(dtype)
+    for out in together(comms, act):
+        for found, wanted in zip(out, (total, mean, total, inputs[2]), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_messages_of_a_group_go_side_by_side_and_those_of_a_pair_in_order(comms: list[Any]):
+    long = 300_000  # several slots
+
+    def act(comm: Any, rank: int) -> bool:
+        mine = [given(10 * rank + k, torch.float32, long) for k in range(3)]
+        found = torch.zeros(3, 3, long)
+        with grouped(nccl):
+            for peer in range(3):
+                for k in range(3):
+                    comm.send(mine[k].data_ptr(), long, FLOAT, peer, 0)
+                    comm.recv(found[peer, k].data_ptr(), long, FLOAT, peer, 0)
+        wanted = [given(10 * p + k, torch.float32, long) for p in range(3) for k in range(3)]
+        return torch.equal(found.view(9, long), torch.stack(wanted))
+
+    assert together(comms, act) == [True] * 3
+
+
+X = torch.zeros(64)
+AT = X.data_ptr()
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a peer beyond the last": (lambda c: c.send(AT, 1, FLOAT, 3, 0), INVALID_ARGUMENT),
+    "a negative peer": (lambda c: c.recv(AT, 1, FLOAT, -1, 0), INVALID_ARGUMENT),
+    "no such dtype": (lambda c: c.send(AT, 1, 12, 0, 0), INVALID_ARGUMENT),
+    "no buffer": (lambda c: c.send(0, 1, FLOAT, 1, 0), INVALID_ARGUMENT),
+    "no such op": (lambda c: c.allReduce(AT, AT, 1, FLOAT, 5, 0), INVALID_ARGUMENT),
+    "float8 is not added": (lambda c: c.allReduce(AT, AT, 1, 10, 0, 0), INVALID_ARGUMENT),
+    "a root beyond the last": (lambda c: c.broadcast(AT, AT, 1, FLOAT, 3, 0), INVALID_ARGUMENT),
+    "to itself, alone": (lambda c: c.send(AT, 1, FLOAT, 0, 0), INVALID_USAGE),
+    "an end without a start": (lambda *_: nccl.groupEnd(), INVALID_USAGE),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_refuses_what_nccl_refuses(comms: list[Any], what: str):
+    act, wanted = REFUSED[what]
+    with pytest.raises(nccl.NcclError, match=wanted):
+        act(comms[0])
+    if what != "an end without a start":
+        with pytest.raises(nccl.NcclError, match=wanted), grouped(nccl):
+            act(comms[0])
+
+
+@pytest.mark.parametrize("what", ["lengths", "collectives", "dtypes"])
+def test_ranks_that_do_not_fit_are_all_refused(comms: list[Any], what: str):
+    def act(comm: Any, rank: int) -> None:
+        x = torch.zeros(8)
+        at, odd = x.data_ptr(), rank == 1
+        match what:
+            case "lengths":
+                with grouped(nccl):
+                    comm.send(at, 8 - odd, FLOAT, (rank + 1) % 3, 0)
+                    comm.recv(at, 8, FLOAT, (rank - 1) % 3, 0)
+            case "collectives":
+                if odd:
+                    comm.allGather(at, torch.zeros(24).data_ptr(), 8, FLOAT, 0)
+                else:
+                    comm.allReduce(at, at, 8, FLOAT, 0, 0)
+            case "dtypes":
+                comm.allReduce(at, at, 8, FLOAT - odd, 0, 0)
+
+    for result in together(comms, act):
+        assert INVALID_USAGE in str(result)
+
+
+def pair() -> list[Any]:
+    return nccl.NcclCommunicator.initAll(2)
+
+
+def test_a_send_waits_for_its_receiver_until_it_is_aborted():
+    comms = pair()
+    ended: list[str] = []
+
+    def both_send(comm: Any, rank: int) -> None:
+        try:
+            comm.send(AT, 1, FLOAT, 1 - rank, 0)
+        except nccl.NcclError as e:
+            ended.append(str(e))
+
+    threads = [threading.Thread(target=both_send, args=(c, r)) for r, c in enumerate(comms)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.1)
+    assert not ended
+    for comm, thread in zip(comms, threads, strict=True):
+        comm.abort()
+        thread.join(SECONDS)
+    assert len(ended) == 2
+    assert all("was aborted" in text for text in ended)
+
+
+def test_a_communicator_is_for_one_thread_at_a_time():
+    comm, other = pair()
+    waits = threading.Thread(target=lambda: comm.recv(AT, 1, FLOAT, 1, 0))
+    waits.start()
+
+    def to_itself() -> None:
+        while True:  # until the thread is in its call
+            with grouped(nccl):
+                comm.send(AT, 0, FLOAT, 0, 0)
+                comm.recv(AT, 0, FLOAT, 0, 0)
+
+    with pytest.raises(nccl.NcclError, match=INVALID_USAGE):
+        to_itself()
+    other.send(AT, 1, FLOAT, 0, 0)
+    waits.join(SECONDS)
+    assert not waits.is_alive()
+
+
+def test_it_fails_on_request_and_once():
+    (comm,) = nccl.NcclCommunicator.initAll(1)
+    fault(FAIL, launches=1)
+    comm.allReduce(AT, AT, 1, FLOAT, 0, 0)
+    comm.check_async_error()
+    with pytest.raises(nccl.NcclError, match=REMOTE):
+        comm.allReduce(AT, AT, 1, FLOAT, 0, 0)
+    with pytest.raises(nccl.NcclError, match=REMOTE):
+        comm.check_async_error()
+    comm.allReduce(AT, AT, 1, FLOAT, 0, 0)
+
+
+def test_it_stalls_on_request_until_it_is_aborted():
+    (comm,) = nccl.NcclCommunicator.initAll(1)
+    fault(STALL)
+    stalled = threading.Thread(target=together, args=([comm], stuck))
+    stalled.start()
+    stalled.join(0.05)
+    assert stalled.is_alive()
+    comm.abort()
+    stalled.join(SECONDS)
+    assert not stalled.is_alive()
+
+
+def stuck(comm: Any, _: int) -> None:
+    comm.allReduce(AT, AT, 1, FLOAT, 0, 0)
+
+
+def test_a_split_has_its_own_ranks(comms: list[Any]):
+    def act(comm: Any, rank: int) -> tuple[int, int, list[float]]:
+        part = comm.commSplit(rank % 2, -rank)
+        x = torch.tensor([float(rank)])
+        part.allReduce(x.data_ptr(), x.data_ptr(), 1, FLOAT, 0, 0)
+        return part.rank_id(), part.size(), x.tolist()
+
+    assert together(comms, act) == [(1, 2, [2.0]), (0, 1, [1.0]), (0, 2, [2.0])]
+
+
+def test_it_says_who_and_how_many(comms: list[Any]):
+    assert [(c.rank_id(), c.size(), c.device_id()) for c in comms] == [(r, 3, 0) for r in range(3)]
+    assert nccl.get_version() == 22707
+
+
+def test_nothing_is_left_of_a_communicator():
+    def held() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("ringdp-hostnccl"), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    comms = pair()
+    assert held()[0] == before[0] + 2
+    for comm in comms:
+        comm.destroy()
+    assert held() == before
+
+
+def test_an_id_of_somebody_else_is_refused():
+    with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
+        nccl.NcclCommunicator(1, bytes(128), 0)
+    forged = bytearray(nccl.get_unique_id())
+    forged[8] ^= 1  # of the token
+    with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
+        nccl.NcclCommunicator(1, bytes(forged), 0)
+
+
+def test_a_process_has_one_nccl():
+    assert loaded() == [str(HOST)]
+    check_loaded([str(HOST)], host=True)
+    check_loaded(["/lib/libnccl.so.2"], host=False)
+    with pytest.raises(UsageError, match="has loaded none"):
+        check_loaded([], host=False)
+    with pytest.raises(UsageError, match=r"has loaded /a/libnccl\.so\.2, /b/libnccl"):
+        check_loaded(["/a/libnccl.so.2", "/b/libnccl.so.2"], host=False)
+    with pytest.raises(UsageError, match=r"asked for NCCL, but this process has loaded .*host"):
+        binding(host=False)
