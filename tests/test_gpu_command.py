@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu
+from bench import gpu, kernel_table
 from bench.gpu import PYTEST, Outcome, Part, main, run
+from ringdp.cli.bench.kernel_cases import CASES, OURS
+from ringdp.cli.bench.kernels import Report, Row
 
 
 def part(code: str, limit: float = 60, tests: bool = False) -> Part:
@@ -72,3 +75,30 @@ def test_writes_what_it_found(
     assert report["gpu"] == "NVIDIA H200"
     assert [p["state"] for p in report["parts"]] == ["passed", "failed"]
     assert "failed in" in capsys.readouterr().out
+
+
+def test_the_table_of_kernels_shows_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_table, "RESULTS", tmp_path)
+    assert kernel_table.table().count("no GPU figure was measured") == len(CASES)
+    (tmp_path / "other.json").write_text("[]")  # as train.json, a list
+    common = {"kernel": "flatten", "bytes": 0, "min_us": 1.0, "p50_us": 1.0, "gb_s": 1.0}
+    rows = [
+        Row(way=way, size=size, percent_of_copy=percent, over_ours=over, **common)
+        for way, size, percent, over in (
+            (OURS, 1 << 20, 10.0, None),  # small: not shown
+            (OURS, 64 << 20, 95.4, None),
+            ("cat", 64 << 20, 50.0, 1.5),
+            ("_foreach", 64 << 20, 60.0, 1.25),
+        )
+    ]
+    report = asdict(Report({}, "a GPU", rows))
+    outcome = Outcome("bench of kernels", "passed", 1.0, rows=report)
+    assert outcome.name in {p.name for p in gpu.PARTS}
+    file = tmp_path / "a-gpu.json"
+    file.write_text(json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]}))
+    shown = kernel_table.table()
+    assert "a GPU, % of a copy (× best of torch)" in shown
+    assert "| flatten | 8 | 95 (1.25) |" in shown
+    assert "| fold | 36 | not measured |" in shown

@@ -29,6 +29,7 @@ from ringdp.transport.base import DTYPES, OPS, Op, chunk_bounds
 
 FATBIN = Path(_core.__file__).parent / "peer.fatbin"
 THREADS = 512  # of a block
+MOST_BLOCKS = 96  # of a launch, unless told: an A100 runs 108 of them at once
 LINE = 128  # bytes between what different ranks write (csrc's kLine)
 LEADER = 256  # bytes of shared memory that do not depend on the program (csrc's kLeader)
 SHARED = 48 << 10  # bytes of shared memory that a block may have without asking
@@ -115,10 +116,10 @@ def kernel_name(dtype: torch.dtype) -> str:
 
 
 class VirtualRanks:
-    """Several ranks on one GPU, in one process. Its memory is the object's.
+    """Several ranks on one GPU, in one process, each a row of blocks in one launch.
 
-    Channel (src, dst) has `depth` slots of `slab` bytes for each of `channels` blocks: a program
-    must need no more (`schedule.fifo_depth`).
+    Every block has `depth` slots of `slab` bytes for what each other rank sends it: a program must
+    need no more (`schedule.fifo_depth`).
     """
 
     def __init__(
@@ -132,9 +133,10 @@ class VirtualRanks:
         device: str = "cuda",
         kernels: Kernels | None = None,
     ) -> None:
-        """`timeout`: seconds that a rank waits for another. `kernels`: by default the fatbin's.
+        """`channels`: blocks of a rank. `timeout`: seconds that a rank waits for another.
 
-        Raises UsageError where there is no GPU, or a size is not possible.
+        `kernels`: by default the fatbin's. Raises UsageError where there is no GPU, or a size is
+        not possible.
         """
         if ranks < 1 or slab < LINE or slab % LINE or depth < 1:
             raise UsageError(
@@ -142,7 +144,7 @@ class VirtualRanks:
                 f"{depth} and {slab}"
             )
         self._kernels = CudaKernels() if kernels is None else kernels
-        self._channels = max(1, min(8, 96 // ranks)) if channels is None else channels
+        self._channels = max(1, min(32, MOST_BLOCKS // ranks)) if channels is None else channels
         self._ranks, self._depth, self._slab = ranks, depth, slab
         self._timeout, self._device, self._number = timeout, device, 0
         places = self._channels * ranks
