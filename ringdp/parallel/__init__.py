@@ -5,6 +5,12 @@ from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.ddp import DistributedDataParallel
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
+from ringdp.parallel.fronts import (
+    FullyShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    initialize,
+)
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optim import AdamW
 from ringdp.parallel.precision import Precision
@@ -15,12 +21,16 @@ __all__ = [
     "AdamW",
     "DistributedDataParallel",
     "Engine",
+    "FullyShardedDataParallel",
     "LossScaler",
     "Offload",
     "Precision",
     "SyncBatchNorm",
+    "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "export",
+    "fully_shard",
+    "initialize",
     "load",
     "save",
     "shard",

@@ -89,7 +89,7 @@ class Engine(Accounts):
         self._accumulate: dict[int, bool] = {}
         self._reduced: set[int] = set()
         self._held = self._closed = False  # held by full_parameters
-        self._sync = True
+        self.sync = True
         # An optimizer may step with a forward left open: by an exception, or without its backward.
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_step(optimizer)),
@@ -206,7 +206,7 @@ class Engine(Accounts):
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        if self._sync:
+        if self.sync:
             self.reducing.start(self.units[index], accumulate=self._accumulate[index])
         else:
             self.reducing.keep(self.units[index])
@@ -222,7 +222,7 @@ class Engine(Accounts):
                 self._reduce(unit.index)
         self._end_backward(learn=True)
         for unit in trained:
-            if not (self._sync or self._accumulate[unit.index]):
+            if not (self.sync or self._accumulate[unit.index]):
                 continue
             for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
                 if p.requires_grad and gradient.numel():
@@ -273,11 +273,11 @@ class Engine(Accounts):
 
         In every stage a rank then holds whole gradients, until that one, in the masters' dtype.
         """
-        before, self._sync = self._sync, False
+        before, self.sync = self.sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self.sync = before
 
     @contextmanager
     def full_parameters(self, *, write: bool = False) -> Iterator[None]:

@@ -148,7 +148,6 @@ class FlatUnit:
             self.work.wait()
             self.work = None
         outside.release(self.parameters)
-        self._check_frozen()
         if self.apart:
             for c, p in zip(self.computed, self.parameters, strict=True):
                 c.requires_grad_(p.requires_grad)
@@ -245,7 +244,8 @@ class FlatUnit:
         else:
             self.gradient = self.ledger.empty("gradients", shard, self.dtypes.master, device)
 
-    def _check_frozen(self) -> None:
+    def check_frozen(self) -> None:
+        """Raises UsageError if a parameter without a gradient buffer now wants one."""
         if self.trainable:
             return
         for p, entry in zip(self.parameters, self.plan.entries, strict=True):

@@ -1,0 +1,325 @@
+"""One training step of a GPT under ZeRO-1, 2, 3: ours, FSDP2 over gloo, and one process alone.
+
+    torchrun --nproc-per-node 2 -m bench.zero_step --json bench/results/zero_step.json \\
+        --svg bench/results/zero_step.svg
+
+As in `bench.ddp_step`: pinned ranks, short rounds in turn, the slowest rank's time of a step;
+`apart` is every rank by itself at the same time, and no way to train together can take less. All
+use torch.optim.AdamW.
+
+Then the ranks talk over an emulated link, so slow that all gathers and reductions of a stage 3 step
+take as long as its forward and backward:
+
+    silent         forward and backward of stage 3 on every rank alone: all but communication
+    together       the same of the ranks together
+    communication  the same gathers and reductions one after the other, and nothing else
+    edges          of these what nothing can hide: the first two gathers, of the root and the first
+                   block, before anything computes, and the root's reduction, after everything has
+    exposed = together - silent        hidden = communication - exposed
+    hidden share = hidden / (communication - edges)
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import ringdp
+from bench.ddp_step import LATENCY, ROUNDS, SHAPE, batch, elements, interleaved, stepper, summary
+from ringdp.cli import gpt
+from ringdp.transport.base import Link
+
+AHEAD = (1, 3)  # blocks gathered ahead of their use
+
+
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds of one way to train."""
+
+    name: str
+    min: float
+    median: float
+    max: float
+    by_alone: float  # medians
+    by_fsdp2: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a slow link leaves to wait for: medians in ms. `ahead`: blocks that may be gathered
+    before their use; one is the default."""
+
+    ahead: int
+    mb_per_s: float
+    silent: float
+    together: float
+    communication: float
+    edges: float
+    exposed: float
+    hidden: float
+    hidden_share: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = ringdp.init()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    dist.init_process_group("gloo")
+    model = gpt.build(SHAPE, seed=0)
+    steps = compared(model, comm)
+    found = rows(interleaved(steps, arguments.rounds))
+    single = comm.split(comm.rank)
+    overlaps, spans = overlapped(model, single, arguments.rounds)
+    if comm.rank == 0:
+        print(f"{elements(model):,} parameters, {comm.size} ranks, float32, AdamW; ms")
+        for row in (*found, *overlaps):
+            print(json.dumps(asdict(row)))
+        if arguments.json:
+            values = {"parameters": elements(model), "ranks": comm.size}
+            values |= {"steps": [asdict(row) for row in found]}
+            values |= {"slow_link": [asdict(row) for row in overlaps]}
+            arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+        if arguments.svg:
+            arguments.svg.write_text(timeline(spans))
+    dist.destroy_process_group()
+
+
+def compared(model: nn.Module, comm: ringdp.Communicator) -> dict[str, Callable[[], object]]:
+    fsdp = copy.deepcopy(model)
+    mesh = dist.init_device_mesh("cpu", (comm.size,))
+    for block in fsdp.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(fsdp, mesh=mesh)
+    ways = {"alone": copy.deepcopy(model), "apart": copy.deepcopy(model), "FSDP2, gloo": fsdp}
+    for stage in (1, 2, 3):
+        ways[f"stage {stage}"] = copy.deepcopy(model)
+        ringdp.shard(ways[f"stage {stage}"], stage=stage, unit=gpt.Block, comm=comm)
+    steps = {name: stepper(m, comm.rank) for name, m in ways.items()}
+    if comm.rank:
+        steps["alone"] = lambda: None
+    return steps
+
+
+def rows(times: dict[str, list[float]]) -> list[Step]:
+    ms = {name: summary(seconds) for name, seconds in times.items()}
+
+    def by(name: str, other: str) -> float:
+        return round(ms[name]["median"] / ms[other]["median"], 3)
+
+    return [
+        Step(name, **ms[name], by_alone=by(name, "alone"), by_fsdp2=by(name, "FSDP2, gloo"))
+        for name in ms
+    ]
+
+
+# ---- over a slow link
+
+
+class Span(NamedTuple):
+    """Something that took from `begin` to `end`, in seconds."""
+
+    lane: str
+    label: str
+    begin: float
+    end: float
+
+
+class Recorder:
+    """Stands before a communicator: when each collective was issued, and when it had been waited
+    for; and how long the rank waited."""
+
+    def __init__(self, comm: ringdp.Communicator, spans: list[Span]) -> None:
+        self.comm, self.spans, self.size = comm, spans, comm.size
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, tag: int, async_op: bool) -> Any:
+            issued = time.perf_counter()
+            work = getattr(self.comm, name)(*args, tag=tag, async_op=async_op)
+            return _Waited(work, self.spans, name, tag, issued)
+
+        return call
+
+
+class _Waited:
+    def __init__(self, work: Any, spans: list[Span], name: str, tag: int, issued: float) -> None:
+        self.work, self.spans, self.name, self.tag, self.issued = work, spans, name, tag, issued
+
+    def wait(self) -> None:
+        begin = time.perf_counter()
+        self.work.wait()
+        end = time.perf_counter()
+        self.spans.append(Span(self.name, str(self.tag), self.issued, end))
+        self.spans.append(Span("wait", str(self.tag), begin, end))
+
+
+def overlapped(
+    model: nn.Module, single: ringdp.Communicator, rounds: int
+) -> tuple[list[Overlap], list[Span]]:
+    """A row for each of AHEAD, and one step's spans at the last."""
+    tokens = batch(dist.get_rank())
+    block = 4 * max(sum(p.numel() for p in b.parameters()) for b in model.blocks)
+
+    def both(net: nn.Module) -> None:
+        net.zero_grad()
+        gpt.next_byte_loss(net, tokens).backward()
+
+    def over(comm: ringdp.Communicator, ahead: int) -> tuple[nn.Module, ringdp.Engine]:
+        net = copy.deepcopy(model)
+        limit = ahead * (block + 4096)  # bytes, padding included
+        engine = ringdp.shard(net, stage=3, unit=gpt.Block, prefetch_bytes=limit, comm=comm)
+        both(net)
+        return net, engine
+
+    silent, _ = over(single, 1)
+    compute = interleaved({"silent": lambda: both(silent)}, rounds)["silent"]
+    ranks = dist.get_world_size()
+    moved = 3 * 4 * elements(model) * (ranks - 1) / ranks
+    link = Link(LATENCY, moved / statistics.median(compute))
+    _, engine = over(ringdp.init(link=link), 1)
+    (took,) = interleaved({"": lambda: communicate(engine)}, rounds).values()
+    # The emulation takes time of its own: a faster link makes up for it.
+    link = Link(LATENCY, link.bandwidth * statistics.median(took) / statistics.median(compute))
+    comm = ringdp.init(link=link)
+    trained = {ahead: over(comm, ahead) for ahead in AHEAD}
+    _, engine = trained[AHEAD[0]]
+    times = interleaved(
+        {
+            "communication": lambda: communicate(engine),
+            "edges": lambda: edges(engine),
+            "silent": lambda: both(silent),
+        }
+        | {f"{ahead}": lambda net=net: both(net) for ahead, (net, _) in trained.items()},
+        rounds,
+    )
+    ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
+    rows = [overlap_row(ahead, link, ms) for ahead in AHEAD]
+    net, engine = trained[AHEAD[-1]]
+    return rows, recorded(net, engine, lambda: both(net))
+
+
+def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> Overlap:
+    exposed = ms[f"{ahead}"] - ms["silent"]
+    hidden = ms["communication"] - exposed
+    return Overlap(
+        ahead=ahead,
+        mb_per_s=round(link.bandwidth / 1e6, 1),
+        silent=round(ms["silent"], 1),
+        together=round(ms[f"{ahead}"], 1),
+        communication=round(ms["communication"], 1),
+        edges=round(ms["edges"], 1),
+        exposed=round(exposed, 1),
+        hidden=round(hidden, 1),
+        hidden_share=round(hidden / (ms["communication"] - ms["edges"]), 3),
+    )
+
+
+def gather(engine: ringdp.Engine, unit: Any) -> None:
+    full = torch.empty(unit.plan.padded)
+    engine.gathering.comm.all_gather(full, unit.shard, async_op=True).wait()
+
+
+def reduce(engine: ringdp.Engine, unit: Any) -> None:
+    bucket = engine.comm.empty(unit.plan.padded)
+    engine.reducing.comm.reduce_scatter(bucket[unit.part], bucket, async_op=True).wait()
+
+
+def communicate(engine: ringdp.Engine) -> None:
+    units = engine.units
+    for unit in (*units, *units[:0:-1]):
+        gather(engine, unit)
+    for unit in units:
+        reduce(engine, unit)
+
+
+def edges(engine: ringdp.Engine) -> None:
+    gather(engine, engine.units[0])
+    gather(engine, engine.units[1])
+    reduce(engine, engine.units[0])
+
+
+def recorded(net: Any, engine: Any, step: Callable[[], None]) -> list[Span]:
+    """One step's spans, from 0."""
+    spans: list[Span] = []
+    began: dict[tuple[str, int], float] = {}
+    gathering, reducing = engine.gathering, engine.reducing
+    comms = gathering.comm, reducing.comm
+    gathering.comm, reducing.comm = (Recorder(c, spans) for c in comms)
+
+    def begin(kind: str, index: int) -> None:
+        began[kind, index] = time.perf_counter()
+
+    def end(kind: str, index: int) -> None:
+        spans.append(Span(kind, str(index), began[kind, index], time.perf_counter()))
+
+    handles = []
+    for i, block in enumerate(net.blocks, start=1):
+        handles += [
+            block.register_forward_pre_hook(lambda *_, i=i: begin("forward", i)),
+            block.register_forward_hook(lambda *_, i=i: end("forward", i)),
+            block.register_full_backward_pre_hook(lambda *_, i=i: begin("backward", i)),
+            block.register_full_backward_hook(lambda *_, i=i: end("backward", i)),
+        ]
+    start = time.perf_counter()
+    step()
+    for handle in handles:
+        handle.remove()
+    gathering.comm, reducing.comm = comms
+    return [s._replace(begin=s.begin - start, end=s.end - start) for s in spans]
+
+
+LANES = {
+    "forward": "#4c78a8",
+    "backward": "#54a24b",
+    "wait": "#e45756",
+    "all_gather": "#f2cf5b",
+    "reduce_scatter": "#b279a2",
+}
+
+
+def timeline(spans: list[Span]) -> str:
+    """An SVG: a lane a kind, a bar a unit. Collectives last until they have been waited for."""
+    width, height, left = 1000.0, 34, 110
+    total = max(s.end for s in spans)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + left + 10:.0f} '
+        f'{height * (len(LANES) + 1)}" font-family="sans-serif" font-size="12">'
+    ]
+    for row, (lane, color) in enumerate(LANES.items()):
+        y = row * height
+        out.append(f'<text x="4" y="{y + 20}">{lane}</text>')
+        for s in spans:
+            if s.lane != lane:
+                continue
+            x, w = left + width * s.begin / total, width * (s.end - s.begin) / total
+            out.append(
+                f'<rect x="{x:.1f}" y="{y + 4}" width="{max(w, 0.3):.1f}" height="{height - 8}" '
+                f'fill="{color}" fill-opacity="0.7" stroke="#333" stroke-width="0.4"/>'
+            )
+            if w > 14:
+                out.append(f'<text x="{x + 3:.1f}" y="{y + 21}">{s.label}</text>')
+    y = height * len(LANES) + 20
+    out.append(f'<text x="{left}" y="{y}">0 ms</text>')
+    out.append(f'<text x="{left + width - 60:.0f}" y="{y}">{1e3 * total:.0f} ms</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""`FullyShardedDataParallel` with torch's signature: a wrapper around a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ringdp.comm import Communicator
+from ringdp.errors import UsageError
+from ringdp.parallel.clip import clip_grad_norm_
+from ringdp.parallel.entry import shard
+from ringdp.parallel.fronts.fsdp2 import WHOLE
+from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.offload import Offload
+from ringdp.parallel.precision import Precision
+
+STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+
+
+class MixedPrecision(Protocol):
+    """torch's own is one."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    keep_low_precision_grads: bool
+    cast_forward_inputs: bool
+    cast_root_forward_inputs: bool
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards the module that it wraps, in place. Collective.
+
+    sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
+    auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy, or None for one
+    unit. mixed_precision, cpu_offload: torch's classes. process_group: a Communicator. Parameters
+    and buffers take rank 0's values, whatever sync_module_states says. The other arguments tune
+    what is always on here, or are errors where they ask for more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Communicator | None = None,
+        sharding_strategy: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Callable[..., bool] | None = None,
+        backward_prefetch: Any = None,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: object = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: object = None,
+        sync_module_states: bool = True,
+        forward_prefetch: bool = True,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: object = None,
+        device_mesh: object = None,
+    ) -> None:
+        super().__init__()
+        name = getattr(sharding_strategy, "name", "FULL_SHARD")
+        if name not in STAGES:
+            raise UsageError(
+                f"FullyShardedDataParallel: sharding_strategy {name} is not implemented; "
+                f"allowed: {', '.join(STAGES)}"
+            )
+        refuse(
+            "FullyShardedDataParallel",
+            {
+                "ignored_modules": (ignored_modules, None),
+                "device_id": (device_id, None),
+                "limit_all_gathers": (limit_all_gathers, True),
+                "ignored_states": (ignored_states, None),
+                "device_mesh": (device_mesh, None),
+            },
+        )
+        stage = STAGES[name]
+        offloads = bool(getattr(cpu_offload, "offload_params", False))
+        units = _wrapped(module, auto_wrap_policy) if auto_wrap_policy else set()
+        self.module = module
+        self.engine = shard(
+            module,
+            stage=stage,
+            unit=(lambda m: m in units) if units else WHOLE,
+            precision=_precision(mixed_precision),
+            offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
+            init=param_init_fn,
+            comm=process_group,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper has not, the module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See Engine.no_sync."""
+        return self.engine.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients over all ranks, before they were clipped. Collective."""
+        refuse("clip_grad_norm_", {"norm_type": (norm_type, 2.0)})
+        return torch.tensor(clip_grad_norm_(self.engine, max_norm))
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Every parameter whole; with `writeback`, what all ranks write there alike is kept."""
+        if not isinstance(module, FullyShardedDataParallel):
+            raise UsageError(f"summon_full_params: {type(module).__name__} is not wrapped")
+        refuse(
+            "summon_full_params",
+            {
+                "recurse": (recurse, True),
+                "rank0_only": (rank0_only, False),
+                "offload_to_cpu": (offload_to_cpu, False),
+                "with_grads": (with_grads, False),
+            },
+        )
+        with module.engine.full_parameters(write=writeback):
+            yield
+
+
+def _wrapped(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+    """The modules that torch would wrap: children first, as its policies expect."""
+    chosen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Elements in modules that were chosen."""
+        total = sum(p.numel() for p in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        inner = sum(visit(child) for child in module.children())
+        if module is not model and policy(
+            module=module, recurse=False, nonwrapped_numel=total - inner
+        ):
+            chosen.add(module)
+            return total
+        return inner
+
+    visit(model)
+    return chosen
+
+
+def _precision(policy: MixedPrecision | None) -> Precision | None:
+    if policy is None:
+        return None
+    refuse(
+        "MixedPrecision",
+        {
+            "buffer_dtype": (policy.buffer_dtype, None),
+            "keep_low_precision_grads": (policy.keep_low_precision_grads, False),
+        },
+    )
+    casts = policy.cast_forward_inputs or policy.cast_root_forward_inputs
+    return Precision(policy.param_dtype, policy.reduce_dtype, cast_inputs=casts)

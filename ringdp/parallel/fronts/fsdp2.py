@@ -1,0 +1,121 @@
+"""`fully_shard` with torch's arguments: blocks first, then the model.
+
+A call on a module that holds modules sharded before takes them in as its units. So what a call on
+a block did is undone by the call on the model, which costs a gather of each, once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ringdp.comm import Communicator
+from ringdp.errors import UsageError
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.entry import shard
+from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.offload import Offload
+from ringdp.parallel.precision import Precision
+
+WHOLE = 1 << 62  # elements: a unit rule under which the model is one unit
+
+
+class MixedPrecision(Protocol):
+    """torch's MixedPrecisionPolicy is one."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+    @property
+    def output_dtype(self) -> torch.dtype | None: ...
+    @property
+    def cast_forward_inputs(self) -> bool: ...
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class."""
+
+    _ringdp_engine: Engine
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
+        self._ringdp_engine.sync = requires_gradient_sync
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath, of the model that `fully_shard` was called on last."""
+        return self._ringdp_engine
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: object = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: object = None,
+    mp_policy: MixedPrecision | None = None,
+    offload_policy: object = None,
+    ignored_params: object = None,
+    comm: Communicator | None = None,
+) -> nn.Module:
+    """Shard a module in place, as torch's does; call it on blocks before the model. Collective.
+
+    reshard_after_forward: None or True is stage 3, False stage 2. mp_policy, offload_policy: such
+    as torch's (CPUOffloadPolicy offloads parameters and optimizer). comm: in place of a mesh.
+    Between steps a parameter is a flat slice, not a DTensor. Raises UsageError for what is not
+    implemented.
+    """
+    if not isinstance(reshard_after_forward, bool | None):
+        raise UsageError(
+            f"fully_shard: reshard_after_forward={reshard_after_forward!r} is not implemented; "
+            "allowed: None, True or False"
+        )
+    refuse(
+        "fully_shard",
+        {
+            "mesh": (mesh, None),
+            "shard_placement_fn": (shard_placement_fn, None),
+            "ignored_params": (ignored_params, None),
+        },
+    )
+    kind = type(offload_policy).__name__
+    if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
+        raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
+    stage = 2 if reshard_after_forward is False else 3
+    units = _taken_in(module)
+    engine = shard(
+        module,
+        stage=stage,
+        unit=(lambda m: m in units) if units else WHOLE,
+        precision=_precision(mp_policy),
+        offload=Offload(stage == 3, optimizer=True) if kind == "CPUOffloadPolicy" else None,
+        comm=comm,
+    )
+    if not isinstance(module, FSDPModule):
+        module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    for m in (module, *units):
+        m._ringdp_engine = engine  # type: ignore[assignment]
+    return module
+
+
+def _taken_in(module: nn.Module) -> set[nn.Module]:
+    """The modules within that were sharded before, whole again."""
+    inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    for m in inner:
+        with m.engine.full_parameters():
+            m.engine.close()
+    return set(inner)
+
+
+def _precision(policy: MixedPrecision | None) -> Precision | None:
+    if policy is None:
+        return None
+    return Precision(
+        policy.param_dtype,
+        policy.reduce_dtype,
+        policy.output_dtype,
+        cast_inputs=policy.cast_forward_inputs,
+    )

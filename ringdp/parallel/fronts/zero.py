@@ -1,0 +1,114 @@
+"""`ZeroRedundancyOptimizer`: replicas as DDP keeps them, optimizer state in shards.
+
+Each rank's inner optimizer steps this rank's slices, in place; then all gather what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringdp.comm import Communicator, world
+from ringdp.errors import UsageError
+from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.layout import Unit, layout
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """torch's arguments: `optimizer_class` is any element-wise optimizer, `defaults` are its.
+
+    Gradients must be equal on all ranks, as DDP leaves them. process_group: a Communicator.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        process_group: Communicator | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        refuse(
+            "ZeroRedundancyOptimizer",
+            {
+                "parameters_as_bucket_view": (parameters_as_bucket_view, False),
+                "overlap_with_ddp": (overlap_with_ddp, False),
+            },
+        )
+        super().__init__(params, defaults)
+        self._comm = process_group or world()
+        self._parts: list[list[tuple[Tensor, nn.Parameter, int]]] = []  # of each group
+        self._plans: list[tuple[Unit, list[Tensor]]] = []  # of each dtype
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.is_contiguous():
+                    raise UsageError(
+                        f"ZeroRedundancyOptimizer: a parameter of shape {list(p.shape)} has strides"
+                        f" {p.stride()}; allowed: contiguous ones"
+                    )
+                by_dtype.setdefault(p.dtype, []).append(p)
+        spans: dict[Tensor, tuple[int, int]] = {}
+        for dtype, tensors in by_dtype.items():
+            named = [(str(i), p.numel()) for i, p in enumerate(tensors)]
+            (plan,) = layout([(str(dtype), named)], self._comm.size)
+            self._plans.append((plan, tensors))
+            first = self._comm.rank * plan.shard
+            for entry, p in zip(plan.entries, tensors, strict=True):
+                begin = min(max(first - entry.offset, 0), p.numel())
+                end = min(max(first + plan.shard - entry.offset, begin), p.numel())
+                spans[p] = begin, end
+        groups = []
+        for group in self.param_groups:
+            parts = [
+                (
+                    p,
+                    nn.Parameter(p.detach().view(-1)[slice(*spans[p])], p.requires_grad),
+                    spans[p][0],
+                )
+                for p in group["params"]
+            ]
+            self._parts.append(parts)
+            options = {k: v for k, v in group.items() if k != "params"}
+            groups.append(options | {"params": [part for _, part, _ in parts]})
+        self.optim = optimizer_class(groups, **defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's slices with the groups' options of now, then share them. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, inner, parts in zip(
+            self.param_groups, self.optim.param_groups, self._parts, strict=True
+        ):
+            inner.update({k: v for k, v in group.items() if k != "params"})
+            for p, part, begin in parts:
+                part.grad = None
+                if p.grad is not None and part.numel():
+                    part.grad = p.grad.reshape(-1)[begin : begin + part.numel()]
+        self.optim.step()
+        for plan, tensors in self._plans:
+            self._share(plan, tensors)
+        return loss
+
+    def _share(self, plan: Unit, tensors: list[Tensor]) -> None:
+        flat = torch.zeros(plan.padded, dtype=tensors[0].dtype, device=tensors[0].device)
+        for e, p in zip(plan.entries, tensors, strict=True):
+            flat[e.offset : e.offset + e.elements] = p.detach().view(-1)
+        rank = self._comm.rank
+        self._comm.all_gather(flat, flat[rank * plan.shard : (rank + 1) * plan.shard])
+        for e, p in zip(plan.entries, tensors, strict=True):
+            p.detach().view(-1).copy_(flat[e.offset : e.offset + e.elements])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not implemented: the state is in shards, which `ringdp.save` can write for stage 1."""
+        raise UsageError(
+            "ZeroRedundancyOptimizer.state_dict is not implemented; use ringdp.shard(stage=1) and "
+            "ringdp.save, which any number of ranks can load"
+        )

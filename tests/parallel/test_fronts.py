@@ -1,0 +1,234 @@
+"""Other libraries' names give what `shard` gives, bit for bit, and refuse what they do not do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+
+import ringdp
+from ringdp import Communicator, Precision, UsageError
+from ringdp.parallel import fronts
+
+pytestmark = pytest.mark.process
+
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Block(), Block())
+
+
+def batch(comm: Communicator, step: int) -> Tensor:
+    seed = torch.Generator().manual_seed(10 * step + comm.rank)
+    return torch.randn(6, 8, generator=seed)
+
+
+def trained(comm: Communicator, model: Any, optimizer: Any, clip: Any = None) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = model(batch(comm, step)).float().square().mean()
+        loss.backward()
+        if clip:
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain(comm: Communicator, stage: int, **options: Any) -> list[float]:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, unit=Block, comm=comm, **options)
+    losses = trained(comm, model, torch.optim.AdamW(model.parameters()))
+    engine.close()
+    return losses
+
+
+def fsdp2(comm: Communicator) -> None:
+    expected = plain(comm, 3)
+    for options, same in (
+        ({}, expected),
+        ({"reshard_after_forward": False}, expected),
+        ({"offload_policy": CPUOffloadPolicy()}, expected),
+        (
+            {"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)},
+            plain(comm, 3, precision=Precision(BF16, torch.float32)),
+        ),
+    ):
+        model = net()
+        for block in model[1:]:
+            fronts.fully_shard(block, comm=comm, **options)
+        fronts.fully_shard(model, comm=comm, **options)
+        assert isinstance(model, nn.Sequential)
+        assert isinstance(model[1], Block)
+        engine = model.engine
+        assert [u.plan.name for u in engine.units] == ["", "1", "2"]
+        assert engine.stage.number == (2 if "reshard_after_forward" in options else 3)
+        assert trained(comm, model, torch.optim.AdamW(model.parameters())) == same
+        model.set_requires_gradient_sync(False)
+        sent = engine.sent_bytes()
+        model(batch(comm, 9)).float().sum().backward()
+        reduced = engine.reducing.waiting
+        assert reduced
+        assert engine.sent_bytes() >= sent
+        engine.close()
+    for wrong in ({"mesh": 1}, {"reshard_after_forward": 2}, {"offload_policy": 3}):
+        with pytest.raises(UsageError, match="fully_shard"):
+            fronts.fully_shard(net(), comm=comm, **wrong)
+
+
+def test_fully_shard(ranks):
+    ranks(2)(fsdp2)
+
+
+def fsdp(comm: Communicator) -> None:
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    for strategy, wrap, options, stage in (
+        ("FULL_SHARD", policy, {}, 3),
+        ("SHARD_GRAD_OP", ModuleWrapPolicy({Block}), {"cpu_offload": CPUOffload(True)}, 2),
+        ("NO_SHARD", policy, {}, 0),
+        ("FULL_SHARD", policy, {"mixed_precision": MixedPrecision(BF16, torch.float32)}, 3),
+    ):
+        model = fronts.FullyShardedDataParallel(
+            net(),
+            comm,
+            ShardingStrategy[strategy],
+            auto_wrap_policy=wrap,
+            **options,
+        )
+        assert [u.plan.name for u in model.engine.units] == ["", "1", "2"]
+        precision = Precision(BF16, torch.float32) if "mixed_precision" in options else None
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert trained(comm, model, optimizer) == plain(comm, stage, precision=precision)
+        with model.no_sync():
+            model(batch(comm, 4)).float().sum().backward()
+        model(batch(comm, 4)).float().sum().backward()
+        assert model.clip_grad_norm_(0.5) > 0.5
+        with fronts.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            model.module[0].weight.fill_(3.0)
+        with model.engine.full_parameters():
+            assert model.module[0].weight.eq(3).all()
+        assert model.append == model.module.append  # the wrapper forwards what it has not
+        model.engine.close()
+    with pytest.raises(UsageError, match="HYBRID_SHARD is not implemented"):
+        fronts.FullyShardedDataParallel(net(), comm, ShardingStrategy.HYBRID_SHARD)
+    with pytest.raises(UsageError, match="ignored_modules"):
+        fronts.FullyShardedDataParallel(net(), comm, ignored_modules=[1])
+
+
+def test_fully_sharded_data_parallel(ranks):
+    ranks(2)(fsdp)
+
+
+def zero(comm: Communicator) -> None:
+    model = ringdp.DistributedDataParallel(net(), process_group=comm)
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights}, {"params": biases, "lr": 0.01}]
+    optimizer = fronts.ZeroRedundancyOptimizer(groups, ringdp.AdamW, comm, lr=0.1)
+    twin = ringdp.DistributedDataParallel(net(), process_group=comm)
+    names = [[p for p in twin.parameters() if p.dim() == d] for d in (2, 1)]
+    plain = ringdp.AdamW([{"params": names[0]}, {"params": names[1], "lr": 0.01}], lr=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, plain)]
+    for _ in range(2):
+        assert trained(comm, model, optimizer) == trained(comm, twin, plain)
+        for s in schedules:
+            s.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    held = sum(s["exp_avg"].numel() for s in optimizer.optim.state.values())
+    total = sum(p.numel() for p in model.parameters())
+    assert held <= total // comm.size + 16
+    with pytest.raises(UsageError, match="state_dict is not implemented"):
+        optimizer.state_dict()
+
+
+def test_zero_redundancy_optimizer(ranks):
+    ranks(3)(zero)
+
+
+def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[list[float], Any]:
+    config = {
+        "train_batch_size": 12 * comm.size,
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, **extra.pop("zero", {})},
+        **extra,
+    }
+    trainer, optimizer, _, _ = fronts.initialize(
+        model=net(), config=config, optimizer=ringdp.AdamW, unit=Block, comm=comm
+    )
+    losses = []
+    for step in range(4):
+        loss = trainer(batch(comm, step)).float().square().mean()
+        trainer.backward(loss)
+        trainer.step()
+        losses.append(loss.item())
+    assert (trainer.batches.micro, trainer.batches.accumulation) == (6, 2)
+    assert isinstance(optimizer, ringdp.AdamW)
+    engine = trainer.engine
+    engine.close()
+    return losses, engine
+
+
+def deepspeed(comm: Communicator) -> None:
+    expected, _ = configured(comm, 0, {})
+    offload = {"device": "cpu", "pin_memory": True}
+    every = {
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "offload_optimizer": offload,
+        "offload_param": offload,
+        "stage3_prefetch_bucket_size": 300,
+        "stage3_param_persistence_threshold": 10,
+        "stage3_max_live_parameters": 800,
+    }
+    for stage, zero in ((1, {"allgather_bucket_size": 100}), (2, {}), (3, {}), (3, every)):
+        assert configured(comm, stage, {"zero": zero})[0] == expected
+    _, engine = configured(comm, 3, {"zero": {"stage3_max_live_parameters": 500}})
+    assert engine.gathering.limit < 4 * 272
+    assert (
+        len({*map(str, (configured(comm, s, {"bf16": {"enabled": True}})[0] for s in (1, 3)))}) == 1
+    )
+    half = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
+    assert configured(comm, 1, dict(half))[0] == configured(comm, 3, dict(half))[0]
+    base = {"train_micro_batch_size_per_gpu": 1}
+    for wrong, word in (
+        ({"amp": {}}, "config: amp is not implemented"),
+        ({"zero_optimization": {"sub_group_size": 1}}, "sub_group_size is not implemented"),
+        ({"zero_optimization": {"contiguous_gradients": False}}, "contiguous_gradients"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "'nvme'"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        ({"train_batch_size": 3, "gradient_accumulation_steps": 2}, "is not micro batch"),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 9}}, "allows 36 bytes"),
+    ):
+        with pytest.raises(UsageError, match=word):
+            fronts.initialize(
+                model=net(), config=base | wrong, optimizer=ringdp.AdamW, unit=Block, comm=comm
+            )
+
+
+def test_initialize(ranks):
+    ranks(2)(deepspeed)

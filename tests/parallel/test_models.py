@@ -1,0 +1,278 @@
+"""What models do: meta device, LoRA, several dtypes, recurrent layers, weights used elsewhere,
+writes under full_parameters, and published architectures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Precision, UsageError
+from ringdp.parallel.outside import Sharded
+
+pytestmark = pytest.mark.process
+
+BF16 = torch.bfloat16
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Linear(24, 8))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def values(engine: ringdp.Engine) -> list[float]:
+    with engine.full_parameters():
+        state = engine.model.state_dict().values()
+        return [x for v in state for x in v.detach().flatten().tolist()]
+
+
+# ---- meta device
+
+
+def from_meta(comm: Communicator, stage: int) -> None:
+    with torch.device("meta"):
+        model, twin = net(), net()
+    held = list(model.parameters())
+    engine = ringdp.shard(model, stage=stage, persist_below=9, comm=comm)
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    first = values(engine)
+    assert all(map(torch.isfinite, map(torch.tensor, first)))
+    every = torch.empty(comm.size, len(first))
+    comm.all_gather(every, torch.tensor(first))
+    assert all(torch.equal(every[0], row) for row in every), "rank 0's values everywhere"
+    model(batch(comm.rank)).square().mean().backward()
+    engine.close()
+    fill = ringdp.shard(
+        twin,
+        stage=stage,
+        comm=comm,
+        init=lambda m: [t.fill_(2) for t in (*m.parameters(False), *m.buffers(False))],
+    )
+    assert set(values(fill)) == {2.0}
+    fill.close()
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, device="meta"))
+
+    with pytest.raises(UsageError, match=r"0 \(Bare\); pass init="):
+        ringdp.shard(nn.Sequential(Bare()), stage=stage, comm=comm)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_meta_model_gets_its_values_unit_by_unit(ranks, stage):
+    ranks(2)(from_meta, stage)
+
+
+# ---- parameters used elsewhere
+
+
+class Peeks(nn.Module):
+    """Its forward reads a weight of a unit that is not running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return nn.functional.linear(x, self.blocks[1].weight)
+
+
+def outside(comm: Communicator) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    attempts = [
+        lambda: sum(p.square().sum() for p in model.parameters()),
+        lambda: model(batch(0)).sum() + model[1].weight.norm(),
+        lambda: torch.cat([batch(0).flatten(), model[1].weight]),
+        lambda: batch(0) @ model[1].weight.view(8, -1),
+    ]
+    names = ("0.weight", "1.weight", "1.weight", "1.weight")
+    for attempt, name in zip(attempts, names, strict=True):
+        with pytest.raises(UsageError, match=f"{name} is used outside the forward of its unit"):
+            attempt()
+    peeks = ringdp.shard(mixed := Peeks(), stage=3, comm=comm)
+    with pytest.raises(UsageError, match=r"blocks\.1\.weight is used outside"):
+        mixed(batch(0))
+    with torch.no_grad():  # reading is free
+        assert sum(p.square().sum() for p in model.parameters()) >= 0
+    assert all(type(p) is Sharded for p in model.parameters())
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append(type(model[1].weight)))
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    with engine.full_parameters():
+        seen.append(type(model[1].weight))
+    assert seen == [nn.Parameter, nn.Parameter]
+    engine.close()
+    peeks.close()
+
+
+def test_a_parameter_used_outside_its_forward_is_named(ranks):
+    ranks(2)(outside)
+
+
+def unreduced(comm: Communicator, stage: int) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with engine.no_sync():
+        model(batch(0)).sum().backward()
+    before = engine.ledger.now["gradients"]
+    with pytest.raises(UsageError, match="must be outside of it"):
+        optimizer.step()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # which is none of ours
+    model(batch(0)).sum().backward()
+    assert engine.ledger.now["gradients"] < before
+    optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_with_gradients_that_wait_is_told(ranks, stage):
+    ranks(2)(unreduced, stage)
+
+
+# ---- kinds of parameters
+
+
+class LoRA(nn.Module):
+    """A frozen bfloat16 layer with float32 adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).to(BF16).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x.to(BF16)).float() + self.up(self.down(x)))
+
+
+def lora(comm: Communicator, stage: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(LoRA(), LoRA())
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = ringdp.AdamW(trained, lr=0.1)
+    for step in range(3):
+        before = engine.sent_bytes()
+        model(batch(comm.rank + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.sent_bytes() - before == engine.traffic_formula()
+    assert engine.memory(optimizer) == engine.memory_formula()
+    frozen = [u for u in engine.units if not u.trainable]
+    assert [u.dtypes.compute for u in frozen if u.plan.entries] == [BF16, BF16]
+    assert all(u.gradient.numel() == 0 for u in frozen)
+    found = values(engine)
+    model[0].base.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"0\.base\.weight was frozen"):
+        model(batch(0))
+    engine.close()
+    return found
+
+
+def test_adapters_train_in_their_dtype_and_frozen_units_have_no_gradients(ranks):
+    runs = [ranks(2)(lora, stage) for stage in range(4)]
+    assert all(found == runs[0][0] for run in runs for found in run)
+
+
+def recurrent(comm: Communicator, stage: int) -> list[float]:
+    """An LSTM keeps a list of its weights, and must see the ones of another dtype there."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"rnn": nn.LSTM(8, 8, batch_first=True), "out": nn.Linear(8, 1)})
+    model.forward = lambda x: model["out"](model["rnn"](x)[0])
+    engine = ringdp.shard(
+        model, stage=stage, unit=nn.LSTM, precision=Precision(BF16, torch.float32), comm=comm
+    )
+    optimizer = ringdp.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(batch(comm.rank).view(2, 3, 8)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = values(engine)
+    engine.close()
+    return found
+
+
+def test_a_recurrent_layer_computes_in_another_dtype(ranks):
+    runs = [ranks(2)(recurrent, stage) for stage in (0, 3)]
+    assert all(found == runs[0][0] for run in runs for found in run)
+
+
+def writes(comm: Communicator, stage: int) -> None:
+    for precision in (None, Precision(BF16)):
+        model = net()
+        engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+        with engine.full_parameters(write=True), torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.arange(float(p.numel())).view(p.shape))
+            assert model.eval()(batch(0)).dtype == torch.float32  # masters, no casts
+        with engine.full_parameters():
+            for p in model.parameters():
+                assert p.flatten().tolist() == list(range(p.numel()))
+                p.data.zero_() if stage else None
+        found = values(engine)
+        assert max(found) > 0
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_written_under_full_parameters_is_kept_if_asked(ranks, stage):
+    ranks(2)(writes, stage)
+
+
+# ---- published architectures
+
+
+def published(comm: Communicator, name: str, stage: int) -> list[float]:
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model: Any = transformers.GPT2LMHeadModel(config)
+        unit: Any = type(model.transformer.h[0])
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        unit = type(model.model.layers[0])
+    engine = ringdp.shard(model, stage=stage, unit=unit, comm=comm)
+    optimizer = ringdp.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        seed = torch.Generator().manual_seed(comm.rank)
+        tokens = torch.randint(64, (2, 16), generator=seed)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_published_architecture_trains_unchanged(ranks, name):
+    pytest.importorskip("transformers")
+    runs = [ranks(2)(published, name, stage) for stage in (0, 3)]
+    assert runs[0] == runs[1]
+    assert all(losses[-1] < losses[0] for losses in runs[1])
