@@ -62,6 +62,7 @@ class Communicator(Reductions, Moves, Messages):
         self._guard = Guard(self._transport, timeout, warn_after)
         self.closed = False
         self._ready = self._transport.ready
+        self._zero = torch.zeros(1, dtype=torch.int32, device=self._transport.device)
         self._group: Group | None = None
         _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()

@@ -97,6 +97,7 @@ class Issuer(ABC):
     rank: int
     size: int
     _transport: Transport
+    _zero: Tensor  # [1], which sums leave as it is
 
     @abstractmethod
     def _again(

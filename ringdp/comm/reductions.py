@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ringdp.comm.buffers import fill, flat, flat_output, overlap, same
@@ -178,7 +177,7 @@ class Reductions(Issuer):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._transport.device))
+        self.all_reduce(self._zero)
 
 
 def factor_of(
