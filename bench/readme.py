@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.guard import Row
 from bench.kernel_table import table as kernels
 from bench.required import (
     REQUIRED,
@@ -28,6 +29,7 @@ from ringdp.schedule import schedule, svg
 ROOT = Path(__file__).parent.parent
 FIGURE = RESULTS / "ring.svg"
 ALL_REDUCE = RESULTS / "all_reduce.json"
+GUARD = RESULTS / "guard.json"
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
     "all_gather": "the same for all_gather",
@@ -109,6 +111,15 @@ def plots() -> str:
     return "\n".join(f"![{PLOTS[name]}](bench/results/{name}.svg)" for name in found)
 
 
+def guard() -> str:
+    """From `python -m bench.guard`."""
+    if not GUARD.exists():
+        return "`bench/guard.py` measures what that takes of a call; not yet for this version."
+    rows = [Row(**row) for row in json.loads(GUARD.read_text())]
+    costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {_bytes(r.bytes)}" for r in rows]
+    return f"What that takes of a call (`bench/guard.py`): {', '.join(costs)}."
+
+
 def machine() -> str:
     if not ALL_REDUCE.exists():
         return "Not measured."
@@ -128,6 +139,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "ratios": ratios,
     "machine": machine,
     "kernels": kernels,
+    "guard": guard,
 }
 
 

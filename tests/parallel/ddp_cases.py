@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+
+from ringdp import ModelError
 
 WIDTH, ROWS = 12, 6
 
@@ -240,3 +243,26 @@ CASES = {
     ),
     "compiled": Case(lambda _: torch.compile(mlp(), backend="aot_eager")),
 }
+
+
+TORCHS = nn.parallel.DistributedDataParallel
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def backward(net: nn.Module, step: int, rank: int) -> list[Tensor]:
+    net.zero_grad()
+    loss(net(rows(step, rank))).backward()
+    return gradients(net)
+
+
+def says(attempt: Callable[[], object], kind: type[Exception] = ModelError) -> str:
+    with pytest.raises(kind) as error:
+        attempt()
+    return str(error.value)

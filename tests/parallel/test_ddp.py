@@ -1,15 +1,12 @@
-"""DistributedDataParallel: when it reduces, what it holds, errors, uneven inputs, hooks, copies."""
+"""DistributedDataParallel: when it reduces, what it holds, copies of it, whole loops."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import io
-import pickle
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,31 +14,27 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
+from ringdp import Communicator, DistributedDataParallel, UsageError
 from ringdp.parallel.ddp.assign import Gradient, assign
-from tests.parallel.ddp_cases import WIDTH, Branches, Outputs, Transformer, loss, mlp, rows
+from tests.parallel.ddp_cases import (
+    TORCHS,
+    WIDTH,
+    Branches,
+    Transformer,
+    backward,
+    equal,
+    gradients,
+    loss,
+    mlp,
+    rows,
+    says,
+)
 from tests.parallel.test_ddp_parity import gloo
 
 pytestmark = pytest.mark.process
-
-TORCHS = nn.parallel.DistributedDataParallel
-
-
-def gradients(net: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
-def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def backward(net: nn.Module, step: int, rank: int) -> list[Tensor]:
-    net.zero_grad()
-    loss(net(rows(step, rank))).backward()
-    return gradients(net)
 
 
 # ---- buckets
@@ -56,14 +49,14 @@ def test_buckets_are_torchs(sizes, first, cap):
     tensors = [torch.empty(n, dtype=torch.uint8) for n, _ in sizes]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first, cap], [], [])
     facts = [Gradient(n, kind) for n, kind in sizes]
-    assert assign(facts, range(len(facts)), first=first, cap=cap) == theirs
+    assert assign(facts, range(len(facts)), [first, cap]) == theirs
 
 
 @given(SIZES, st.integers(1, 2000), st.integers(1, 2000), st.data())
 def test_buckets_hold_every_gradient_once_of_one_kind_in_order(sizes, first, cap, data):
     facts = [Gradient(n, kind, sparse=n % 7 == 0) for n, kind in sizes]
     order = data.draw(st.permutations(range(len(facts))))
-    buckets = assign(facts, order, first=first, cap=cap)
+    buckets = assign(facts, order, [first, cap])
     assert sorted(i for b in buckets for i in b) == sorted(order)
     for bucket in buckets:
         assert len({facts[i].kind for i in bucket}) == 1
@@ -192,91 +185,6 @@ def test_a_model_can_be_wrapped_again(ranks):
     ranks(2)(goes)
 
 
-# ---- errors
-
-
-def says(attempt: Callable[[], object], kind: type[Exception] = ModelError) -> str:
-    with pytest.raises(kind) as error:
-        attempt()
-    return str(error.value)
-
-
-def refused(comm: Communicator) -> list[str]:
-    def wrap(model: Any = None, **options: Any) -> DistributedDataParallel:
-        return DistributedDataParallel(model or mlp(), process_group=comm, **options)
-
-    net = wrap(Outputs())
-    loss(net(rows(0, comm.rank))["predictions"][0]).backward()
-    unfinished = says(lambda: net(rows(1, comm.rank)))
-    assert "Parameter indices which did not receive grad for rank" in unfinished
-    assert issubclass(ModelError, RuntimeError)
-    sync = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    sparse = wrap(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
-    return [
-        unfinished.splitlines()[-1],
-        says(lambda: wrap(mlp().requires_grad_(False))),
-        says(lambda: wrap(nn.LazyLinear(3))),
-        says(lambda: wrap(sync), UsageError),
-        says(lambda: wrap(device_ids=[0]), UsageError),
-        says(lambda: wrap(bucket_cap_mb=-1), UsageError),
-        says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
-        says(lambda: wrap().register_comm_hook(None, 3), UsageError),
-        says(lambda: pickle.dumps(wrap())),
-        says(lambda: sparse.module[0].weight.sum().backward() or sparse(torch.tensor([0]))[0]
-             .mul(sparse.module[0].weight).sum().backward()),
-    ]  # fmt: skip
-
-
-def test_a_wrong_model_or_argument_is_told(ranks):
-    expected = (
-        "Parameters which did not receive grad for rank 0: b.weight, b.bias",
-        "no trainable parameter",
-        "uninitialized",
-        "ringdp.SyncBatchNorm",
-        "device_ids",
-        "at least 0",
-        "ringdp.Communicator",
-        "callable",
-        "default process group",
-        "to have sparse gradient",
-    )
-    for text, word in zip(ranks(2)(refused)[0], expected, strict=True):
-        assert word in text
-
-
-def unequal(comm: Communicator) -> list[str]:
-    models = [
-        nn.Sequential(nn.Linear(2, 3 + comm.rank)),
-        nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + comm.rank))),
-        nn.Sequential(nn.Linear(2, 2).to([torch.float32, torch.float64][comm.rank])),
-    ]
-    return [says(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models]
-
-
-def test_models_that_differ_are_told_on_every_rank(ranks):
-    for shapes, counts, dtypes in ranks(2)(unequal):
-        assert "params[0], '0.weight' with sizes [4, 2]" in shapes
-        assert "on rank 1, appears not to match" in shapes
-        assert "process 0: '0.weight' with sizes [3, 2]" in shapes
-        assert "Rank 0 has 2 params, while rank 1 has inconsistent 4 params: '1.weight'" in counts
-        assert "torch.float64" in dtypes
-
-
-def twice(comm: Communicator, **options: Any) -> str:
-    from tests.parallel.ddp_cases import Checkpointed
-
-    net = DistributedDataParallel(
-        Checkpointed(reentrant=True, twice=True), process_group=comm, **options
-    )
-    return says(lambda: backward(net, 0, comm.rank))
-
-
-def test_a_gradient_made_twice_is_told(ranks):
-    for text in ranks(2)(twice):
-        assert "inner.2.bias has been marked as ready twice" in text
-        assert "use_reentrant=False" in text
-
-
 # ---- what torch's own class cannot do
 
 
@@ -298,144 +206,6 @@ def opaque(comm: Communicator) -> None:
 
 def test_unused_parameters_with_several_forwards(ranks):
     ranks(2)(opaque)
-
-
-# ---- hooks
-
-
-def noop(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
-    assert bucket.is_last() == (bucket.index() == 1)
-    assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
-    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
-    state.append(bucket.index())
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() * 3)
-    return future
-
-
-def hooked(comm: Communicator) -> None:
-    seen: list[int] = []
-    net = DistributedDataParallel(mlp(), process_group=comm, bucket_cap_mb=0.005)
-    assert len(net.reducer.buckets) == 2
-    single = copy.deepcopy(net.module)
-    net.register_comm_hook(seen, noop)
-    mine, alone = backward(net, 0, comm.rank), backward(single, 0, comm.rank)
-    assert seen == [0, 1]
-    assert equal(mine, [3 * g for g in alone])
-    says(lambda: net.register_comm_hook(seen, noop))
-
-
-def test_a_hook_sees_undivided_gradients_and_gives_the_result(ranks):
-    ranks(2)(hooked)
-
-
-def states(name: str) -> tuple[Any, Callable[..., Any]]:
-    if name == "powerSGD":
-        state = powerSGD_hook.PowerSGDState(
-            None, 2, start_powerSGD_iter=2, min_compression_rate=0.1
-        )
-        return state, powerSGD_hook.powerSGD_hook
-    if name == "fp16 powerSGD":
-        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-        return state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
-    return None, getattr(default_hooks, name)
-
-
-def torchs_hook(comm: Communicator, name: str) -> None:
-    """PowerSGD starts collectives in gloo's threads, so several buckets would get in their way."""
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
-        torch.manual_seed(0)
-        net = wrap(mlp(), bucket_cap_mb=1 if "SGD" in name else 0.005)
-        net._check_comm_hook = lambda hook: None  # torch's asks for a GPU for bf16
-        net.register_comm_hook(*states(name))
-        found.append([g for step in range(5) for g in backward(net, step, comm.rank)])
-    assert equal(*found)
-
-
-HOOKS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD", "fp16 powerSGD"]
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_torchs_hooks_give_torchs_bits(ranks, name):
-    ranks(2)(torchs_hook, name)
-
-
-def wrong_hook(comm: Communicator) -> list[str]:
-    said = []
-    for hook in (lambda _s, _b: 3, lambda _s, b: torch.futures.Future().set_result(b.buffer())):
-        net = DistributedDataParallel(mlp(), process_group=comm)
-        net.register_comm_hook(None, hook)
-        said.append(says(lambda n=net: backward(n, 0, comm.rank), UsageError))
-    return said
-
-
-def test_a_hook_that_gives_no_future_is_told(ranks):
-    for text in ranks(1)(wrong_hook)[0]:
-        assert "must return a torch.futures.Future" in text
-
-
-# ---- uneven inputs
-
-
-def uneven(comm: Communicator, options: dict[str, bool], make: str) -> None:
-    """Rank r has 2 + 2r batches, and the second of every two of them accumulates."""
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
-        torch.manual_seed(comm.rank)
-        model = {"batch norm": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3)), "mlp": mlp}[make]()
-        net = wrap(model)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        seen = []
-        with net.join(**options):
-            for step in range(2 + 2 * comm.rank):
-                optimizer.zero_grad()
-                with net.no_sync():
-                    loss(net(rows(step, comm.rank, 1))).backward()
-                loss(net(rows(step, comm.rank))).backward()
-                seen += gradients(net)
-                optimizer.step()
-        found.append(seen + [t.clone() for t in net.state_dict().values()])
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("options", [{}, {"divide_by_initial_world_size": False}])
-@pytest.mark.parametrize("make", ["mlp", "batch norm"])
-def test_uneven_inputs_give_torchs_bits(ranks, options, make):
-    ranks(2)(uneven, options, make)
-
-
-def uneven_unused(comm: Communicator) -> list[list[float]]:
-    net = DistributedDataParallel(Branches(comm.rank), find_unused_parameters=True)
-    with net.join():
-        for step in range(1 + comm.rank):
-            backward(net, step, comm.rank)
-    with net.join(enable=False):
-        backward(net, 9, comm.rank)
-    return [p.flatten().tolist() for p in net.parameters()]
-
-
-def test_uneven_inputs_with_unused_parameters(ranks):
-    first, *others = ranks(3)(uneven_unused)
-    assert all(other == first for other in others)
-
-
-def thrown(comm: Communicator) -> str:
-    net = DistributedDataParallel(mlp(), process_group=comm)
-
-    def train() -> None:
-        with net.join(throw_on_early_termination=True):
-            for step in range(1 + comm.rank):
-                backward(net, step, comm.rank)
-
-    return says(train)
-
-
-def test_uneven_inputs_can_be_an_error_on_every_rank(ranks):
-    for text in ranks(2)(thrown):
-        assert "Detected at least one rank that exhausted inputs: [0]" in text
 
 
 # ---- copies and state
@@ -536,3 +306,20 @@ def alone(comm: Communicator) -> None:
 
 def test_one_rank_has_its_own_gradients(ranks):
     ranks(1)(alone)
+
+
+def arguments(comm: Communicator) -> None:
+    gloo()
+    mesh = init_device_mesh("cpu", (comm.size,))
+    net = DistributedDataParallel(mlp(), device_mesh=mesh, bucket_cap_mb_list=[0, 0.001])
+    assert net.process_group is mesh.get_group()
+    assert net.reducer.settings.caps == (0, 1048)
+    assert len(net.reducer.buckets[0].slots) == 1
+    assert len(backward(net, 0, comm.rank)) == len(list(net.parameters()))
+    says(lambda: DistributedDataParallel(mlp(), process_group=comm, device_mesh=mesh), UsageError)
+    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        assert not DistributedDataParallel(mlp(), broadcast_buffers=False).forward_sync_buffers
+
+
+def test_arguments_mean_what_torchs_mean(ranks):
+    ranks(2)(arguments)

@@ -1,8 +1,8 @@
 """Which gradients are reduced together: gradients in the order they come -> buckets. Pure.
 
-A bucket takes gradients of one kind (dtype and device) until it holds `cap` bytes or more, the
-first of each kind until it holds `first`: a small one, so that communication starts early. Buckets
-come in the order in which they will be whole. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
+A bucket takes gradients of one kind (dtype and device) until it holds its cap or more: the first of
+each kind a small one, so that communication starts early. Buckets come in the order in which they
+will be whole. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
 
 Only the last bucket has nothing to hide behind, so buckets are small. Over a link as slow as
 backward 2 MiB left a quarter of the communication of a 55 MB model exposed, and torch's 25 MiB two
@@ -11,11 +11,12 @@ thirds (`python -m bench.ddp_step`); a step over shared memory takes as long wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 MIB = 1 << 20
-FIRST_BYTES, CAP_BYTES = 1 * MIB, 2 * MIB
+CAPS = (1 * MIB, 2 * MIB)  # bytes
 
 
 class Gradient(NamedTuple):
@@ -27,13 +28,16 @@ class Gradient(NamedTuple):
 
 
 def assign(
-    gradients: Sequence[Gradient], order: Iterable[int], *, first: int, cap: int
+    gradients: Sequence[Gradient], order: Iterable[int], caps: Sequence[int]
 ) -> list[list[int]]:
-    """Indices of `gradients`, which become ready in `order`, by bucket."""
+    """Indices of `gradients`, which become ready in `order`, by bucket.
+
+    `caps`: bytes of the first bucket of a kind, the second, ...; the last holds for all behind it.
+    """
     whole: list[list[int]] = []
     growing: dict[Hashable, list[int]] = {}
     held: dict[Hashable, int] = {}  # bytes
-    limit: dict[Hashable, int] = {}
+    made: Counter[Hashable] = Counter()  # buckets
     place: dict[int, int] = {}
     for at, index in enumerate(order):
         place[index] = at
@@ -44,7 +48,8 @@ def assign(
         kind = gradient.kind
         growing.setdefault(kind, []).append(index)
         held[kind] = held.get(kind, 0) + gradient.bytes
-        if held[kind] >= limit.setdefault(kind, first):
+        if held[kind] >= caps[min(made[kind], len(caps) - 1)]:
             whole.append(growing.pop(kind))
-            held[kind], limit[kind] = 0, cap
+            held[kind] = 0
+            made[kind] += 1
     return sorted([*whole, *growing.values()], key=lambda bucket: place[bucket[-1]])

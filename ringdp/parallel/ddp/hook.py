@@ -1,6 +1,7 @@
 """What a communication hook is given, and what it may return: torch's contract for DDP.
 
     hook(state, bucket) -> torch.futures.Future of the reduced bucket
+    hook(state, {name: buffer}) -> None, or futures to wait for at the end of backward
 
 The gradients in the bucket are those of this rank, not divided. torch's own hooks
 (torch.distributed.algorithms.ddp_comm_hooks) run unchanged; they move data over the
@@ -76,3 +77,17 @@ class CommHook(NamedTuple):
             bucket.store(tensors[0])
 
         return finish
+
+
+class BufferHook(NamedTuple):
+    """Brings the model's buffers together, in the place of rank 0's broadcast."""
+
+    state: object
+    call: Callable[[Any, dict[str, Tensor]], Any]
+    before: bool  # the forward, or after it
+
+    def run(self, buffers: dict[str, Tensor]) -> list[Callable[[], object]]:
+        """What is to be called at the end of the backward."""
+        with torch.no_grad():
+            futures = self.call(self.state, buffers)
+        return [future.wait for future in futures or ()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ringdp.comm import Communicator, over, world
+from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp.assign import CAP_BYTES, FIRST_BYTES, MIB
-from ringdp.parallel.ddp.hook import CommHook
+from ringdp.parallel.ddp import arguments
+from ringdp.parallel.ddp.hook import BufferHook, CommHook
 from ringdp.parallel.ddp.reducer import Reducer, Settings, Trainable
 from ringdp.parallel.ddp.uneven import Status, Uneven
 from ringdp.parallel.outputs import tensors
@@ -31,8 +33,8 @@ class DistributedDataParallel(nn.Module):
     process_group: a `ringdp.Communicator` or a torch.distributed group; by default what
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
     bucket_cap_mb: MiB of gradients reduced at once; by default 2, the first 1 (torch: 25, 1).
-    The other arguments are torch's of the same names; those of devices and of mixed_precision,
-    delayed reductions and device meshes are refused. Raises ModelError (a RuntimeError) for a model
+    The other arguments are torch's of the same names; those of devices, of mixed_precision and of
+    delayed reductions are refused. Raises ModelError (a RuntimeError) for a model
     that ranks don't share or that has nothing to train, UsageError (a ValueError) for an argument.
     """
 
@@ -60,38 +62,43 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        _refuse(
+        arguments.refuse(
             device_ids=device_ids,
             output_device=output_device,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=bucket_cap_mb_list,
         )
-        if bucket_cap_mb is not None and bucket_cap_mb < 0:
-            raise UsageError(f"bucket_cap_mb is {bucket_cap_mb}; it must be at least 0")
-        self.module = module
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "broadcast_buffers is deprecated, by torch too: use forward_sync_buffers, which "
+                "leaves the broadcast at construction as it is",
+                FutureWarning,
+                stacklevel=2,
+            )
+        self.module, self.device_mesh = module, device_mesh
+        self.dim, self.device_ids, self.output_device = dim, None, None
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.settings = Settings(
-            first_bucket=FIRST_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * MIB),
-            bucket_cap=CAP_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * MIB),
+            caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or ()),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
         synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.broadcast_buffers = synced is not False
+        self.forward_sync_buffers = synced is not False
         self.require_backward_grad_sync = True
         self._reduced_last = True  # by the last forward: buffers may have changed since
         self._started = False  # with its first forward
         self._hook: CommHook | None = None
         self._uneven: Uneven | None = None
-        self._given = process_group is not None
+        process_group = arguments.of_mesh(process_group, device_mesh)
+        self._group = process_group  # as given
+        self._buffer_hook: BufferHook | None = None
         trainable = self._trainable()
         self.reducer: Reducer | None = None
-        self.comm: Communicator | None = _communicator(process_group)
+        self.comm: Communicator | None = arguments.communicator(process_group)
         if init_sync:
             replicas.check_equal(self.comm, [(t.name, t.parameter) for t in trainable])
             buffers = broadcast_buffers is not False or forward_sync_buffers is not None
@@ -124,8 +131,7 @@ class DistributedDataParallel(nn.Module):
 
     def _buffers_to_sync(self) -> list[Tensor]:
         """Anew each time: a model may put another tensor in a buffer's place."""
-        ignored = self.parameters_to_ignore
-        return [b for name, b in self.module.named_buffers() if name not in ignored]
+        return list(self._named_buffers().values())
 
     def _broadcast(self, comm: Communicator, *, buffers: bool, root: int = 0) -> None:
         ignored = self.parameters_to_ignore
@@ -135,7 +141,7 @@ class DistributedDataParallel(nn.Module):
     def _reducer(self) -> tuple[Communicator, Reducer]:
         """Made anew for a copy, in its first forward."""
         if self.comm is None:
-            self.comm = _communicator(None)
+            self.comm = arguments.communicator(None)
         if self.reducer is None:
             self.reducer = Reducer(self._trainable(), self.comm.duplicate(), self.settings)
             self.reducer.hook = self._hook
@@ -154,21 +160,36 @@ class DistributedDataParallel(nn.Module):
         """Whether the backward of this forward shall reduce. Collective."""
         comm, reducer = self._reducer()
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
-        buffers = self._buffers_to_sync() if self._reduced_last and self.broadcast_buffers else []
+        buffers = self._buffers_to_sync() if self._syncs(before=True) else []
         if self._uneven is not None:
-            self._uneven.exchange(Status(1, int(reduces), int(bool(buffers))))
+            broadcasts = bool(buffers) and self._buffer_hook is None
+            self._uneven.exchange(Status(1, int(reduces), int(broadcasts)))
             reducer.divisor = self._uneven.divisor
         if reduces:
             reducer.before_forward()
-        if buffers:
+        if buffers and self._buffer_hook:
+            reducer.guests += self._buffer_hook.run(self._named_buffers())
+        elif buffers:
             replicas.broadcast(comm, buffers, self._uneven.root if self._uneven else 0)
         return reduces
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, output: Any, *, reduces: bool) -> None:
+        _, reducer = self._reducer()
         if reduces:
-            self._reducer()[1].arm(tensors(output))
+            reducer.arm(tensors(output))
+        if self._buffer_hook and self._syncs(before=False):
+            reducer.guests += self._buffer_hook.run(self._named_buffers())
         self._reduced_last, self._started = reduces, True
+
+    def _syncs(self, *, before: bool) -> bool:
+        """Whether buffers are brought together there: before the forward, or after it."""
+        there = self._buffer_hook.before if self._buffer_hook else True
+        return there == before and self._reduced_last and self.forward_sync_buffers
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        ignored = self.parameters_to_ignore
+        return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -203,7 +224,7 @@ class DistributedDataParallel(nn.Module):
         try:
             yield
             uneven.shadow(self._shadow)
-            self._broadcast(comm, buffers=self.broadcast_buffers, root=uneven.root)
+            self._broadcast(comm, buffers=self.forward_sync_buffers, root=uneven.root)
         finally:
             self._uneven, reducer.divisor = None, comm.size
 
@@ -235,8 +256,37 @@ class DistributedDataParallel(nn.Module):
         _, reducer = self._reducer()
         reducer.hook = self._hook
 
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """`hook(state, buffers)` brings buffers together instead of rank 0's broadcast."""
+        if not callable(hook):
+            raise UsageError(f"a communication hook must be callable; this one is {hook!r}")
+        before = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
+        self._buffer_hook = BufferHook(state, hook, before)
+
+    @property
+    def process_group(self) -> Any:
+        """As given; else torch's default group, where there is one, or the communicator."""
+        if self._group is not None:
+            return self._group
+        torchs = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if torchs else self._reducer()[0]
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
     def __getstate__(self) -> dict[str, Any]:
-        if self._given:
+        if self._group is not None:
             raise ModelError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group, that is without process_group=; so is deepcopy"
@@ -263,15 +313,14 @@ class DistributedDataParallel(nn.Module):
             "module_name": type(self.module).__name__,
             "num_parameter_tensors": len(reducer.parameters),
             "total_parameter_size_bytes": sum(sizes),
-            "bucket_cap_bytes": self.settings.bucket_cap,
+            "bucket_cap_bytes": self.settings.caps[-1],
             "bucket_sizes": ", ".join(map(str, sizes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),
             "find_unused_parameters": int(self.settings.find_unused_parameters),
             "static_graph": int(self.settings.static_graph),
             "gradient_as_bucket_view": int(self.settings.gradient_as_bucket_view),
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "comm_hook": "" if self._hook is None else self._hook.name,
-        }
+            "broadcast_buffers": int(self.forward_sync_buffers),
+        } | ({"comm_hook": self._hook.name} if self._hook else {})
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -279,27 +328,3 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         """Names that a DistributedDataParallel around `module` shall leave alone."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value not in (None, False, []):
-            raise UsageError(f"{name} is {value!r}; only CPU modules are trained, without {name}")
-
-
-def _communicator(group: Any) -> Communicator:
-    if isinstance(group, Communicator):
-        return group
-    if group is None:
-        try:
-            return world()
-        except UsageError:
-            if not (dist.is_available() and dist.is_initialized()):
-                raise
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(
-            f"process_group is {group!r}; it must be a ringdp.Communicator or a "
-            "torch.distributed group"
-        )
-    return over(group)

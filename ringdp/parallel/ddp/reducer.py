@@ -47,10 +47,9 @@ class Trainable(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """DDP's arguments of the same names; the caps in bytes."""
+    """DDP's arguments of the same names; `caps` of buckets in bytes, see `assign`."""
 
-    first_bucket: int
-    bucket_cap: int
+    caps: tuple[int, ...]
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool
@@ -72,6 +71,7 @@ class Reducer:
         self._left: list[int] = []  # of them, still to come in this backward
         self._order: dict[int, None] = {}  # parameters, as gradients came in the first backward
         self._flights: list[Callable[[], object]] = []
+        self.guests: list[Callable[[], object]] = []  # what else ends with this backward
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
         self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
         self._build(reversed(range(len(parameters))))
@@ -85,8 +85,7 @@ class Reducer:
             Gradient(p.numel() * p.element_size(), (p.dtype, p.device), sparse)
             for _, p, sparse in self.parameters
         ]
-        s = self.settings
-        self._members = assign(facts, order, first=s.first_bucket, cap=s.bucket_cap)
+        self._members = assign(facts, order, self.settings.caps)
         self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(self._members)]
         self._places: dict[int, tuple[Bucket, Slot]] = {
             index: (bucket, slot)
@@ -240,8 +239,9 @@ class Reducer:
         return {i for i, by_someone in enumerate(used.tolist()) if not by_someone}
 
     def _land(self) -> None:
-        while self._flights:
-            self._flights.pop(0)()
+        for flights in (self._flights, self.guests):
+            while flights:
+                flights.pop(0)()
 
     def shadow(self) -> None:
         """Take part in the backward of the other ranks with zeros. Collective."""

@@ -1,0 +1,133 @@
+"""What it costs that every call can be explained: an all_reduce with its guard, and without.
+
+    torchrun --nproc-per-node 2 -m bench.guard --json bench/results/guard.json
+
+With: `comm.all_reduce(x)`, as a user calls it. Without: the same call, but for the number that it
+takes and the user's line that it looks up. Both take turns in short rounds, on ranks that are
+pinned to a core each. What csrc writes into the rank's record cannot be left out of a call, so it
+is timed by itself (guard.cpp) and added:
+
+    cost = with - without + record
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp.comm.work import ENDED, Work
+from ringdp.transport.records import SITE_BYTES
+
+HERE = Path(__file__).parent
+BYTES = (4 << 10, 64 << 10, 1 << 20)
+ROUNDS, SECONDS = 100, 0.02  # of each at each length; a round's length
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of the rounds, in µs a call; `record_us`: see guard.cpp."""
+
+    bytes: int
+    with_us: float
+    without_us: float
+    record_us: float
+
+    @property
+    def cost_us(self) -> float:
+        return self.with_us - self.without_us + self.record_us
+
+    @property
+    def ratio(self) -> float:
+        return self.cost_us / (self.with_us - self.cost_us)
+
+
+class Bare(ringdp.Communicator):
+    """It tells nobody where it was called."""
+
+    def _again(
+        self, collective: int, whole: Tensor, part: Tensor | None, op: str, tag: int
+    ) -> Work | None:
+        ready = self._ready
+        if ready is None or self._group is not None:
+            return None
+        ticket = ready.run(collective, whole, part, op, tag, 0, SITE)
+        if ticket < 0:
+            return None
+        if not ticket:
+            if self._transport.kept:
+                self._transport.release()
+            return ENDED
+        self._transport.keep(ticket, ready.last, whole, part, SITE)
+        work = Work(self._guard, (0, ready.last.kind, whole.numel(), SITE), ticket, None)
+        return self._waited(work, False)
+
+
+SITE = b"somewhere".ljust(SITE_BYTES, b"\0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = ringdp.init()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    record = record_us() if comm.rank == 0 else 0.0
+    rows = [measured(comm, size, record) for size in BYTES]
+    if comm.rank == 0:
+        for row in rows:
+            print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
+        if arguments.json:
+            arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def measured(comm: ringdp.Communicator, size: int, record: float) -> Row:
+    x = torch.zeros(size // 4)
+    calls = max(20, int(SECONDS / seconds(comm, x, 200)))
+    agreed = torch.tensor([calls])
+    comm.broadcast(agreed)
+    kinds = type(comm), Bare
+    times: dict[type, list[float]] = {kind: [] for kind in kinds}
+    for round_ in range(ROUNDS):
+        for kind in kinds[:: 1 if round_ % 2 else -1]:
+            comm.__class__ = kind  # on the same memory
+            times[kind].append(1e6 * seconds(comm, x, int(agreed)))
+    comm.__class__ = kinds[0]
+    found = [round(statistics.median(times[kind]), 3) for kind in kinds]
+    return Row(size, *found, record)
+
+
+def seconds(comm: ringdp.Communicator, x: Tensor, calls: int) -> float:
+    """A call's."""
+    comm.all_reduce(x)
+    start = time.perf_counter()
+    for _ in range(calls):
+        comm.all_reduce(x)
+    return (time.perf_counter() - start) / calls
+
+
+def record_us() -> float:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "guard"
+        subprocess.run(
+            [compiler, "-std=c++20", "-O3", HERE / "guard.cpp", "-o", program], check=True
+        )
+        said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    return float(said) / 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Works: waited for, asked for, dropped; collectives on several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ringdp import Communicator
+from tests.comm.test_collectives import everyone, values
+
+pytestmark = pytest.mark.process
+
+
+def handles(comm: Communicator) -> None:
+    tensors = [values(comm.rank, 2000 * i, seed=i) for i in range(12)]
+    works = [comm.all_reduce(t, async_op=True) for t in tensors]
+    for i in (11, 3, 3, 0, 7):  # out of order, and twice
+        works[i].wait()
+        assert works[i].is_completed()
+        assert works[i].exception() is None
+    assert all(w.is_completed() for w in works)  # they end in the order of issue
+    for i, t in enumerate(tensors):
+        assert torch.equal(t, everyone(comm, 2000 * i, seed=i).sum(0))
+
+    view = values(comm.rank, 300, 300).t()  # a copy is reduced: it comes home with `wait`
+    work = comm.all_reduce(view, async_op=True)
+    while not work.is_completed():
+        pass
+    assert torch.equal(view, everyone(comm, 300, 300).sum(0).t())
+
+
+def dropped(comm: Communicator) -> None:
+    """Buffers of works that nobody holds are not given to others while they are in use."""
+    for i in range(30):
+        comm.all_reduce(torch.full((200_000,), float(comm.rank)), async_op=True)
+        comm.all_reduce(values(comm.rank, 300, 300).t(), async_op=True)
+        other = torch.full((200_000,), -7.0)
+        for length in range(20):  # pushes chunk bounds out of a cache, if it is small
+            comm.all_reduce(torch.ones(length + 20 * i), async_op=True)
+        assert torch.all(other == -7.0)
+    comm.barrier()
+
+
+def kept(comm: Communicator) -> int:
+    comm.all_reduce(torch.ones(10), async_op=True)
+    comm.barrier()
+    return len(comm._transport.kept)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("what", [handles, dropped])
+def test_works(ranks, n: int, what: Callable[[Communicator], None]):
+    ranks(n)(what)
+
+
+def test_memory_is_kept_no_longer_than_needed(ranks):
+    assert ranks(2)(kept) == [0, 0]
+
+
+def two_threads(comm: Communicator) -> None:
+    """A duplicate's collectives don't wait for the original's, in whatever order they come."""
+    other = comm.duplicate()
+    errors: list[BaseException] = []
+
+    def run(on: Communicator, seed: int) -> None:
+        try:
+            for i in range(100):
+                x = values(comm.rank, 37 * i, seed=seed)
+                on.all_reduce(x)
+                assert torch.equal(x, everyone(comm, 37 * i, seed=seed).sum(0))
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(c, i)) for i, c in enumerate((comm, other))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors
+
+    # opposite orders on the two ranks: one queue would be a mismatch, or wait for ever
+    few, many = torch.ones(3), torch.ones(400_000)
+    issue = [(comm, few), (other, many)]
+    works = [c.all_reduce(x, async_op=True) for c, x in issue[:: -1 if comm.rank else 1]]
+    for w in works[::-1]:
+        w.wait()
+    assert torch.all(few == comm.size)
+    assert torch.all(many == comm.size)
+    third = other.duplicate()
+    third.barrier()
+    third.close()
+    other.close()
+
+
+def same_lengths(comm: Communicator) -> None:
+    with comm.duplicate() as other:
+        x, y = values(comm.rank, 50), values(comm.rank, 50, seed=1)
+        w = other.all_reduce(y, async_op=True)
+        comm.all_reduce(x)
+        w.wait()
+        assert torch.equal(x + y, (everyone(comm, 50) + everyone(comm, 50, seed=1)).sum(0))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_duplicates_run_at_the_same_time(ranks, n: int):
+    ranks(n)(same_lengths)
+    ranks(n)(two_threads)

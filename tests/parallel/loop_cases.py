@@ -1,0 +1,202 @@
+"""What training loops do to an engine: models, iterations, and the cases made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parallel.loop_models import (
+    WIDTH,
+    Chain,
+    Checkpointed,
+    CheckpointedWhole,
+    Detached,
+    Outer,
+    PartOfUnit,
+    SharedInside,
+    Skips,
+    Structured,
+    Tied,
+    Tiny,
+    Unequal,
+    block,
+    buffered,
+    freeze,
+    linear,
+    loss,
+)
+
+Batches = Callable[[int], Tensor]  # this step's micro-batches on this rank
+
+# What one iteration does: everything from zero_grad to the optimizer's step.
+
+
+def plain(net: nn.Module, x: Batches) -> None:
+    loss(net(x(0))).backward()
+
+
+def micro_batches(net: nn.Module, x: Batches) -> None:
+    for i in range(3):
+        loss(net(x(i))).backward()
+
+
+def two_forwards(net: nn.Module, x: Batches) -> None:
+    (loss(net(x(0))) + 2 * loss(net(x(1)))).backward()
+
+
+def two_backwards(net: nn.Module, x: Batches) -> None:
+    first, second = loss(net(x(0))), loss(net(x(1)))
+    first.backward()
+    second.backward()
+
+
+def backwards_reversed(net: nn.Module, x: Batches) -> None:
+    first, second = loss(net(x(0))), loss(net(x(1)))
+    second.backward()
+    first.backward()
+
+
+def retained(net: nn.Module, x: Batches) -> None:
+    one = loss(net(x(0)))
+    one.backward(retain_graph=True)
+    one.backward()
+
+
+def assigned(net: nn.Module, x: Batches) -> None:
+    """New tensors in .grad between micro-batches, and one gradient taken away."""
+    loss(net(x(0))).backward()
+    for p in net.parameters():
+        p.grad = None if p.grad is None else p.grad * 0.5
+    next(net.parameters()).grad = None
+    loss(net(x(1))).backward()
+
+
+def evaluated(net: nn.Module, x: Batches) -> None:
+    """Evaluation at every place, in every mode."""
+    with torch.no_grad():
+        net(x(5))
+    one = loss(net(x(0)))
+    with torch.inference_mode():
+        net.eval()(x(6))
+    net.train()
+    one.backward()
+    net(x(7))  # with gradients, and no backward
+
+
+def forward_raises(net: nn.Module, x: Batches) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    loss(net(x(0))).backward()
+    handle = list(net.modules())[-2].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        net(x(1))
+    handle.remove()
+
+
+def backward_raises(net: nn.Module, x: Batches) -> None:
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Tensor:
+            raise RuntimeError("on purpose")
+
+    blocks: Any = net.get_submodule("blocks")
+    handle = blocks[1].register_forward_pre_hook(lambda _m, inputs: Fail.apply(inputs[0]))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss(net(x(1))).backward()
+    handle.remove()
+    net.zero_grad()
+    loss(net(x(0))).backward()
+
+
+def input_gradient(net: nn.Module, x: Batches) -> None:
+    leaf = x(0).requires_grad_()
+    (g,) = torch.autograd.grad(loss(net(leaf)), leaf)
+    loss(net(x(1) + g)).backward()
+
+
+def bfloat16() -> nn.Module:
+    return Chain().bfloat16()
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module] = Chain
+    step: Callable[[nn.Module, Batches], None] = plain
+    unit: Any = None
+    dtype: torch.dtype = torch.float32
+
+
+def shared_twice() -> nn.Module:
+    b = block()
+    return Chain(b, block(), b)
+
+
+CASES = {
+    "chain": Case(),
+    "unused": Case(Skips),
+    "unused, micro-batches": Case(Skips, micro_batches),
+    "unused part of a unit": Case(lambda: Chain(block(), PartOfUnit(), block())),
+    "frozen first layer": Case(
+        lambda: Chain(*(nn.Sequential(freeze(linear()), nn.Tanh(), linear()) for _ in range(2)))
+    ),
+    "frozen unit": Case(lambda: Chain(block(), freeze(block()), block(), freeze(block()))),
+    "frozen, called twice": Case(lambda: (lambda b: Chain(b, block(), b))(freeze(block()))),
+    "detached use": Case(lambda: Chain(*(Detached() for _ in range(3)))),
+    "nested units": Case(lambda: Chain(block(), Outer(), block()), unit=(Outer, Detached)),
+    "tied": Case(Tied),
+    "tied, micro-batches": Case(Tied, micro_batches),
+    "called twice": Case(shared_twice),
+    "called twice, micro-batches": Case(shared_twice, micro_batches),
+    "shared by units": Case(SharedInside),
+    "structured outputs": Case(Structured),
+    "tiny": Case(Tiny),
+    "one parameter": Case(lambda: nn.Linear(WIDTH, 1, bias=False)),
+    "unequal": Case(Unequal),
+    "buffers": Case(buffered),
+    "channels last": Case(
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 1, WIDTH)),
+            nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last),
+            nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last),
+        )
+    ),
+    "float64": Case(lambda: Chain().double(), dtype=torch.float64),
+    "bfloat16": Case(bfloat16, dtype=torch.bfloat16),
+    "micro-batches": Case(step=micro_batches),
+    "two forwards": Case(step=two_forwards),
+    "two forwards, called twice": Case(shared_twice, two_forwards),
+    "two backwards": Case(step=two_backwards),
+    "backwards reversed": Case(step=backwards_reversed),
+    "retain_graph": Case(step=retained),
+    "gradients assigned": Case(step=assigned),
+    "evaluation": Case(step=evaluated),
+    "forward raises": Case(step=forward_raises),
+    "backward raises": Case(step=backward_raises),
+    "gradient of the input": Case(step=input_gradient),
+} | {
+    f"{name}, reentrant={reentrant}": Case(
+        lambda make=make, reentrant=reentrant: make(reentrant=reentrant), step
+    )
+    for reentrant in (False, True)
+    for name, make, step in [
+        ("checkpoint", Checkpointed, plain),
+        ("checkpoint, micro-batches", Checkpointed, micro_batches),
+        ("checkpoint of all", CheckpointedWhole, plain),
+        (
+            "checkpoint, frozen",
+            lambda reentrant: Checkpointed(
+                block(), freeze(block()), nn.Sequential(freeze(linear()), linear()),
+                reentrant=reentrant,
+            ),
+            plain,
+        ),
+    ]
+}  # fmt: skip

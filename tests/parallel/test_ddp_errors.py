@@ -1,0 +1,98 @@
+"""What DistributedDataParallel refuses, and says of models and backwards that are wrong."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
+from tests.parallel.ddp_cases import (
+    Outputs,
+    backward,
+    loss,
+    mlp,
+    rows,
+    says,
+)
+
+pytestmark = pytest.mark.process
+
+
+def refused(comm: Communicator) -> list[str]:
+    def wrap(model: Any = None, **options: Any) -> DistributedDataParallel:
+        return DistributedDataParallel(model or mlp(), process_group=comm, **options)
+
+    net = wrap(Outputs())
+    loss(net(rows(0, comm.rank))["predictions"][0]).backward()
+    unfinished = says(lambda: net(rows(1, comm.rank)))
+    assert "Parameter indices which did not receive grad for rank" in unfinished
+    assert issubclass(ModelError, RuntimeError)
+    sync = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    sparse = wrap(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
+    return [
+        unfinished.splitlines()[-1],
+        says(lambda: wrap(mlp().requires_grad_(False))),
+        says(lambda: wrap(nn.LazyLinear(3))),
+        says(lambda: wrap(sync), UsageError),
+        says(lambda: wrap(device_ids=[0]), UsageError),
+        says(lambda: wrap(bucket_cap_mb=-1), UsageError),
+        says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
+        says(lambda: wrap().register_comm_hook(None, 3), UsageError),
+        says(lambda: pickle.dumps(wrap())),
+        says(lambda: sparse.module[0].weight.sum().backward() or sparse(torch.tensor([0]))[0]
+             .mul(sparse.module[0].weight).sum().backward()),
+    ]  # fmt: skip
+
+
+def test_a_wrong_model_or_argument_is_told(ranks):
+    expected = (
+        "Parameters which did not receive grad for rank 0: b.weight, b.bias",
+        "no trainable parameter",
+        "uninitialized",
+        "ringdp.SyncBatchNorm",
+        "device_ids",
+        "at least 0",
+        "ringdp.Communicator",
+        "callable",
+        "default process group",
+        "to have sparse gradient",
+    )
+    for text, word in zip(ranks(2)(refused)[0], expected, strict=True):
+        assert word in text
+
+
+def unequal(comm: Communicator) -> list[str]:
+    models = [
+        nn.Sequential(nn.Linear(2, 3 + comm.rank)),
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + comm.rank))),
+        nn.Sequential(nn.Linear(2, 2).to([torch.float32, torch.float64][comm.rank])),
+    ]
+    return [says(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models]
+
+
+def test_models_that_differ_are_told_on_every_rank(ranks):
+    for shapes, counts, dtypes in ranks(2)(unequal):
+        assert "params[0], '0.weight' with sizes [4, 2]" in shapes
+        assert "on rank 1, appears not to match" in shapes
+        assert "process 0: '0.weight' with sizes [3, 2]" in shapes
+        assert "Rank 0 has 2 params, while rank 1 has inconsistent 4 params: '1.weight'" in counts
+        assert "torch.float64" in dtypes
+
+
+def twice(comm: Communicator, **options: Any) -> str:
+    from tests.parallel.ddp_cases import Checkpointed
+
+    net = DistributedDataParallel(
+        Checkpointed(reentrant=True, twice=True), process_group=comm, **options
+    )
+    return says(lambda: backward(net, 0, comm.rank))
+
+
+def test_a_gradient_made_twice_is_told(ranks):
+    for text in ranks(2)(twice):
+        assert "inner.2.bias has been marked as ready twice" in text
+        assert "use_reentrant=False" in text

@@ -1,0 +1,146 @@
+"""Communication hooks, torch's own unchanged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from ringdp import Communicator, DistributedDataParallel, UsageError
+from tests.parallel.ddp_cases import (
+    TORCHS,
+    WIDTH,
+    backward,
+    equal,
+    mlp,
+    says,
+)
+from tests.parallel.test_ddp_parity import gloo
+
+pytestmark = pytest.mark.process
+
+
+def noop(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+    assert bucket.is_last() == (bucket.index() == 1)
+    assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+    state.append(bucket.index())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * 3)
+    return future
+
+
+def hooked(comm: Communicator) -> None:
+    seen: list[int] = []
+    net = DistributedDataParallel(mlp(), process_group=comm, bucket_cap_mb=0.005)
+    assert len(net.reducer.buckets) == 2
+    single = copy.deepcopy(net.module)
+    net.register_comm_hook(seen, noop)
+    mine, alone = backward(net, 0, comm.rank), backward(single, 0, comm.rank)
+    assert seen == [0, 1]
+    assert equal(mine, [3 * g for g in alone])
+    says(lambda: net.register_comm_hook(seen, noop))
+
+
+def test_a_hook_sees_undivided_gradients_and_gives_the_result(ranks):
+    ranks(2)(hooked)
+
+
+def states(name: str) -> tuple[Any, Callable[..., Any]]:
+    if name == "powerSGD":
+        state = powerSGD_hook.PowerSGDState(
+            None, 2, start_powerSGD_iter=2, min_compression_rate=0.1
+        )
+        return state, powerSGD_hook.powerSGD_hook
+    if name == "fp16 powerSGD":
+        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+        return state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    return None, getattr(default_hooks, name)
+
+
+def torchs_hook(comm: Communicator, name: str) -> None:
+    """PowerSGD starts collectives in gloo's threads, so several buckets would get in their way."""
+    gloo()
+    found = []
+    for wrap in (DistributedDataParallel, TORCHS):
+        torch.manual_seed(0)
+        net = wrap(mlp(), bucket_cap_mb=1 if "SGD" in name else 0.005)
+        net._check_comm_hook = lambda hook: None  # torch's asks for a GPU for bf16
+        net.register_comm_hook(*states(name))
+        found.append([g for step in range(5) for g in backward(net, step, comm.rank)])
+    assert equal(*found)
+
+
+HOOKS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD", "fp16 powerSGD"]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_torchs_hooks_give_torchs_bits(ranks, name):
+    ranks(2)(torchs_hook, name)
+
+
+def wrong_hook(comm: Communicator) -> list[str]:
+    said = []
+    for hook in (lambda _s, _b: 3, lambda _s, b: torch.futures.Future().set_result(b.buffer())):
+        net = DistributedDataParallel(mlp(), process_group=comm)
+        net.register_comm_hook(None, hook)
+        said.append(says(lambda n=net: backward(n, 0, comm.rank), UsageError))
+    return said
+
+
+def test_a_hook_that_gives_no_future_is_told(ranks):
+    for text in ranks(1)(wrong_hook)[0]:
+        assert "must return a torch.futures.Future" in text
+
+
+class Counts(nn.Module):
+    """Adds to a buffer in every forward; what it is on entry is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+        self.register_buffer("count", torch.zeros(2))
+        self.entered: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.append(self.count.tolist())
+        self.count += 1 + dist.get_rank()
+        return self.layer(x)
+
+
+def added(state: list[str], buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
+    state.extend(buffers)
+    return [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
+
+
+def added_at_once(state: list[str], buffers: dict[str, Tensor]) -> None:
+    """The forward uses them."""
+    for future in added(state, buffers):
+        future.wait()
+
+
+def buffer_hooked(comm: Communicator, place: _BufferCommHookLocation) -> None:
+    gloo()
+    found = []
+    for wrap in (DistributedDataParallel, TORCHS):
+        seen: list[str] = []
+        net = wrap(Counts())
+        before = place == _BufferCommHookLocation.PRE_FORWARD
+        net._register_buffer_comm_hook(seen, added_at_once if before else added, place)
+        for step in range(3):
+            backward(net, step, comm.rank)
+        found.append((seen, net.module.entered, net.module.count.tolist()))
+    assert found[0] == found[1]
+    assert found[0][0] == ["count"] * 3
+
+
+@pytest.mark.parametrize("place", list(_BufferCommHookLocation))
+def test_a_hook_brings_buffers_together_as_torchs_does(ranks, place):
+    ranks(2)(buffer_hooked, place)

@@ -1,0 +1,82 @@
+"""Ranks with inputs of unequal length: `join`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ringdp import Communicator, DistributedDataParallel
+from tests.parallel.ddp_cases import (
+    TORCHS,
+    Branches,
+    backward,
+    equal,
+    gradients,
+    loss,
+    mlp,
+    rows,
+    says,
+)
+from tests.parallel.test_ddp_parity import gloo
+
+pytestmark = pytest.mark.process
+
+
+def uneven(comm: Communicator, options: dict[str, bool], make: str) -> None:
+    """Rank r has 2 + 2r batches, and the second of every two of them accumulates."""
+    gloo()
+    found = []
+    for wrap in (DistributedDataParallel, TORCHS):
+        torch.manual_seed(comm.rank)
+        model = {"batch norm": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3)), "mlp": mlp}[make]()
+        net = wrap(model)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        seen = []
+        with net.join(**options):
+            for step in range(2 + 2 * comm.rank):
+                optimizer.zero_grad()
+                with net.no_sync():
+                    loss(net(rows(step, comm.rank, 1))).backward()
+                loss(net(rows(step, comm.rank))).backward()
+                seen += gradients(net)
+                optimizer.step()
+        found.append(seen + [t.clone() for t in net.state_dict().values()])
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("options", [{}, {"divide_by_initial_world_size": False}])
+@pytest.mark.parametrize("make", ["mlp", "batch norm"])
+def test_uneven_inputs_give_torchs_bits(ranks, options, make):
+    ranks(2)(uneven, options, make)
+
+
+def uneven_unused(comm: Communicator) -> list[list[float]]:
+    net = DistributedDataParallel(Branches(comm.rank), find_unused_parameters=True)
+    with net.join():
+        for step in range(1 + comm.rank):
+            backward(net, step, comm.rank)
+    with net.join(enable=False):
+        backward(net, 9, comm.rank)
+    return [p.flatten().tolist() for p in net.parameters()]
+
+
+def test_uneven_inputs_with_unused_parameters(ranks):
+    first, *others = ranks(3)(uneven_unused)
+    assert all(other == first for other in others)
+
+
+def thrown(comm: Communicator) -> str:
+    net = DistributedDataParallel(mlp(), process_group=comm)
+
+    def train() -> None:
+        with net.join(throw_on_early_termination=True):
+            for step in range(1 + comm.rank):
+                backward(net, step, comm.rank)
+
+    return says(train)
+
+
+def test_uneven_inputs_can_be_an_error_on_every_rank(ranks):
+    for text in ranks(2)(thrown):
+        assert "Detected at least one rank that exhausted inputs: [0]" in text
