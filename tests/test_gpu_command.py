@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,22 +20,15 @@ def part(code: str, limit: float = 60, tests: bool = False) -> Part:
     return Part("part", (sys.executable, "-c", code, "{out}"), limit, tests)
 
 
-def of_tests(at: Path, text: str) -> Outcome:
-    """Run tests of that text, as the command runs its own."""
-    file = at / "test_it.py"
-    file.write_text("import pytest\n" + text)
-    command = (*PYTEST[:-2], "-c", str(at / "none.ini"), "--junitxml", "{out}", str(file))
-    (at / "none.ini").write_text("[pytest]\n")
-    return run(Part("tests", command, 60, tests=True))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_says_plainly_that_there_is_no_gpu() -> None:
-    done = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "needs a CUDA GPU" in done.stderr
-    assert "nothing was tested or measured" in done.stderr
+def test_says_plainly_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main() == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "needs a CUDA GPU" in shown.err
+    assert "nothing was tested or measured" in shown.err
 
 
 def test_takes_less_than_ten_minutes() -> None:
@@ -53,14 +45,28 @@ def test_a_part_passes_fails_or_is_ended_at_its_limit() -> None:
     assert (hung.state, hung.tail) == ("timed out", "here\n")
 
 
-def test_skipped_tests_are_not_passed_ones(tmp_path: Path) -> None:
-    skips = "@pytest.mark.skip(reason='no CuPy')\ndef test_b(): pass\n"
-    found = of_tests(tmp_path, skips)
-    assert (found.state, found.passed, found.skipped) == ("skipped", 0, 1)
+def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path) -> None:
+    (tmp_path / "none.ini").write_text("[pytest]\n")
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "import pytest\n"
+        "@pytest.mark.skip(reason='no CuPy')\n"
+        "def test_a(): pass\n"
+        "def test_b(): pass\n"
+        "def test_c(): assert False\n"
+    )
+    command = (*PYTEST[:-2], "-c", str(tmp_path / "none.ini"), "--junitxml", "{out}", str(file))
+    found = run(Part("tests", command, 60, tests=True))
+    assert (found.state, found.passed, found.skipped) == ("failed", 1, 1)
     assert found.reasons == ["no CuPy"]
-    found = of_tests(tmp_path, skips + "def test_a(): pass\n")
-    assert (found.state, found.passed, found.skipped) == ("passed", 1, 1)
-    assert of_tests(tmp_path, "def test_a(): assert False\n").state == "failed"
+    assert "assert False" in found.tail
+
+
+def test_a_part_whose_tests_were_all_skipped_has_not_passed() -> None:
+    for tests, state in ((3, "skipped"), (4, "passed")):
+        suite = f"<testsuites><testsuite tests='{tests}' skipped='3'/></testsuites>"
+        found = run(part(f"import sys; open(sys.argv[1], 'w').write({suite!r})", tests=True))
+        assert (found.state, found.passed, found.skipped) == (state, tests - 3, 3)
 
 
 def test_writes_what_it_found(

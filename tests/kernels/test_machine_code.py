@@ -89,7 +89,7 @@ def spills(code: Code) -> bool:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 64])
 @pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 def test_fold(
     source: torch.dtype, target: torch.dtype, ranks: int, arch: int, tmp_path: Path
@@ -150,7 +150,7 @@ def test_flatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("source", "target"), [(F32, F32), (F32, BF16), (BF16, F32), (F16, F16)])
+@pytest.mark.parametrize(("source", "target"), [(F32, BF16), (BF16, F32)])
 def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "flat": f"*{SHORT[source]}", "scale": "fp64"}
     constants = {
@@ -167,7 +167,7 @@ def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("source", [F32, BF16, F64])
+@pytest.mark.parametrize("source", [F32, BF16])
 def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "partial": "*fp64"}
     constants = {"SOURCE": triton_dtype(source), "BLOCK": SPAN_BLOCK}
@@ -178,7 +178,7 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, F32), (F16, F16)])
+@pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, F32)])
 def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {
         "x": f"*{SHORT[source]}",
