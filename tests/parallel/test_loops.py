@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ringdp
-from ringdp import Communicator
+from ringdp import Communicator, Offload
 from ringdp.parallel.unit import State
 from tests.parallel.loop_cases import CASES, Batches, Case
 from tests.parallel.loop_models import WIDTH
@@ -42,10 +42,12 @@ def unchanged(net: nn.Module) -> list[Tensor]:
     return [b for b in net.buffers() if b.dtype in (torch.bool, torch.complex64)]
 
 
-def train(comm: Communicator, case: Case, stage: int) -> list[Tensor]:
-    """Every parameter after every step."""
+def train(comm: Communicator, case: Case, stage: int, *, apart: bool = False) -> list[Tensor]:
+    """Every parameter after every step. `apart`: the modules compute with other parameters than
+    the optimizer steps, as in mixed precision."""
     net = model(case, seed=comm.rank)  # rank 0's values must win
-    engine = ringdp.shard(net, stage=stage, unit=case.unit, comm=comm)
+    offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
+    engine = ringdp.shard(net, stage=stage, unit=case.unit, offload=offload, comm=comm)
     try:
         opt, out = optimizer(net), []
         for step in range(STEPS):
@@ -86,7 +88,9 @@ def single(case: Case, ranks: int) -> list[Tensor]:
 
 
 def all_stages(comm: Communicator, name: str) -> list[list[Tensor]]:
-    return [train(comm, CASES[name], stage) for stage in range(4)]
+    case = CASES[name]
+    runs = [train(comm, case, stage) for stage in range(4)]
+    return runs + [train(comm, case, 3, apart=True)] * (comm.size == 2)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -96,7 +100,7 @@ def test_a_loop_trains_as_one_process_does(ranks, n, name):
     bits = [t.tolist() for t in found[0][0]]
     for rank, stages in enumerate(found):
         for stage, parameters in enumerate(stages):
-            assert [t.tolist() for t in parameters] == bits, f"stage {stage}, rank {rank}"
+            assert [t.tolist() for t in parameters] == bits, f"run {stage}, rank {rank}"
     rtol, atol = (0.05, 0.05) if CASES[name].dtype is torch.bfloat16 else (1e-4, 1e-6)
     for mine, exact in zip(found[0][0], single(CASES[name], n), strict=True):
         torch.testing.assert_close(mine, exact, rtol=rtol, atol=atol)
