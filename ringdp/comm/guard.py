@@ -84,7 +84,8 @@ class Guard:
         """Tell the other ranks, and raise CollectiveTimeout."""
         self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
         self.error = CollectiveTimeout(
-            f"{self._here(call)} for {waited:g} s; {self._missing(call)}\n{table(self.transport)}"
+            f"{self._here(call)} until the timeout of {waited:g} s; {self._missing(call)}\n"
+            f"{table(self.transport)}"
         )
         raise self.error
 

@@ -32,6 +32,7 @@ from ringdp.comm.backend.calls import (
 from ringdp.comm.backend.sparse import all_reduce_sparse
 from ringdp.comm.backend.works import GroupWork
 from ringdp.comm.work import Work
+from ringdp.errors import CollectiveTimeout
 
 
 class Reductions(Calls):
@@ -133,7 +134,12 @@ class Reductions(Calls):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """barrier, with a timeout of its own. Its error names every rank that has not come."""
-        self.barrier(timeout=timeout).wait()
+        try:
+            self.barrier(timeout=timeout).wait()
+        except CollectiveTimeout as error:
+            raise CollectiveTimeout(
+                f"Rank {self._comm.rank} timed out in monitoredBarrier: {error}"
+            ) from error
 
 
 def _fields(opts: Any, op: Any, timeout: timedelta | None) -> dict[str, Any]:
