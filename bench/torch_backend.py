@@ -14,10 +14,12 @@ import argparse
 import copy
 import json
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,31 +31,44 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
-from bench.ddp_step import SHAPE, stepper, summary
+from bench.ddp_step import SHAPE, slowest, stepper
 from ringdp.cli import gpt
-from ringdp.cli.bench.machine import machine
+from ringdp.cli.bench.machine import describe
 
 RANKS, BACKENDS = 2, ("ringdp", "gloo")
 ELEMENTS = 1024  # float32: 4 KiB
-CALLS, STEPS, WARMUPS = 50, 2, 2  # of each in a round; rounds that do not count
+CALLS, STEPS, WARMUPS = 50, 3, 2  # calls timed at once; times in a round; rounds that do not count
+RESULTS = Path(__file__).parent / "results" / "torch_backend.json"
 
 
 @dataclass(frozen=True)
 class TorchRow:
-    """Milliseconds of one call, or of one training step."""
+    """µs of one call, or of one training step."""
 
     case: str
     backend: str
-    ranks: int
-    min: float
-    median: float
-    max: float
+    min_us: float
+    median_us: float
+    max_us: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A file of results."""
+
+    machine: dict[str, str]
+    rows: list[TorchRow]
+
+
+def read(path: Path) -> Report:
+    found = json.loads(path.read_text())
+    return Report(found["machine"], [TorchRow(**row) for row in found["rows"]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     processes.spawn(rank_main, (arguments.rounds, arguments.json), nprocs=RANKS)
 
@@ -64,13 +79,17 @@ def rank_main(rank: int, rounds: int, file: Path | None) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
+    machine = describe(min(RANKS, len(cores)))
     dist.init_process_group("gloo")
-    found = measured(rounds)
+    found = Report(machine, measured(rounds))
     if rank == 0:
-        report(found)
+        for row in found.rows:
+            print(
+                f"{row.case:<18} {row.backend:<7} {row.min_us:>9.1f} {row.median_us:>9.1f} "
+                f"{row.max_us:>9.1f} µs"
+            )
         if file:
-            rows = [asdict(row) for row in found]
-            file.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+            file.write_text(json.dumps(asdict(found), indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -79,20 +98,25 @@ def measured(rounds: int) -> list[TorchRow]:
     model = gpt.build(SHAPE, seed=0)
     for backend in BACKENDS:
         group = dist.new_group(backend=backend)
-        tensor = torch.ones(ELEMENTS)
-        cases["all_reduce, 4 KiB", backend] = lambda t=tensor, g=group: dist.all_reduce(t, group=g)
+        cases["all_reduce of 4 KiB", backend] = partial(calls, torch.zeros(ELEMENTS), group)
         for name, wrap in (("DDP step", ddp), ("FSDP2 step", fsdp2)):
             cases[name, backend] = stepper(wrap(copy.deepcopy(model), group), dist.get_rank())
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for round_ in range(rounds + WARMUPS):
-        for case, act in cases.items():
-            for _ in range(CALLS if case[0].startswith("all") else STEPS):
+        for case, act in sorted(cases.items()):
+            many = CALLS if case[0].startswith("all_reduce") else 1
+            for _ in range(STEPS):
                 dist.barrier()
                 start = time.perf_counter()
                 act()
                 if round_ >= WARMUPS:
-                    times[case].append(time.perf_counter() - start)
-    return [TorchRow(*case, RANKS, **slowest(seconds)) for case, seconds in times.items()]
+                    times[case].append((time.perf_counter() - start) / many)
+    return [TorchRow(*case, *spread(slowest(seconds))) for case, seconds in times.items()]
+
+
+def calls(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    for _ in range(CALLS):
+        dist.all_reduce(tensor, group=group)
 
 
 def ddp(model: gpt.GPT, group: dist.ProcessGroup) -> nn.Module:
@@ -106,7 +130,10 @@ def fsdp2(model: gpt.GPT, group: dist.ProcessGroup) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def slowest(seconds: list[float]) -> dict[str, float]:
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return summary(times.tolist())
+def spread(seconds: list[float]) -> tuple[float, float, float]:
+    us = sorted(1e6 * s for s in seconds)
+    return round(us[0], 2), round(statistics.median(us), 2), round(us[-1], 2)
+
+
+if __name__ == "__main__":
+    main()

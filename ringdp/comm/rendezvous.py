@@ -124,16 +124,22 @@ def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communica
     )
 
 
+def host() -> str:
+    """The name of this host, and what no other has."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
 def _one_host(store: Store, rank: int, ranks: int) -> None:
-    here = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    here = host()
     store.set(f"host/{rank}", here)
     hosts = [store.get(f"host/{r}").decode(errors="replace") for r in range(ranks)]
-    for other, host in enumerate(hosts):
-        if host.split()[-1:] != here.split()[-1:]:
+    for other, there in enumerate(hosts):
+        if there.split()[-1:] != here.split()[-1:]:
             raise CommunicationError(
                 f"rank {rank} is on host {here.split()[0]}, rank {other} on "
-                f"{' '.join(host.split()[:1])}: ringdp moves data through the shared memory of one "
-                "host; allowed: ranks of one host, or torch's backend 'gloo' between hosts"
+                f"{' '.join(there.split()[:1])}: ringdp moves data through memory that ranks of "
+                "one host share; allowed: one host, or between hosts torch's backend 'gloo'"
             )
 
 

@@ -1,0 +1,190 @@
+"""Groups of torch's over the backend: made, split, failed, ended, and made again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringdp
+from ringdp import CollectiveMismatch, CollectiveTimeout, Communicator, PeerLost
+from ringdp.comm import rendezvous
+from tests.comm.backend.jobs import world
+from tests.forks import PATIENCE, Say, store
+
+pytestmark = pytest.mark.process
+
+
+def summed(group: dist.ProcessGroup | None = None) -> float:
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    return x[0].item()
+
+
+def again(comm: Communicator, say: Say) -> None:
+    """In one store: the one that torchrun keeps for all starts of a job."""
+    for _ in range(3):
+        dist.init_process_group("ringdp")
+        say(summed())
+        dist.destroy_process_group()
+    dist.init_process_group("cpu:ringdp,cuda:ringdp")
+    say(summed())
+    if comm.rank == 0:
+        with pytest.raises(PeerLost, match="rank 1 has aborted") as caught:
+            dist.barrier()
+        assert isinstance(caught.value, RuntimeError)  # which scripts catch
+    dist.distributed_c10d._abort_process_group()
+    dist.init_process_group("ringdp")
+    say(summed())
+    dist.destroy_process_group()
+
+
+def test_a_group_is_made_again_in_the_same_store_and_after_a_failure(forks):
+    assert [ended.said for ended in forks(2, again)] == [[2.0] * 5] * 2
+
+
+def parts(comm: Communicator, say: Say) -> None:
+    with world(comm, "ringdp") as everybody:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        say([summed(mesh["rows"].get_group()), summed(mesh["columns"].get_group())])
+        mine = [0, 2] if comm.rank % 2 == 0 else [3, 1]
+        half = everybody.split_group(mine, timedelta(seconds=9), group_name=f"half {comm.rank % 2}")
+        assert (half.size(), half.group_name) == (2, f"half {comm.rank % 2}")
+        assert half.rank() == mine.index(comm.rank)
+        ranks = torch.empty(2, dtype=torch.int64)
+        half.all_gather_single(ranks, torch.tensor([comm.rank])).wait()
+        assert ranks.tolist() == mine
+        one = everybody.split_group([1])
+        assert (one is None) == (comm.rank != 1)
+        third = dist.new_group([2, 0, 1], backend="ringdp")
+        say(0 if comm.rank == 3 else summed(third))
+        everybody.monitored_barrier(timedelta(seconds=PATIENCE))
+        half.shutdown()
+
+
+def test_parts_of_a_group(forks):
+    said = [ended.said for ended in forks(4, parts)]
+    assert said == [[[2.0, 2.0], 3.0]] * 3 + [[[2.0, 2.0], 0]]
+
+
+def futures(comm: Communicator, say: Say) -> None:
+    with world(comm, "ringdp") as group:
+        x = torch.full((100_000,), comm.rank + 1.0)
+        doubled = dist.all_reduce(x, async_op=True).get_future().then(lambda f: 2 * f.value()[0][0])
+        parts = [torch.empty(2) for _ in range(comm.size)]
+        work = dist.all_gather(parts, torch.full((2,), float(comm.rank)), async_op=True)
+        gathered = work.get_future().wait()
+        assert [p.tolist() for p in gathered] == [[0.0] * 2, [1.0] * 2]
+        assert gathered is not parts
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        say(doubled.wait().item())
+        if comm.rank == 0:
+            got = torch.empty(1)
+            future = dist.irecv(got, 1).get_future()
+            assert not future.done()
+            dist.barrier()
+            say(future.wait()[0].item())
+        else:
+            dist.barrier()
+            dist.send(torch.tensor([5.0]), 0)
+            say(5.0)
+        y, z = torch.ones(2), torch.ones(3)
+        group._start_coalescing(torch.device("cpu"))
+        group.allreduce([y])
+        group.broadcast(z, 1)
+        group._end_coalescing(torch.device("cpu")).wait()
+        assert y.tolist() == [2.0, 2.0]
+
+
+def test_futures_and_coalesced_works(forks):
+    assert [ended.said for ended in forks(2, futures)] == [[6.0, 5.0]] * 2
+
+
+def fails(comm: Communicator, say: Say, how: str) -> None:
+    dist.init_process_group("ringdp", timeout=timedelta(seconds=PATIENCE))
+    dist.barrier()
+    if how == "dies" and comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(3 + comm.rank * (how == "differs")), async_op=True)
+    future = work.get_future()
+    with pytest.raises(FAILURES[how]) as caught:
+        work.wait()
+    say(str(caught.value))
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match=FAILURES[how].__name__):
+        future.wait()
+    with pytest.raises(FAILURES[how]):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+FAILURES = {"differs": CollectiveMismatch, "dies": PeerLost}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_an_error_is_raised_by_wait_and_by_the_future(forks, how):
+    first, second = forks(2, fails, how)
+    assert first.code == 0
+    assert "test_torch_groups.py" in first.said[0]  # the user's line
+    assert second.code == (0 if how == "differs" else -signal.SIGKILL)
+
+
+def late(comm: Communicator, say: Say) -> None:
+    """Rank 1 does not call what rank 0 waits for."""
+    talk = store()
+    short = timedelta(milliseconds=30)
+    calls = {
+        "barrier": lambda: dist.barrier(timeout=short),
+        "monitored_barrier": lambda: dist.group.WORLD.monitored_barrier(short),
+        "all_reduce": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(short),
+    }
+    for name, call in calls.items():
+        dist.init_process_group("ringdp", timeout=timedelta(seconds=PATIENCE))
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout, match="rank 1 has not called it"):
+                call()
+            talk.set(f"late {name}", "")
+        talk.wait([f"late {name}"])
+        dist.distributed_c10d._abort_process_group()
+    say("done")
+
+
+def test_a_late_rank_is_named_when_the_time_is_over(forks):
+    assert [ended.said for ended in forks(2, late)] == [["done"]] * 2
+
+
+def elsewhere(comm: Communicator, say: Say) -> None:
+    here = rendezvous.host()
+    rendezvous.host = lambda: f"host{comm.rank} {comm.rank}"
+    try:
+        dist.init_process_group("ringdp")
+    except RuntimeError as error:
+        say(str(error))
+    rendezvous.host = lambda: here
+
+
+def test_hosts_that_are_not_one_are_told(forks):
+    first, second = forks(2, elsewhere)
+    assert first.said[0].startswith("rank 0 is on host host0, rank 1 on host1: ")
+    assert second.said[0].startswith("rank 1 is on host host1, rank 0 on host0: ")
+    assert "gloo" in first.said[0]
+
+
+def spawned(rank: int, path: str) -> None:
+    ringdp.init  # noqa: B018  the import is what registers the backend
+    dist.init_process_group("ringdp", init_method=f"file://{path}", rank=rank, world_size=2)
+    assert summed() == 2.0
+    dist.destroy_process_group()
+
+
+def test_processes_that_torch_spawns(tmp_path):
+    processes.spawn(spawned, (str(tmp_path / "store"),), nprocs=2)
