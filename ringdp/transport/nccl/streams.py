@@ -66,6 +66,11 @@ class Streams(Protocol):
         """Wait until all has been done."""
         ...
 
+    def empty(self, size: int) -> Tensor:
+        """Bytes for groups to use: what the allocator gives is free in the order of their stream,
+        which the caller's is not."""
+        ...
+
     def sent(self, data: Tensor) -> Tensor:
         """A CPU tensor, on the device."""
         ...
@@ -111,6 +116,9 @@ class HostStreams:
     def settle(self, end: End) -> None: ...
 
     def drain(self) -> None: ...
+
+    def empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
     def sent(self, data: Tensor) -> Tensor:
         return data
@@ -182,6 +190,10 @@ class CudaStreams:
     def drain(self) -> None:
         self._comm.synchronize()
         self._reduce.synchronize()
+
+    def empty(self, size: int) -> Tensor:
+        with torch.cuda.stream(self._comm):
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def sent(self, data: Tensor) -> Tensor:
         with torch.cuda.stream(self._comm):

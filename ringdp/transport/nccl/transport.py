@@ -87,7 +87,7 @@ class NcclTransport(C10dTransport):
             unique = shared_id(store, self.rank, nccl)
             comm = communicator(nccl, self.ranks, unique, self.rank)
             self._nccl = Nccl(nccl, comm, self._streams)
-            self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self._staging = self._streams.empty(0)
             self._warm_up()
         if self.ranks > 1:
             self._spawn(partial(self._until_it_ends, (self.rank + 1) % self.ranks))
@@ -232,8 +232,13 @@ class NcclTransport(C10dTransport):
 
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:
+            if self._streams.capturing():
+                raise UsageError(
+                    f"a collective in a CUDA graph needs {needed} bytes of staging; there are "
+                    f"{len(self._staging)}: run it once before the capture"
+                )
             self._streams.drain()  # what is there may be in use
-            self._staging = self._staging.new_empty(needed)
+            self._staging = self._streams.empty(needed)
         return self._staging[:needed]
 
     def _neighbour(self, ours: Stamped) -> Tensor:
@@ -242,7 +247,7 @@ class NcclTransport(C10dTransport):
         if self.ranks == 1:
             return mine
         sent = self._streams.sent(mine)
-        theirs = torch.empty_like(sent)
+        theirs = self._streams.empty(STAMP_BYTES)
         behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         comm, handle = self._nccl.comm, self._streams.handle
         with self._streams.moving(0), grouped(self._nccl.binding):
@@ -273,7 +278,7 @@ class NcclTransport(C10dTransport):
 
     def _warm_up(self) -> None:
         """Every pair talks once: NCCL connects them then, which it must not do in a CUDA graph."""
-        data = torch.zeros(2, dtype=torch.uint8, device=self.device)
+        data = self._streams.empty(2)
         comm, handle = self._nccl.comm, self._streams.handle
         try:
             for shift in range(1, self.ranks):

@@ -1,0 +1,141 @@
+"""The NCCL transport on a GPU: two processes on one device, graphs, and training.
+
+NCCL takes two processes of one device for two hosts where each has an id of its own, and then goes
+over sockets: slow, and right. Whole collectives without processes are in test_virtual.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import rendezvous
+from tests.parallel.test_engine import BATCH, STEPS, WIDTH, batch, model
+from tests.transport.test_conformance import ALGORITHMS, Case, digest, expected, given
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.process,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+
+
+def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Called with a communicator over NCCL, on device 0, in place of the pool's."""
+
+    @wraps(function)
+    def run(comm: Communicator, *arguments: Any) -> Any:
+        os.environ |= SOCKETS | {"NCCL_HOSTID": f"ringdp-{comm.rank}"}
+        torch.cuda.set_device(0)
+        other = ringdp.init(transport="nccl", timeout=60.0)
+        rendezvous._world = comm
+        result = function(other, *arguments)
+        torch.cuda.synchronize()
+        comm.barrier()
+        other.close()
+        return result
+
+    return run
+
+
+@on_gpu
+def all_reduced(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    out = []
+    for case in cases:
+        x = given(case, comm.rank, comm.size).cuda()
+        comm.all_reduce(x, case.op, algorithm=case.algorithm)
+        out.append(digest(x.cpu()))
+    return out
+
+
+def test_two_processes_give_the_simulators_bits(fresh_ranks):
+    cases = [
+        Case("all_reduce", name, elements, dtype, op)
+        for name in ALGORITHMS["all_reduce"]
+        for elements in (0, 1, 10_007, 3_000_001)
+        for dtype, op in (("float32", "sum"), ("bfloat16", "sum"), ("int32", "max"))
+    ]
+    by_rank = fresh_ranks(2, timeout=300.0)(all_reduced, cases)
+    for i, case in enumerate(cases):
+        assert [found[i] for found in by_rank] == expected(case, 2), case
+
+
+@on_gpu
+def captured(comm: Communicator) -> None:
+    x = torch.full((100_003,), float(comm.rank + 1), device="cuda")
+    comm.all_reduce(x.clone())  # staging is made, and kernels are compiled, before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(x)
+        x.mul_(0.5)
+    for times in range(1, 4):
+        x.fill_(comm.rank + times)
+        graph.replay()
+        assert torch.all(x == (2 * times + 1) / 2)
+
+
+def test_a_collective_in_a_cuda_graph(fresh_ranks):
+    fresh_ranks(2, timeout=120.0)(captured)
+
+
+@on_gpu
+def beside(comm: Communicator) -> None:
+    store = dist.PrefixStore("beside", comm._connect.args[0])
+    dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
+    for _ in range(3):
+        ours, theirs = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+        comm.all_reduce(ours)
+        dist.all_reduce(theirs)
+        assert torch.equal(ours, theirs)
+    dist.destroy_process_group()
+
+
+def test_it_works_beside_torchs_own_group(fresh_ranks):
+    fresh_ranks(2, timeout=120.0)(beside)
+
+
+def losses(comm: Communicator, device: str) -> list[float]:
+    net = model().to(device)
+    engine = ringdp.shard(net, stage=3, comm=comm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    rows, out = BATCH // comm.size, []
+    for step in range(STEPS):
+        x = batch(step)[comm.rank * rows :][:rows].to(device)
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    engine.close()
+    return out
+
+
+losses_on_gpu = on_gpu(losses)
+
+
+def test_stage_3_has_the_losses_of_the_cpu(fresh_ranks):
+    """Each of 5 layers rounds sums of WIDTH products, forwards and backwards, in every step."""
+    pool = fresh_ranks(2, timeout=120.0)
+    for here, there in zip(pool(losses_on_gpu, "cuda"), pool(losses, "cpu"), strict=True):
+        for step, (found, wanted) in enumerate(zip(here, there, strict=True)):
+            bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (step + 1)
+            assert abs(found - wanted) <= bound * abs(wanted)
