@@ -29,6 +29,7 @@ from ringdp.schedule import schedule, svg
 ROOT = Path(__file__).parent.parent
 FIGURE = RESULTS / "ring.svg"
 ALL_REDUCE = RESULTS / "all_reduce.json"
+TORCH_BACKEND = RESULTS / "torch_backend.json"
 GUARD = RESULTS / "guard.json"
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
@@ -132,12 +133,33 @@ def machine() -> str:
     )
 
 
+def torch_backend() -> str:
+    """Medians in ms, and by how much they differ, from `python -m bench.torch_backend`."""
+    if not TORCH_BACKEND.exists():
+        return "Not measured."
+    rows = json.loads(TORCH_BACKEND.read_text())["rows"]
+    lines = [
+        "| on 2 ranks | ringdp | gloo | ringdp / gloo, medians | minima |",
+        "|---|" + "---:|" * 4,
+    ]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ours, theirs = (
+            next(r for r in rows if (r["case"], r["backend"]) == (case, backend))
+            for backend in ("ringdp", "gloo")
+        )
+        times = [f"{r['median_us'] / 1e3:,.3g}" for r in (ours, theirs)]
+        ratios = [f"{ours[t] / theirs[t]:.2g}" for t in ("median_us", "min_us")]
+        lines.append(f"| {case} | " + " | ".join(times + ratios) + " |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "stages": stages,
     "all_reduce": all_reduce,
     "plots": plots,
     "ratios": ratios,
     "machine": machine,
+    "torch_backend": torch_backend,
     "kernels": kernels,
     "guard": guard,
 }

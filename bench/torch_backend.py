@@ -38,7 +38,6 @@ from ringdp.cli.bench.machine import describe
 RANKS, BACKENDS = 2, ("ringdp", "gloo")
 ELEMENTS = 1024  # float32: 4 KiB
 CALLS, STEPS, WARMUPS = 50, 3, 2  # calls timed at once; times in a round; rounds that do not count
-RESULTS = Path(__file__).parent / "results" / "torch_backend.json"
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,6 @@ class Report:
 
     machine: dict[str, str]
     rows: list[TorchRow]
-
-
-def read(path: Path) -> Report:
-    found = json.loads(path.read_text())
-    return Report(found["machine"], [TorchRow(**row) for row in found["rows"]])
 
 
 def main() -> None:
