@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.test_loops import CASES, Chain, Checkpointed, block, linear, loss
+from tests.parallel.loop_cases import CASES
+from tests.parallel.loop_models import Chain, Checkpointed, block, linear, loss
 
 pytestmark = pytest.mark.process
 
