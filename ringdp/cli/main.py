@@ -23,6 +23,7 @@ from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
 from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
+from ringdp.cli.plan import command as planning
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
 from ringdp.schedule.cost import Machine
@@ -173,6 +174,71 @@ def bench(
     if collective == kernel_bench.NAME:
         return kernel_bench.bench(options, Console(highlight=False))
     return benching.bench(options, Console(highlight=False))
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(help="a name, params=7e9, params=7e9/48 (units), or FILE.py:factory"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="processes that train together")] = 64,
+    per_node: Annotated[int, typer.Option(help="ranks of one node")] = 8,
+    stage: Annotated[str, typer.Option(help="all, or some of 0,1,2,3")] = "all",
+    precision: Annotated[str, typer.Option(help="of compute: fp32, bf16, fp16")] = "bf16",
+    reduce: Annotated[
+        str | None, typer.Option(help="of reductions; as compute if not given")
+    ] = None,
+    network: Annotated[
+        str,
+        typer.Option(help="of a rank between nodes: 400Gb (bits/s), 50GB, or a bench's .json"),
+    ] = "400Gb",
+    batch: Annotated[int, typer.Option(help="rows of one rank in a step")] = 1,
+    context: Annotated[int, typer.Option(help="tokens of a row")] = 1024,
+    device: Annotated[str, typer.Option(help="a100, h100, h200: by datasheet")] = "h100",
+    utilisation: Annotated[
+        float, typer.Option(help="share of its peak that compute reaches")
+    ] = 0.4,
+    flops: Annotated[
+        float | None, typer.Option(help="a second and rank, sustained, instead of the two")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="that a rank may hold, as in 80G; else the device's")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="s per message on a named network; 1e-5 if not given")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="of every collective")] = "direct",
+    json: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="instead, published figures beside the formulas")
+    ] = False,
+) -> int:
+    """Say before a run what each stage holds and sends, how long a step takes, and what fits."""
+    if published == (model is not None):
+        raise UsageError("plan takes either --model or --published")
+    console = Console(highlight=False)
+    if model is None:
+        return planning.show_published(console)
+    options = planning.Options(
+        model=model,
+        ranks=ranks,
+        per_node=per_node,
+        stages=parse_stages(stage),
+        precision=precision,
+        reduce=reduce,
+        network=network,
+        batch=batch,
+        context=context,
+        device=device,
+        utilisation=utilisation,
+        flops=flops,
+        memory=memory,
+        alpha=alpha,
+        algorithm=algorithm,
+        json=json,
+    )
+    return planning.plan(options, console)
 
 
 @app.command()

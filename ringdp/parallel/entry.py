@@ -15,13 +15,11 @@ from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import places
-from ringdp.parallel.precision import Dtypes, Precision, dtypes
+from ringdp.parallel.precision import Dtypes, Kinds, Precision, kinds_of
 from ringdp.parallel.replicas import broadcast
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import Found, UnitRule, find_units
-
-Kinds = dict[tuple[nn.Module, nn.Parameter], Dtypes]
 
 
 def shard(
@@ -63,7 +61,7 @@ def shard(
     if meta.pending(model):
         meta.check(model, init)
     comm = comm or world()
-    kinds = _kinds(model, precision)
+    kinds = kinds_of(model, precision)
     found = find_units(
         model,
         unit,
@@ -88,19 +86,6 @@ def shard(
     )
     model._ringdp_sharded = True  # type: ignore[assignment]
     return engine
-
-
-def _kinds(model: nn.Module, precision: Precision) -> Kinds:
-    """Of every parameter in every module that it lies in."""
-    kept: set[nn.Module] = set()
-    for module in model.modules():
-        if precision.keeps(module):
-            kept.update(module.modules())
-    return {
-        (m, p): dtypes(p.dtype, kept=m in kept, precision=precision)
-        for m in model.modules()
-        for p in m.parameters(recurse=False)
-    }
 
 
 def _build(

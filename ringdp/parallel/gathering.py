@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringdp.comm import Communicator
-from ringdp.parallel.prefetch import Groups, ahead, forecast, position_of
+from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
 from ringdp.parallel.unit import FlatUnit, State
 
 
@@ -25,8 +25,7 @@ class Gathering:
     ) -> None:
         self.units, self.groups, self.comm = units, groups, comm
         self._sizes = [u.bytes if u.freed else 0 for u in units]
-        inner = [self._sizes[u] for group in groups[1:] for u in group]
-        self.limit = max(inner, default=0) if prefetch_bytes is None else prefetch_bytes
+        self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen

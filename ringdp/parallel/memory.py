@@ -25,6 +25,8 @@ from torch import Tensor
 
 from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
+from ringdp.parallel.offload import Offload
+from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.prefetch import gathered_peak
 from ringdp.parallel.stages import Keep, Stage
 
@@ -71,6 +73,19 @@ class Widths(NamedTuple):
 
     def bucket(self, unit: Unit, stage: Stage) -> int:
         return 0 if self.keeps_bucket(stage) or not self.trainable else self.reduce * unit.padded
+
+
+def widths_of(dtypes: Dtypes, offload: Offload, *, trainable: bool) -> Widths:
+    """Of a unit whose parameters have these dtypes."""
+    return Widths(
+        master=dtypes.master.itemsize,
+        compute=dtypes.compute.itemsize,
+        reduce=dtypes.reduce.itemsize,
+        apart=dtypes.compute != dtypes.master or offload.any,
+        own=dtypes.reduce == dtypes.master and not offload.any,
+        on_device=not offload.parameters,
+        trainable=trainable,
+    )
 
 
 def _kept(unit: Unit, keep: Keep) -> int:

@@ -64,6 +64,22 @@ def dtypes(master: torch.dtype, *, kept: bool, precision: Precision) -> Dtypes:
     return Dtypes(master, compute, precision.reduce or compute)
 
 
+Kinds = dict[tuple[nn.Module, nn.Parameter], Dtypes]
+
+
+def kinds_of(model: nn.Module, precision: Precision) -> Kinds:
+    """Of every parameter in every module that it lies in."""
+    kept: set[nn.Module] = set()
+    for module in model.modules():
+        if precision.keeps(module):
+            kept.update(module.modules())
+    return {
+        (m, p): dtypes(p.dtype, kept=m in kept, precision=precision)
+        for m in model.modules()
+        for p in m.parameters(recurse=False)
+    }
+
+
 def cast_at(
     model: nn.Module,
     units: list[nn.Module],

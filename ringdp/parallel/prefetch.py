@@ -20,6 +20,11 @@ def forecast(groups: Groups) -> Order:
     return tuple(unit for group in order for unit in group)
 
 
+def one_unit(sizes: Sequence[int], groups: Groups) -> int:
+    """The limit where none is given: the largest unit but the root, in bytes."""
+    return max((sizes[unit] for group in groups[1:] for unit in group), default=0)
+
+
 def position_of(unit: int, order: Order, after: int) -> int | None:
     """Where in `order` this use is, looking on from `after`; None if it was not foreseen."""
     return next((i for i in range(after + 1, len(order)) if order[i] == unit), None)

@@ -12,7 +12,7 @@ from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout, outside
-from ringdp.parallel.memory import Ledger, Widths
+from ringdp.parallel.memory import Ledger, Widths, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
 from ringdp.parallel.precision import Dtypes
@@ -73,7 +73,7 @@ class FlatUnit:
         self.places, self.dtypes, self.offload = places, dtypes, offload
         self.ledger, self.rank = ledger, comm.rank
         self.trainable = any(p.requires_grad for p in parameters)
-        self.apart = dtypes.compute != dtypes.master or offload.any  # See Note [masters apart]
+        self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
         self.part = slice(comm.rank * plan.shard, (comm.rank + 1) * plan.shard)
         self.shapes = [p.shape for p in parameters]
@@ -117,15 +117,7 @@ class FlatUnit:
     @property
     def widths(self) -> Widths:
         """Bytes per element, for the formulas."""
-        return Widths(
-            master=self.dtypes.master.itemsize,
-            compute=self.dtypes.compute.itemsize,
-            reduce=self.dtypes.reduce.itemsize,
-            apart=self.apart,
-            own=self.dtypes.reduce == self.dtypes.master and not self.offload.any,
-            on_device=not self.offload.parameters,
-            trainable=self.trainable,
-        )
+        return widths_of(self.dtypes, self.offload, trainable=self.trainable)
 
     def gather(self, comm: Communicator) -> None:
         """SHARDED -> GATHERING: start to fill the full buffer."""

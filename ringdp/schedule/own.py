@@ -62,7 +62,7 @@ def load(where: str) -> Builder:
     try:
         exec(compile(source, file, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{file} raised {_said(error, file)}") from error
+        raise UsageError(f"{file} raised {said(error, file)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         here = [k for k, v in vars(module).items() if _is_function_of(module, v)]
@@ -89,7 +89,7 @@ def _made(builder: Builder, name: str, n: int) -> Schedule:
         made = builder(n)
     except (Exception, SystemExit) as error:
         file = getattr(getattr(builder, "__code__", None), "co_filename", "")
-        raise UsageError(f"{name}({n}) raised {_said(error, file)}") from error
+        raise UsageError(f"{name}({n}) raised {said(error, file)}") from error
     if not isinstance(made, Schedule):
         raise UsageError(
             f"{name}({n}) returned {_short(made)}; allowed: a ringdp.schedule.Schedule"
@@ -127,7 +127,7 @@ def _transfer(t: object, what: str, r: int) -> Transfer:
     )
 
 
-def _said(error: BaseException, file: str) -> str:
+def said(error: BaseException, file: str) -> str:
     """Its type, its first line, and the last line of `file` that it came through."""
     text = (str(error).splitlines() or [""])[0]
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]

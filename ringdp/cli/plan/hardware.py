@@ -1,0 +1,105 @@
+"""α β γ and what a device does: from a file of `ringdp bench`, or from vendors' datasheets.
+
+Datasheet figures are peaks. Links: one direction, of one device. γ is three bytes of device memory
+(two read, one written) a byte reduced. A step is priced as if every message crossed the slowest
+link: within a node the device's own, between nodes `--network`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ringdp.cli.bench.rows import priced, read
+from ringdp.errors import UsageError
+from ringdp.schedule.cost import Machine, fit
+
+
+class Device(NamedTuple):
+    bf16: float  # flop/s, dense; float16 as fast
+    fp32: float
+    memory: int  # bytes
+    bandwidth: float  # bytes/s, of its memory
+    link: float  # bytes/s, to the devices of its node
+
+
+DEVICES = {
+    "a100": Device(312e12, 19.5e12, 80 * 10**9, 2.0e12, 300e9),
+    "h100": Device(989e12, 67e12, 80 * 10**9, 3.35e12, 450e9),
+    "h200": Device(989e12, 67e12, 141 * 10**9, 4.8e12, 450e9),
+}
+ASSUMED_ALPHA = 1e-5  # s a message
+
+
+class Measured(NamedTuple):
+    """What a bench file covers."""
+
+    collectives: frozenset[str]
+    ranks: frozenset[int]
+    least: int  # bytes
+    most: int
+
+
+class Network(NamedTuple):
+    machine: Machine
+    source: str
+    measured: Measured | None = None  # None: nothing was
+
+    def beyond(self, collectives: set[str], n: int, sizes: set[int]) -> list[str]:
+        """In which ways a prediction for these leaves what was measured."""
+        if self.measured is None:
+            return ["nothing was measured: datasheet bandwidth, and α is assumed"]
+        found, m = [], self.measured
+        if n not in m.ranks:
+            found.append(f"{n} ranks, measured {', '.join(map(str, sorted(m.ranks)))}")
+        out = sorted(s for s in sizes if not m.least <= s <= m.most)
+        if out:
+            found.append(f"buffers to {out[-1]:,} bytes, measured {m.least:,} to {m.most:,}")
+        if more := sorted(collectives - m.collectives):
+            found.append(f"{', '.join(more)}, measured {', '.join(sorted(m.collectives))}")
+        return found
+
+
+def network(given: str, device: str, *, within: bool, alpha: float | None) -> Network:
+    """`400Gb` (bits/s), `50GB` (bytes/s) or a file; `within`: all ranks are on one node.
+
+    Raises UsageError for anything else.
+    """
+    if given.endswith(".json"):
+        if alpha is not None:
+            raise UsageError(f"--alpha is {alpha}; allowed: none with {given}, which says its own")
+        return from_file(Path(given))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Gb|GB)", given.strip())
+    if match is None or not float(match[1]) > 0:
+        raise UsageError(
+            f"--network is {given!r}; allowed: bits a second as in 400Gb, bytes as in 50GB, or a "
+            ".json file of `ringdp bench --json`"
+        )
+    has = DEVICES[device]
+    rate = float(match[1]) * 1e9 / (8 if match[2] == "Gb" else 1)
+    alpha = ASSUMED_ALPHA if alpha is None else alpha
+    gamma = 3 / has.bandwidth
+    if within:
+        return Network(Machine(alpha, 1 / has.link, gamma), f"{device}'s links within its node")
+    return Network(Machine(alpha, 1 / rate, gamma), f"{given.strip()}/s a rank between nodes")
+
+
+def from_file(path: Path) -> Network:
+    """α β γ fitted to our medians; where some are of buffers in shared memory, to those, since
+    such are the engine's."""
+    rows = [row for row in read(path).rows if row.ours]
+    rows = [row for row in rows if row.registered] or rows
+    if not rows:
+        raise UsageError(f"--network: {path} holds no row of ringdp's own; allowed: at least one")
+    machine = fit(
+        (priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6) for r in rows
+    )
+    sizes = [r.bytes for r in rows]
+    covers = Measured(
+        frozenset(r.collective for r in rows),
+        frozenset(r.ranks for r in rows),
+        min(sizes),
+        max(sizes),
+    )
+    return Network(machine, f"fitted to {len(rows)} rows of {path}", covers)

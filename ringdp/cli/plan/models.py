@@ -1,0 +1,192 @@
+"""The model that is planned, as units of parameters: by name, by size, or built on the meta device.
+
+Named transformers are laid out as they are published, one unit a block; what lies outside the
+blocks (embeddings, the last norm, the head) is the root's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ringdp.errors import UsageError
+from ringdp.parallel.layout import Unit, layout
+from ringdp.parallel.memory import Widths, widths_of
+from ringdp.parallel.offload import Offload
+from ringdp.parallel.precision import Dtypes, Precision, dtypes, kinds_of
+from ringdp.parallel.units import find_units
+from ringdp.schedule.own import load, said
+
+DEFAULT_UNITS = 32  # of a model that is but a number of parameters
+MOST_PARAMETERS = 10**14
+MOST_UNITS = 10_000
+
+Parameters = tuple[tuple[str, int], ...]  # name, elements
+
+
+class Part(NamedTuple):
+    """A unit: its name ("" for the root), parameters and what they are."""
+
+    name: str
+    parameters: Parameters
+    dtypes: Dtypes
+    trainable: bool = True
+
+
+class Model(NamedTuple):
+    """`groups`: units of one module, the root's first."""
+
+    name: str
+    parts: tuple[Part, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(elements for part in self.parts for _, elements in part.parameters)
+
+    @property
+    def widths(self) -> list[Widths]:
+        return [widths_of(p.dtypes, Offload(), trainable=p.trainable) for p in self.parts]
+
+    def layout(self, ranks: int) -> tuple[Unit, ...]:
+        return layout([(p.name, p.parameters) for p in self.parts], ranks)
+
+    def scaled(self, elements: int) -> Model:
+        """The same model with so many elements: every parameter larger by one factor."""
+        old = self.elements
+        parts = [
+            p._replace(parameters=tuple((n, e * elements // old) for n, e in p.parameters))
+            for p in self.parts
+        ]
+        return self._replace(parts=tuple(parts))
+
+
+class Gpt(NamedTuple):
+    """Radford et al. 2019: learned positions, biases, a tied head."""
+
+    blocks: int
+    width: int
+    vocabulary: int = 50257
+    positions: int = 1024
+
+    def root(self) -> Parameters:
+        d = self.width
+        norm = (("norm.weight", d), ("norm.bias", d))
+        return (("token", self.vocabulary * d), ("position", self.positions * d), *norm)
+
+    def block(self) -> Parameters:
+        d = self.width
+        wide = (("query_key_value", d, 3 * d), ("attention_out", d, d))
+        wide += (("mlp_in", d, 4 * d), ("mlp_out", 4 * d, d))
+        linears = [(f"{n}.weight", i * o) for n, i, o in wide]
+        linears += [(f"{n}.bias", o) for n, _, o in wide]
+        norms = [(f"norm_{i}.{w}", d) for i in (1, 2) for w in ("weight", "bias")]
+        return (*linears, *norms)
+
+
+class Llama(NamedTuple):
+    """Touvron et al. 2023; `key_value` is the width of keys and of values."""
+
+    blocks: int
+    width: int
+    hidden: int
+    vocabulary: int = 32000
+    key_value: int | None = None
+
+    def root(self) -> Parameters:
+        table = self.vocabulary * self.width
+        return (("token", table), ("norm.weight", self.width), ("head.weight", table))
+
+    def block(self) -> Parameters:
+        d, kv = self.width, self.key_value or self.width
+        attention = [("query", d * d), ("key", d * kv), ("value", d * kv), ("out", d * d)]
+        mlp = [(name, d * self.hidden) for name in ("gate", "up", "down")]
+        return (*attention, *mlp, ("norm_1", d), ("norm_2", d))
+
+
+NAMED: dict[str, Gpt | Llama] = {
+    "gpt2": Gpt(12, 768),
+    "gpt2-medium": Gpt(24, 1024),
+    "gpt2-large": Gpt(36, 1280),
+    "gpt2-xl": Gpt(48, 1600),
+    "llama-7b": Llama(32, 4096, 11008),
+    "llama-13b": Llama(40, 5120, 13824),
+    "llama-70b": Llama(80, 8192, 28672, key_value=1024),
+    "llama3-8b": Llama(32, 4096, 14336, vocabulary=128256, key_value=1024),
+}
+
+
+def read(given: str, precision: Precision) -> Model:
+    """A name, `params=7e9`, `params=7e9/48` (in 48 equal units), or `FILE.py:factory`.
+
+    Raises UsageError for anything else, and where a factory makes no module that can be trained.
+    """
+    if given in NAMED:
+        shape = NAMED[given]
+        return _flat(given, [shape.root(), *[shape.block()] * shape.blocks], precision)
+    if given.startswith("params="):
+        return _sized(given, precision)
+    if given.rpartition(":")[0].endswith(".py"):
+        return of_module(given, _built(given), precision)
+    raise UsageError(
+        f"--model is {given!r}; allowed: {', '.join(NAMED)}, params=7e9, params=7e9/48 (units), "
+        "or FILE.py:factory"
+    )
+
+
+def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
+    """Units as `ringdp.shard` makes them where no unit is given."""
+    kinds = kinds_of(module, precision)
+    found = find_units(module, None, kind=lambda m, p: (kinds[m, p], p.requires_grad))
+    of: dict[nn.Parameter, Dtypes] = {}
+    for (_, p), kind in kinds.items():
+        of.setdefault(p, kind)
+    parts, groups = [], dict[nn.Module, list[int]]()
+    for index, unit in enumerate(found):
+        own = [p for _, p in unit.parameters]
+        kind = of[own[0]] if own else Dtypes(*3 * [torch.float32])
+        sizes = tuple((n, p.numel()) for n, p in unit.parameters)
+        parts.append(Part(unit.name, sizes, kind, any(p.requires_grad for p in own)))
+        groups.setdefault(unit.module, []).append(index)
+    return Model(name, tuple(parts), tuple(tuple(g) for g in groups.values()))
+
+
+def _flat(name: str, units: Sequence[Parameters], precision: Precision) -> Model:
+    kind = dtypes(torch.float32, kept=False, precision=precision)
+    names = ["", *(f"blocks.{i}" for i in range(len(units) - 1))]
+    parts = [Part(n, u, kind, bool(u)) for n, u in zip(names, units, strict=True)]
+    return Model(name, tuple(parts), tuple((i,) for i in range(len(parts))))
+
+
+def _sized(given: str, precision: Precision) -> Model:
+    match = re.fullmatch(r"params=(\d+(?:\.\d*)?(?:e\+?\d+)?)(?:/(\d+))?", given, re.IGNORECASE)
+    elements = float(match[1]) if match else 0.0
+    units = int(match[2] or DEFAULT_UNITS) if match else 0
+    if not (1 <= units <= MOST_UNITS and units <= elements <= MOST_PARAMETERS):
+        raise UsageError(
+            f"--model is {given!r}; allowed: params=NUMBER or params=NUMBER/UNITS, at most "
+            f"{MOST_PARAMETERS:.0e} parameters in at most {MOST_UNITS} units of at least one each"
+        )
+    ends = [i * int(elements) // units for i in range(units + 1)]
+    each = [(("weight", b - a),) for a, b in pairwise(ends)]
+    return _flat(given, [(), *each], precision)
+
+
+def _built(given: str) -> nn.Module:
+    factory = load(given)
+    try:
+        with torch.device("meta"):
+            made: object = factory()  # type: ignore[call-arg]  # a Builder takes n
+    except (Exception, SystemExit) as error:
+        file = given.rpartition(":")[0]
+        raise UsageError(f"--model: {given}() raised {said(error, file)}") from error
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"--model: {given}() returned {type(made).__name__}; allowed: a torch.nn.Module"
+        )
+    return made

@@ -1,0 +1,80 @@
+"""Published figures of what a rank holds, beside what the engine's formula and theirs come to.
+
+ZeRO counts 2Ψ of parameters, 2Ψ of gradients and K = 12 bytes an element for the optimizer (master,
+momentum, variance). That is the engine's formula for parameters at rest in two bytes, with 12 bytes
+of state an element. With Precision(param=bfloat16) the engine holds more: gradients for the
+optimizer in the masters' dtype, and in stages 0 and 1 the reduced bucket as well.
+
+DeepSpeed's estimator has whole parameters and gradients of two bytes each in stage 2 (4Ψ), 16Ψ/n
+with gradients and masters of four bytes, in stage 3 18Ψ/n and 4 bytes an element of the largest
+layer. The engine keeps one bucket in stage 2, not all gradients; in stage 3 it also keeps 18Ψ/n,
+and gathers the root and two units where DeepSpeed counts one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ringdp.cli.plan.models import Model, read
+from ringdp.cli.plan.stages import RANK, held
+from ringdp.parallel.memory import Widths, formula
+from ringdp.parallel.precision import Precision
+from ringdp.parallel.stages import stage_of
+
+ZERO = "Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 ranks, GB"
+DEEPSPEED = "DeepSpeed, code-docs/source/memory.rst: t5-3b, 2851e6 parameters, 8 ranks, GiB"
+BF16 = Precision(param=torch.bfloat16)
+LARGEST_LAYER = 32_000_000  # elements, as the documentation's example is given
+
+
+class Figure(NamedTuple):
+    """`published` as printed there; `theirs` by their formula; `engine` as `ringdp plan` says."""
+
+    source: str
+    stage: int
+    published: float
+    theirs: float
+    engine: float
+
+
+def figures() -> list[Figure]:
+    zero, t5 = read("params=7.5e9", BF16), read("params=2851e6/89", BF16)
+    said = (120, 31.4, 16.6, 1.9)
+    found = [
+        Figure(ZERO, stage, gb, zeros(zero, stage, 64) / 1e9, states(zero, stage, 64) / 1e9)
+        for stage, gb in enumerate(said)
+    ]
+    for stage, gib in ((2, 15.93), (3, 6.09)):
+        theirs = DEEPSPEEDS[stage](2851e6, LARGEST_LAYER, 8)
+        found.append(Figure(DEEPSPEED, stage, gib, theirs / 2**30, sum(held(t5, stage, 8)) / 2**30))
+    return found
+
+
+def zeros(model: Model, stage: int, ranks: int) -> int:
+    """ZeRO's count, by the engine's formula."""
+    at_rest = formula(
+        model.layout(ranks),
+        model.groups,
+        stage_of(stage),
+        RANK,
+        widths=[Widths(2, 2, 2, trainable=w.trainable) for w in model.widths],
+        limit=0,
+        per_element=12,
+        per_parameter=0,
+    )
+    return at_rest.parameters + at_rest.gradients + at_rest.optimizer
+
+
+def states(model: Model, stage: int, ranks: int) -> int:
+    """What the engine holds between steps: without gathered units and buckets."""
+    found = held(model, stage, ranks)
+    return found.parameters + found.gradients + found.optimizer
+
+
+DEEPSPEEDS: dict[int, Callable[[float, float, int], float]] = {
+    2: lambda elements, _largest, n: 4 * elements + 16 * elements / n,
+    3: lambda elements, largest, n: 4 * largest + 18 * elements / n,
+}

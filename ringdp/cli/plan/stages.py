@@ -1,0 +1,154 @@
+"""What each stage holds, sends and takes, the largest model that fits, and which stage to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ringdp.cli.bench.kernel_cases import CASES
+from ringdp.cli.plan.hardware import Network
+from ringdp.cli.plan.models import Model
+from ringdp.cli.plan.step import Step, predict
+from ringdp.parallel.memory import Memory, formula, traffic
+from ringdp.parallel.prefetch import one_unit
+from ringdp.parallel.stages import Keep, stage_of
+from ringdp.schedule.algorithms import Collective
+from ringdp.schedule.cost import closed, seconds
+
+RANK = 0  # the one whose bytes are said: no other owns fewer padding
+ADAM = {"per_element": 8, "per_parameter": 4}  # bytes of torch's state, in float32
+FLOPS = 2  # of a forward, a parameter and token
+MOST_RANKS = 65_536
+ALIKE = 1e-3  # times that differ by less, in proportion, are one: no prediction is that good
+EXACT = 1000  # the largest model is found to one part in so many
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is for. Tokens are those of one rank in one step."""
+
+    ranks: int
+    tokens: int
+    memory: int  # bytes that a rank may hold
+    flops: float  # a second, sustained
+    bandwidth: float  # bytes/s of a rank's memory
+    network: Network
+    algorithm: str = "direct"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage. Bytes of one rank, seconds, elements."""
+
+    stage: int
+    memory: Memory
+    sent: int
+    step: Step
+    largest: int  # elements of the largest such model that fits; 0 where none does
+    fits: bool
+    extrapolated: list[str]
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory)
+
+
+def held(model: Model, stage: int, ranks: int) -> Memory:
+    """Bytes of one rank, by the engine's formula and its default look-ahead."""
+    sizes = _gathered(model, stage, ranks)
+    return formula(
+        model.layout(ranks),
+        model.groups,
+        stage_of(stage),
+        RANK,
+        widths=model.widths,
+        limit=one_unit(sizes, model.groups),
+        **ADAM,
+    )
+
+
+def row(model: Model, stage: int, setting: Setting) -> Row:
+    units, widths, how = model.layout(setting.ranks), model.widths, stage_of(stage)
+    memory = held(model, stage, setting.ranks)
+    asked: set[tuple[Collective, int]] = set()
+
+    @cache
+    def cost(collective: Collective, size: int) -> float:
+        asked.add((collective, size))
+        price = closed(collective, setting.algorithm, setting.ranks)
+        return seconds(price, setting.network.machine, size)
+
+    owned = sum(u.elements for u, w in zip(units, widths, strict=True) if w.trainable)
+    if how.optimizer is Keep.SHARD:
+        owned = sum(sum(u.owned(RANK)) for u, w in zip(units, widths, strict=True) if w.trainable)
+    step = predict(
+        units,
+        model.groups,
+        how,
+        widths=widths,
+        limit=one_unit(_gathered(model, stage, setting.ranks), model.groups),
+        cost=cost,
+        forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in units],
+        optimizer=4 * CASES["adamw"].moves * owned / setting.bandwidth,
+    )
+    return Row(
+        stage=stage,
+        memory=memory,
+        sent=traffic(units, model.groups[0], how, widths=widths),
+        step=step,
+        largest=largest(model, stage, setting),
+        fits=sum(memory) <= setting.memory,
+        extrapolated=setting.network.beyond(
+            {c for c, _ in asked}, setting.ranks, {size for _, size in asked}
+        ),
+    )
+
+
+def largest(model: Model, stage: int, setting: Setting) -> int:
+    """Elements of the largest model of the same layout, every parameter scaled alike, that fits."""
+
+    def fits(elements: int) -> bool:
+        return sum(held(model.scaled(elements), stage, setting.ranks)) <= setting.memory
+
+    return _largest(fits, setting.memory)
+
+
+def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
+    """The fastest stage that fits, the lowest of those alike; or how many ranks it would take."""
+    fitting = [r for r in rows if r.fits]
+    if fitting:
+        least_time = min(r.step.total for r in fitting) * (1 + ALIKE)
+        best = min((r for r in fitting if r.step.total <= least_time), key=lambda r: r.stage)
+        others = [r for r in rows if not r.fits]
+        without = f"; {_stages(others)} not fit" if others else ""
+        return f"stage {best.stage}: the least predicted time among those that fit{without}"
+    least = min(rows, key=lambda r: r.total)
+    ranks = setting.ranks
+    while ranks < MOST_RANKS:
+        ranks *= 2
+        if sum(held(model, least.stage, ranks)) <= setting.memory:
+            return f"none fits; stage {least.stage} would with {ranks} ranks"
+    return f"none fits; nor would stage {least.stage} with up to {ranks} ranks"
+
+
+def _stages(rows: Sequence[Row]) -> str:
+    names = ", ".join(str(r.stage) for r in rows)
+    return f"stage {names} does" if len(rows) == 1 else f"stages {names} do"
+
+
+def _gathered(model: Model, stage: int, ranks: int) -> list[int]:
+    """Bytes that gathering each unit takes beside what is kept."""
+    if stage_of(stage).parameters is Keep.FULL:
+        return [0] * len(model.parts)
+    return [w.compute * u.padded for u, w in zip(model.layout(ranks), model.widths, strict=True)]
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    if not fits(1):
+        return 0
+    low, high = 1, most  # an element takes more than a byte
+    while high - low > max(low // EXACT, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,32 @@
+"""What `FILE.py:factory` may name: some that can be planned, and some that cannot."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WIDTH = 37  # odd: no parameter fits its shard
+
+
+def net() -> nn.Module:
+    """A root of its own, three blocks, one of which is frozen."""
+    model = nn.Module()
+    model.embed = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    model.blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3)
+    )
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def huge() -> nn.Module:
+    """4e11 parameters: only the meta device has room."""
+    return nn.Sequential(*(nn.Linear(200_000, 1_000_000, bias=False) for _ in range(2)))
+
+
+def number() -> int:
+    return 7
+
+
+def raising() -> nn.Module:
+    raise KeyError("no such shape")

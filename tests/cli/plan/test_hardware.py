@@ -1,0 +1,78 @@
+"""α β γ of named networks and of bench files, and when a prediction leaves what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.bench.rows import Report, measured, write
+from ringdp.cli.plan.hardware import from_file, network
+from ringdp.errors import UsageError
+from ringdp.schedule.cost import Machine, closed, seconds
+
+TRUE = Machine(alpha=2e-6, beta=1e-10, gamma=3e-11)
+
+
+def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 8)) -> Path:
+    """A bench file whose medians are exactly what TRUE says."""
+    made = []
+    for n in ranks:
+        for size in (1 << 10, 1 << 16, 1 << 22):
+            for collective in ("all_reduce", "all_gather"):
+                time = seconds(closed(collective, "direct", n), TRUE, size)
+                what = (collective, "direct", transport, True)
+                made.append(measured(what, n, size, "float32", [time], 1.0, 0.0, 0))
+    write(path, Report({}, {}, made))
+    return path
+
+
+def test_a_link_by_bits_and_by_bytes():
+    found = network("400Gb", "h100", within=False, alpha=None)
+    assert found.machine == (1e-5, 2e-11, pytest.approx(3 / 3.35e12), 0.0)
+    assert network("50GB", "h100", within=False, alpha=None).machine == found.machine
+    assert network("50GB", "h100", within=False, alpha=0.5).machine.alpha == 0.5
+    within = network("400Gb", "h100", within=True, alpha=None)
+    assert within.machine.beta == 1 / 450e9
+    assert "within its node" in within.source
+
+
+def test_a_bench_file_is_fitted(tmp_path):
+    found = from_file(rows(tmp_path / "b.json"))
+    for n, size in ((2, 1 << 10), (8, 1 << 22), (6, 1 << 18)):
+        price = closed("all_reduce", "direct", n)
+        assert seconds(price, found.machine, size) == pytest.approx(
+            seconds(price, TRUE, size), 1e-2
+        )
+
+
+def test_extrapolation_is_said(tmp_path):
+    found = from_file(rows(tmp_path / "b.json"))
+    assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == []
+    assert found.beyond({"reduce_scatter"}, 64, {1 << 30}) == [
+        "64 ranks, measured 2, 4, 8",
+        "buffers to 1,073,741,824 bytes, measured 1,024 to 4,194,304",
+        "reduce_scatter, measured all_gather, all_reduce",
+    ]
+    named = network("400Gb", "h100", within=False, alpha=None)
+    assert named.beyond({"all_reduce"}, 2, {1}) != []
+
+
+@pytest.mark.parametrize("given", ["400", "fast", "0Gb", "-1Gb", "nanGb", "400GiB"])
+def test_what_is_no_network_is_refused(given):
+    with pytest.raises(UsageError, match=f"--network is '{given}'; allowed: bits"):
+        network(given, "h100", within=False, alpha=None)
+
+
+def test_files_without_rows_of_ours_are_refused(tmp_path):
+    path = tmp_path / "other.json"
+    with pytest.raises(UsageError, match=r"other.json holds no results"):
+        from_file(path)
+    path.write_text(json.dumps({"rows": 3}))
+    with pytest.raises(UsageError, match=r"other.json holds no results"):
+        from_file(path)
+    with pytest.raises(UsageError, match=r"other.json holds no row of ringdp's own"):
+        from_file(rows(path, transport="gloo"))
+    with pytest.raises(UsageError, match=r"--alpha is 1.0; allowed: none with"):
+        network(str(rows(path)), "h100", within=False, alpha=1.0)

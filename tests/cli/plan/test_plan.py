@@ -1,0 +1,124 @@
+"""`ringdp plan` from its command line: figures, JSON, what is recommended, and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.main import main
+from ringdp.cli.plan.command import Options, check, precision
+from ringdp.cli.plan.models import read
+from ringdp.cli.plan.published import DEEPSPEED, ZERO, figures
+from ringdp.cli.plan.stages import EXACT, held, largest, recommend, row
+
+HERE = Path(__file__).with_name("models_here.py")
+BENCH = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
+
+
+def planned(**given):
+    options = Options(**given)
+    model, setting = read(options.model, precision(options)), check(options)
+    rows = [row(model, stage, setting) for stage in options.stages]
+    return model, setting, rows, recommend(rows, model, setting)
+
+
+def test_published_figures_come_out():
+    zero = [f for f in figures() if f.source == ZERO]
+    assert [f.published for f in zero] == [120, 31.4, 16.6, 1.9]
+    assert [float(f"{f.theirs:.1f}") for f in zero] == [120, 31.4, 16.6, 1.9]
+    theirs = [f for f in figures() if f.source == DEEPSPEED]
+    assert [float(f"{f.theirs:.2f}") for f in theirs] == [f.published for f in theirs]
+
+
+def test_what_the_engine_holds_beside_them():
+    """In elements: 18Ψ, 4Ψ + 16Ψ/n, 2Ψ + 16Ψ/n, 18Ψ/n between steps, of 7.5e9 on 64 ranks."""
+    psi = 7.5
+    expected = [18 * psi, 4 * psi + psi / 4, 2 * psi + psi / 4, 18 * psi / 64]
+    zero = [f.engine for f in figures() if f.source == ZERO]
+    assert zero == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_largest_model_fits_and_a_larger_one_does_not():
+    model, setting, rows, _ = planned(model="params=1e9/8", ranks=8, memory="16G")
+    for r in rows:
+        assert r.largest == largest(model, r.stage, setting)
+        assert sum(held(model.scaled(r.largest), r.stage, 8)) <= setting.memory
+        above = r.largest + 2 * r.largest // EXACT
+        assert sum(held(model.scaled(above), r.stage, 8)) > setting.memory
+    assert [r.fits for r in rows] == [r.largest >= model.elements for r in rows]
+
+
+def test_the_fastest_stage_that_fits_is_recommended():
+    _, _, rows, says = planned(model="llama-7b")
+    assert [r.fits for r in rows] == [False, True, True, True]
+    assert says.startswith("stage 1: the least predicted time")
+    assert says.endswith("stage 0 does not fit")
+
+
+def test_where_none_fits_the_ranks_that_it_takes_are_said():
+    model, setting, _, says = planned(model="llama-70b", ranks=8)
+    ranks = int(says.split()[-2])
+    assert says == f"none fits; stage 3 would with {ranks} ranks"
+    assert sum(held(model, 3, ranks)) <= setting.memory < sum(held(model, 3, ranks // 2))
+    assert planned(model="params=1e14/1", ranks=8)[3].startswith("none fits; nor would stage 3")
+
+
+def test_json_says_what_the_tables_say(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    asked = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--network", str(BENCH)]
+    assert main([*asked, "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert [s["stage"] for s in found["stages"]] == [0, 1, 2, 3]
+    for s in found["stages"]:
+        time = s["seconds"]
+        assert s["memory_total"] == sum(s["memory"].values())
+        assert math.isclose(
+            time["total"], time["compute"] + time["exposed"] + time["optimizer"], rel_tol=1e-12
+        )
+        assert math.isclose(time["communication"], time["hidden"] + time["exposed"], rel_tol=1e-12)
+    assert found["stages"][0]["extrapolated"] == []
+    assert found["stages"][3]["extrapolated"] == ["all_gather, reduce_scatter, measured all_reduce"]
+    assert "Extrapolated: all_gather, reduce_scatter, measured all_reduce." in shown
+    assert f"Recommended: {found['recommendation']}." in shown
+
+
+def test_published_is_shown(capsys):
+    assert main(["plan", "--published"]) == 0
+    shown = capsys.readouterr().out
+    for line in ("120         120.00        135.00", "15.93          15.93"):
+        assert line in shown
+
+
+REFUSED = {
+    "nothing": ([], "plan takes either --model or --published"),
+    "both": (["--model", "gpt2", "--published"], "plan takes either"),
+    "unknown model": (["--model", "gpt9"], "--model is 'gpt9'; allowed: gpt2"),
+    "ranks 0": (["--model", "gpt2", "--ranks", "0"], "--ranks is 0; allowed"),
+    "part of a node": (["--model", "gpt2", "--ranks", "12"], "a multiple of --per-node"),
+    "stage 4": (["--model", "gpt2", "--stage", "4"], "--stage is '4'; allowed"),
+    "precision": (["--model", "gpt2", "--precision", "int8"], "--precision is 'int8'; allowed"),
+    "reduce": (["--model", "gpt2", "--reduce", "int8"], "--reduce is 'int8'; allowed"),
+    "network": (["--model", "gpt2", "--network", "wet"], "--network is 'wet'; allowed"),
+    "no file": (["--model", "gpt2", "--network", "/no.json"], "/no.json holds no results"),
+    "device": (["--model", "gpt2", "--device", "tpu"], "--device is 'tpu'; allowed: a100"),
+    "utilisation": (["--model", "gpt2", "--utilisation", "2"], "--utilisation is 2.0; allowed"),
+    "flops": (["--model", "gpt2", "--flops", "nan"], "--flops is nan; allowed"),
+    "memory": (["--model", "gpt2", "--memory", "big"], "--memory is 'big'; allowed"),
+    "alpha": (["--model", "gpt2", "--alpha", "-1"], "--alpha is -1.0; allowed"),
+    "algorithm": (["--model", "gpt2", "--algorithm", "tree"], "--algorithm is 'tree'; allowed"),
+    "batch": (["--model", "gpt2", "--batch", "0"], "--batch is 0; allowed"),
+    "json": (["--model", "gpt2", "--json", "/no/f"], "--json: cannot write /no/f"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_one_line_and_exit_code_2(arguments, says, capsys):
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err

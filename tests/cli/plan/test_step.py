@@ -1,0 +1,102 @@
+"""The two clocks: the wire carries what the traffic formula says; timelines worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringdp.cli.plan.step import Step, predict
+from ringdp.parallel.layout import layout
+from ringdp.parallel.memory import Widths, traffic
+from ringdp.parallel.stages import STAGES
+
+FLOAT32 = Widths(4, 4, 4)
+FROZEN = Widths(4, 4, 4, trainable=False)
+BF16 = Widths(4, 2, 2, apart=True, own=False)
+RANKS = 4
+
+
+def run(sizes, stage, widths, *, cost, forward, groups=None, limit=None):
+    units = layout([(str(i), [("w", s)]) for i, s in enumerate(sizes)], RANKS)
+    most = max(
+        (w.compute * u.padded for u, w in zip(units[1:], widths[1:], strict=True)), default=0
+    )
+    return units, predict(
+        units,
+        groups or [[i] for i in range(len(sizes))],
+        STAGES[stage],
+        widths=widths,
+        limit=most if limit is None else limit,
+        cost=cost,
+        forward=forward,
+        optimizer=0.0,
+    )
+
+
+def sent(collective: str, size: int) -> float:
+    return (2 if collective == "all_reduce" else 1) * (RANKS - 1) * size // RANKS
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 999), st.sampled_from([FLOAT32, FROZEN, BF16])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([0, 1, 2, 3]),
+    st.integers(0, 5000),
+)
+def test_the_wire_carries_what_the_traffic_formula_says(units, stage, limit):
+    sizes, widths = zip(*units, strict=True)
+    plan, step = run(sizes, stage, widths, cost=sent, forward=[1.0] * len(sizes), limit=limit)
+    assert step.communication == traffic(plan, [0], STAGES[stage], widths=widths)
+    assert 0 <= step.exposed <= step.communication
+    assert step.compute == 3 * len(sizes)
+
+
+# A root without parameters, and two equal units A and B. Every collective takes 1, a unit's forward
+# 1, its backward 2.
+#
+#     stage 0      forward 0-2, B's backward 2-4, reduced 4-5; A's 4-6, reduced 6-7
+#     stages 1, 2  A gathered 0-1, B 1-2 behind A's forward; then as stage 0
+#     stage 3      as 1, but B is freed at 3, gathered again and waited for to 4; A behind B
+BY_HAND = {
+    0: Step(compute=6, communication=2, exposed=1, optimizer=0),
+    1: Step(compute=6, communication=4, exposed=2, optimizer=0),
+    2: Step(compute=6, communication=4, exposed=2, optimizer=0),
+    3: Step(compute=6, communication=6, exposed=3, optimizer=0),
+}
+
+
+@pytest.mark.parametrize("stage", BY_HAND)
+def test_timelines_worked_out_by_hand(stage):
+    def cost(_collective: str, size: int) -> float:
+        return 1.0 if size else 0.0
+
+    _, step = run([0, 64, 64], stage, [FROZEN, FLOAT32, FLOAT32], cost=cost, forward=[0, 1, 1])
+    assert step == BY_HAND[stage]
+    assert step.total == step.compute + step.exposed
+    assert step.hidden == step.communication - step.exposed
+
+
+def test_a_reduction_without_its_own_bucket_waits_for_the_one_before():
+    """Reductions of 10 behind backwards of 2: the second starts when the first is through."""
+
+    def cost(collective: str, size: int) -> float:
+        return 10.0 if size and collective == "reduce_scatter" else 0.0
+
+    both = [
+        run([0, 64, 64, 64], stage, [FROZEN] + 3 * [FLOAT32], cost=cost, forward=[0, 1, 1, 1])[1]
+        for stage in (1, 2)
+    ]
+    # Backward of the third unit ends at 5; the wire is busy to 35 in either case. In stage 2 the
+    # second unit's waits at 7 to 15, the first's, 15-17, at 17 to 25.
+    assert [s.compute + s.exposed for s in both] == [35, 35]
+    assert [s.exposed for s in both] == [26, 26]
+
+
+def test_without_compute_nothing_is_hidden():
+    _, step = run([64, 64, 64], 3, [FLOAT32] * 3, cost=sent, forward=[0.0] * 3)
+    assert step.hidden == 0
+    assert step.total == step.communication > 0
