@@ -107,7 +107,7 @@ NB_MODULE(_core, m) {
       .def("remember", &Ready::remember)
       .def("forget", &Ready::forget)
       .def("run", &Ready::run, nb::arg("collective"), nb::arg("whole").none(),
-           nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag"), nb::arg("number"), nb::arg("site"));
+           nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag").none(), nb::arg("number"), nb::arg("site"));
 
   m.def("mailbox_size", &Mailbox::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");

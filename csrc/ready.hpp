@@ -80,10 +80,12 @@ class Ready {
   // As Prepared::run; or -1, and nothing is done, if there was no such call, or its tensors are not
   // the buffers themselves: both plain, and apart or the part in its place in the whole.
   std::int64_t run(int collective, nb::handle whole, nb::handle part, nb::handle op,
-                   std::int64_t tag, std::uint64_t number, nb::bytes site) {
+                   nb::handle tag, std::uint64_t number, nb::bytes site) {
     const auto all = tensors_.plain(whole.ptr());
-    const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8(op.ptr()) : nullptr;
-    if (!all || !text) return PyErr_Clear(), -1;
+    Py_ssize_t letters = 0;
+    const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8AndSize(op.ptr(), &letters) : nullptr;
+    const auto label = PyLong_Check(tag.ptr()) ? PyLong_AsLongLong(tag.ptr()) : -1;  // -1: no tag
+    if (!all || !text || letters > kLetters || label < 0) return PyErr_Clear(), -1;
     std::uintptr_t piece = 0;
     if (!part.is_none()) {
       const auto one = tensors_.plain(part.ptr());
@@ -92,13 +94,14 @@ class Ready {
       if (!apart && one->data != all->data + rank_ * one->bytes) return -1;
       piece = reinterpret_cast<std::uintptr_t>(one->data);
     }
-    const auto found = known_.find({collective, all->dtype, all->elements, packed(text), tag});
+    const auto found = known_.find({collective, all->dtype, all->elements, packed(text), label});
     if (found == known_.end()) return -1;
     last_ = found->second;
     return nb::cast<Prepared&>(last_).run(reinterpret_cast<std::uintptr_t>(all->data), piece, number, site);
   }
 
  private:
+  static constexpr Py_ssize_t kLetters = 4;    // of the longest op
   static constexpr std::size_t kMost = 4096;  // calls that it remembers; then it forgets them all
 
   struct Key {
@@ -118,7 +121,6 @@ class Ready {
       return h;
     }
   };
-  // An op's name is at most 8 letters.
   static std::uint64_t packed(std::string_view op) {
     std::uint64_t word = 0;
     std::memcpy(&word, op.data(), std::min(op.size(), sizeof word));

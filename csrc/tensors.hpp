@@ -30,7 +30,7 @@ struct DlExchange {
   int (*view)(PyObject*, DlTensor*);  // 0, or -1 and a Python error
 };
 
-// A tensor that is its own buffer: on the CPU, contiguous, of a real dtype.
+// A tensor that is its own buffer: in memory on the CPU, contiguous, of a real dtype.
 struct Plain {
   std::byte* data;
   int dtype;  // the order of transport.base.DTYPES
@@ -64,7 +64,7 @@ class Tensors {
       if (seen.shape[d] != 1 && seen.strides && seen.strides[d] != elements) return std::nullopt;
       elements *= seen.shape[d];
     }
-    if (negative(object)) return std::nullopt;
+    if ((!seen.data && elements) || negative(object)) return std::nullopt;
     auto* data = static_cast<std::byte*>(seen.data) + seen.byte_offset;
     return Plain{data, dtype, elements, std::size_t(elements) * seen.bits / 8};
   }

@@ -26,8 +26,16 @@ class Flat(NamedTuple):
 
 
 def flat(tensor: Tensor, *, read: bool = True) -> Flat:
-    """The tensor as a buffer. If not `read`, a copy holds anything: all of it will be written."""
+    """The tensor as a buffer. If not `read`, a copy holds anything: all of it will be written.
+
+    Raises UsageError for a tensor without memory, such as a fake one or one that FSDP has freed.
+    """
     data = tensor.detach()
+    if tensor.device.type != "meta" and lacks_memory(data):
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory: it is a fake one, or its "
+            "storage was freed or cut; allowed: a tensor whose elements are in memory"
+        )
     home = None
     if not data.is_contiguous() or data.is_conj() or data.is_neg():
         home = data
@@ -38,6 +46,15 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
     if data.is_complex():
         data = torch.view_as_real(data)
     return Flat(data.view(-1), home)
+
+
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether elements lie nowhere, or behind the end of the tensor's storage."""
+    if tensor.numel() == 0:
+        return False
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() < end or tensor.data_ptr() == 0
 
 
 def flat_output(tensor: Tensor, what: str, *, read: bool = False) -> Flat:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringdp
 from ringdp import Communicator
@@ -101,6 +103,48 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
     for said in ranks(2)(refusals):
         for text, words in zip(said, allowed, strict=True):
             assert all(w in text for w in words), text
+
+
+def freed(elements: int, offset: int) -> Tensor:
+    x = torch.ones(offset + elements)[offset:]
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def after_a_good_call(comm: Communicator) -> list[str]:
+    """The same again is found by its length, dtype, op and tag: what is not the same is looked at."""
+    three, six = torch.ones(3), torch.ones(6)
+    for _ in range(2):
+        comm.all_reduce(three)
+        comm.all_gather(six, three)
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.all_reduce(freed(3, 0)),
+        lambda: comm.all_reduce(freed(5, 2)),
+        lambda: comm.all_gather(freed(6, 0), three),
+        lambda: comm.all_gather(six, freed(3, 0)),
+        lambda: comm.all_reduce(torch._to_functional_tensor(three)),
+        lambda: comm.all_reduce(fake),
+        lambda: comm.all_reduce(three, tag=1 << 70),
+        lambda: comm.all_reduce(three, "sum\0"),  # type: ignore[arg-type]
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(ringdp.UsageError) as error:
+            call()
+        said.append(str(error.value))
+    x = torch.ones(3)
+    comm.all_reduce(x)
+    assert torch.all(x == 2)
+    return said
+
+
+def test_a_call_that_looks_like_an_earlier_one_is_refused_too(ranks):
+    words = ["no memory"] * 6 + [str(1 << 70), "no op"]
+    for said in ranks(2)(after_a_good_call):
+        for text, word in zip(said, words, strict=True):
+            assert word in text
 
 
 def only_one_refused(comm: Communicator) -> None:
