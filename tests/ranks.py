@@ -9,6 +9,7 @@ then thrown away, since its communicator is.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -120,7 +121,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
         except (EOFError, KeyboardInterrupt):
             return
         try:
+            faulthandler.dump_traceback_later(0.9 * timeout)  # where it hangs
             function = getattr(importlib.import_module(module), name)
             pipe.send(function(comm, *arguments))
         except (Exception, pytest.fail.Exception) as e:
             pipe.send(RankError(rank, type(e).__name__, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()

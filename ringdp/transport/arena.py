@@ -2,6 +2,10 @@
 
 One sparse anonymous file, mapped whole by every rank; rank r allocates in the r-th part of it.
 Memory is taken when a tensor is made, and used again when its last view is gone.
+
+Note [the collector comes at any time]
+    What is collected may be found while this very thread allocates. So the end of a tensor takes no
+    lock and changes no table: it puts its memory down, and whoever allocates next picks it up.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Arena:
         self.address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
         part = self.bytes // ranks
         self._free = [(rank * part, (rank + 1) * part)]  # [begin, end), sorted, apart
+        self._back: list[tuple[int, int]] = []  # of them, those whose tensor has gone since
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -51,13 +56,15 @@ class Arena:
         size = max(1, -(-used // ALIGNMENT)) * ALIGNMENT
         begin = self._take(size)
         block = np.frombuffer(self._map, np.uint8, used, begin)  # torch keeps it for the storage
-        weakref.finalize(block, self._give, begin, begin + size).atexit = False
+        # See Note [the collector comes at any time].
+        weakref.finalize(block, self._back.append, (begin, begin + size)).atexit = False
         if used == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(block).view(dtype).view(shape)
 
     def _take(self, size: int) -> int:
         with self._lock:
+            self._join()
             for i, (begin, end) in enumerate(self._free):
                 if end - begin >= size:
                     try:  # out of memory is an error here, not a SIGBUS later
@@ -68,13 +75,14 @@ class Arena:
                     return begin
         raise CommunicationError(f"no room in the arena for {size:,} bytes")
 
-    def _give(self, begin: int, end: int) -> None:
-        with self._lock:
-            insort(self._free, (begin, end))
-            joined: list[tuple[int, int]] = []
-            for first, last in self._free:
-                if joined and joined[-1][1] == first:
-                    joined[-1] = (joined[-1][0], last)
-                else:
-                    joined.append((first, last))
-            self._free = joined
+    def _join(self) -> None:
+        """Make what has come back free again."""
+        while self._back:
+            insort(self._free, self._back.pop())
+        joined: list[tuple[int, int]] = []
+        for begin, end in self._free:
+            if joined and joined[-1][1] == begin:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((begin, end))
+        self._free = joined

@@ -58,7 +58,8 @@ def lifetime(comm: Communicator) -> None:
     arena = comm._transport.arena
     assert arena is not None
     gc.collect()
-    before = list(arena._free)
+    arena._join()
+    before = arena._free
     a = comm.empty(1000, 3, dtype=torch.float64)
     view = a[10:20]
     where = a.data_ptr()
@@ -73,6 +74,7 @@ def lifetime(comm: Communicator) -> None:
     assert again.data_ptr() == where, "its memory is used again"
     del again
     gc.collect()
+    arena._join()
     assert arena._free == before, "free memory is joined"
 
 
@@ -102,3 +104,23 @@ def outlives(comm: Communicator) -> float:
 
 def test_a_tensor_outlives_its_communicator(ranks):
     assert ranks(2)(outlives) == [900_000.0] * 2
+
+
+def found_by_the_collector(comm: Communicator) -> int:
+    """Cycles that hold memory of the arena, collected at every point of an allocation."""
+    thresholds = gc.get_threshold()
+    kept = []
+    try:
+        for allocations in range(1, 60):
+            cycle: list[object] = [comm.empty(100)]
+            cycle.append(cycle)
+            del cycle
+            gc.set_threshold(allocations)
+            kept.append(comm.empty(100))
+    finally:
+        gc.set_threshold(*thresholds)
+    return len({x.data_ptr() for x in kept})
+
+
+def test_memory_may_come_back_while_some_is_taken(ranks):
+    assert ranks(2)(found_by_the_collector) == [59] * 2
