@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
 from tests.parallel.ddp_cases import (
@@ -41,7 +43,9 @@ def refused(comm: Communicator) -> list[str]:
         says(lambda: wrap(device_ids=[0]), UsageError),
         says(lambda: wrap(bucket_cap_mb=-1), UsageError),
         says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
-        says(lambda: wrap().register_comm_hook(None, 3), UsageError),
+        says(lambda: wrap().register_comm_hook(None, 3), TypeError),
+        says(lambda: wrap(mixed_precision=_MixedPrecision(torch.bfloat16)), UsageError),
+        says(lambda: Join([wrap()]), UsageError),
         says(lambda: pickle.dumps(wrap())),
         says(lambda: sparse.module[0].weight.sum().backward() or sparse(torch.tensor([0]))[0]
              .mul(sparse.module[0].weight).sum().backward()),
@@ -58,6 +62,8 @@ def test_a_wrong_model_or_argument_is_told(ranks):
         "at least 0",
         "ringdp.Communicator",
         "callable",
+        "ringdp.Precision",
+        "torch.distributed group",
         "default process group",
         "to have sparse gradient",
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import (
@@ -49,6 +51,48 @@ def uneven(comm: Communicator, options: dict[str, bool], make: str) -> None:
 @pytest.mark.parametrize("make", ["mlp", "batch norm"])
 def test_uneven_inputs_give_torchs_bits(ranks, options, make):
     ranks(2)(uneven, options, make)
+
+
+def joined(comm: Communicator, by_initial_size: bool) -> None:
+    """Beside another joinable, twice, and an iteration of all ranks after each."""
+    gloo()
+    found = []
+    for wrap in (DistributedDataParallel, TORCHS):
+        torch.manual_seed(comm.rank)
+        net = wrap(nn.Sequential(mlp(), nn.BatchNorm1d(3)))
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+        seen = []
+        for inputs in (1 + 2 * comm.rank, 3 - comm.rank):
+            with Join([net, optimizer], divide_by_initial_world_size=by_initial_size):
+                for step in range(inputs):
+                    seen += backward(net, step, comm.rank)
+                    optimizer.step()
+            seen += [t.clone() for t in net.state_dict().values()]
+        seen += backward(net, 9, comm.rank)
+        found.append(seen)
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("by_initial_size", [True, False])
+def test_torchs_join_shadows_it_beside_an_optimizer(ranks, by_initial_size):
+    ranks(2)(joined, by_initial_size)
+
+
+def early(comm: Communicator) -> list[str]:
+    gloo()
+
+    def train(wrap: type[nn.Module]) -> None:
+        net = wrap(mlp())
+        with Join([net], throw_on_early_termination=True):
+            for step in range(1 + comm.rank):
+                backward(net, step, comm.rank)
+
+    return [says(lambda w=w: train(w), RuntimeError) for w in (DistributedDataParallel, TORCHS)]
+
+
+def test_torchs_join_ends_all_ranks_early(ranks):
+    for ours, theirs in ranks(2)(early):
+        assert ours == theirs
 
 
 def uneven_unused(comm: Communicator) -> list[list[float]]:

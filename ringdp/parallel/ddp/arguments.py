@@ -1,15 +1,17 @@
-"""What DDP's arguments mean here, and which of torch's are refused."""
+"""What DDP's arguments mean here, and which of torch's, and which models, are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ringdp.comm import Communicator, over, world
-from ringdp.errors import UsageError
+from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.assign import CAPS, MIB
+from ringdp.parallel.ddp.reducer import Trainable
 
 
 def caps(one: float | None, several: Sequence[float]) -> tuple[int, ...]:
@@ -29,10 +31,19 @@ def of_mesh(group: Any, mesh: Any) -> Any:
     return mesh.get_group(mesh_dim=0)
 
 
+# What serves instead of an argument that is refused.
+INSTEAD = {
+    "mixed_precision": "ringdp.shard(model, stage=0, precision=ringdp.Precision(...)), or autocast",
+}
+
+
 def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value not in (None, False, []):
-            raise UsageError(f"{name} is {value!r}; only CPU modules are trained, without {name}")
+            other = f": use {INSTEAD[name]}" if name in INSTEAD else ""
+            raise UsageError(
+                f"{name} is {value!r}; only CPU modules are trained, without {name}{other}"
+            )
 
 
 def communicator(group: Any) -> Communicator:
@@ -51,3 +62,30 @@ def communicator(group: Any) -> Communicator:
             "torch.distributed group"
         )
     return over(group)
+
+
+def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
+    """In the order of `module.parameters()`, but for names that are `ignored`.
+
+    Raises ModelError where there are none, or none yet, UsageError for torch's SyncBatchNorm.
+    """
+    found: dict[nn.Parameter, Trainable] = {}
+    for prefix, m in module.named_modules():
+        sparse = isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        for name, p in m.named_parameters(prefix, recurse=False):
+            if p.requires_grad and name not in ignored:
+                found.setdefault(p, Trainable(name, p, sparse))
+        if isinstance(m, nn.SyncBatchNorm):
+            raise UsageError(
+                f"{prefix}: torch's SyncBatchNorm does not work on the CPU; use "
+                "ringdp.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )
+    if not found:
+        raise ModelError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter "
+            "that requires a gradient: this one has no trainable parameter"
+        )
+    for name, p, _ in found.values():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(f"{name} is uninitialized: run a forward of the model first")
+    return list(found.values())

@@ -20,6 +20,13 @@ from ringdp.errors import UsageError
 from ringdp.parallel.ddp.bucket import Bucket
 
 
+class NotAHook(UsageError, TypeError):
+    """As torch's class raises."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(f"a communication hook must be callable; this one is {given!r}")
+
+
 class GradBucket:
     """As torch.distributed.GradBucket, of which Python can make none."""
 

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments
-from ringdp.parallel.ddp.hook import BufferHook, CommHook
-from ringdp.parallel.ddp.reducer import Reducer, Settings, Trainable
-from ringdp.parallel.ddp.uneven import Status, Uneven
+from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook
+from ringdp.parallel.ddp.reducer import Reducer, Settings
+from ringdp.parallel.ddp.uneven import Shadow, Status, Uneven
 from ringdp.parallel.outputs import tensors
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Averages `module`'s gradients over all ranks while backward runs, as torch's class does.
 
     Parameters, and buffers, take rank 0's values here; buffers do so again before every forward.
@@ -62,6 +63,7 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         arguments.refuse(
             device_ids=device_ids,
             output_device=output_device,
@@ -96,7 +98,7 @@ class DistributedDataParallel(nn.Module):
         process_group = arguments.of_mesh(process_group, device_mesh)
         self._group = process_group  # as given
         self._buffer_hook: BufferHook | None = None
-        trainable = self._trainable()
+        trainable = arguments.trainables(module, self.parameters_to_ignore)
         self.reducer: Reducer | None = None
         self.comm: Communicator | None = arguments.communicator(process_group)
         if init_sync:
@@ -106,28 +108,6 @@ class DistributedDataParallel(nn.Module):
         self._reducer()
 
     # ---- what it works on
-
-    def _trainable(self) -> list[Trainable]:
-        found: dict[nn.Parameter, Trainable] = {}
-        for prefix, m in self.module.named_modules():
-            sparse = isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
-            for name, p in m.named_parameters(prefix, recurse=False):
-                if p.requires_grad and name not in self.parameters_to_ignore:
-                    found.setdefault(p, Trainable(name, p, sparse))
-            if isinstance(m, nn.SyncBatchNorm):
-                raise UsageError(
-                    f"{prefix}: torch's SyncBatchNorm does not work on the CPU; use "
-                    "ringdp.SyncBatchNorm.convert_sync_batchnorm(model)"
-                )
-        if not found:
-            raise ModelError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter "
-                "that requires a gradient: this one has no trainable parameter"
-            )
-        for name, p, _ in found.values():
-            if isinstance(p, nn.parameter.UninitializedParameter):
-                raise ModelError(f"{name} is uninitialized: run a forward of the model first")
-        return list(found.values())
 
     def _buffers_to_sync(self) -> list[Tensor]:
         """Anew each time: a model may put another tensor in a buffer's place."""
@@ -143,7 +123,8 @@ class DistributedDataParallel(nn.Module):
         if self.comm is None:
             self.comm = arguments.communicator(None)
         if self.reducer is None:
-            self.reducer = Reducer(self._trainable(), self.comm.duplicate(), self.settings)
+            found = arguments.trainables(self.module, self.parameters_to_ignore)
+            self.reducer = Reducer(found, self.comm.duplicate(), self.settings)
             self.reducer.hook = self._hook
         return self.comm, self.reducer
 
@@ -161,16 +142,19 @@ class DistributedDataParallel(nn.Module):
         comm, reducer = self._reducer()
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         buffers = self._buffers_to_sync() if self._syncs(before=True) else []
-        if self._uneven is not None:
+        uneven = self._uneven if self._join_config.enable else None
+        if notified := Join.notify_join_context(self):
+            notified.wait()
+        if uneven is not None:
             broadcasts = bool(buffers) and self._buffer_hook is None
-            self._uneven.exchange(Status(1, int(reduces), int(broadcasts)))
-            reducer.divisor = self._uneven.divisor
+            uneven.exchange(Status(1, int(reduces), int(broadcasts)))
+            reducer.divisor = uneven.divisor
         if reduces:
             reducer.before_forward()
         if buffers and self._buffer_hook:
             reducer.guests += self._buffer_hook.run(self._named_buffers())
         elif buffers:
-            replicas.broadcast(comm, buffers, self._uneven.root if self._uneven else 0)
+            replicas.broadcast(comm, buffers, uneven.root if uneven else 0)
         return reduces
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -221,12 +205,43 @@ class DistributedDataParallel(nn.Module):
         uneven = self._uneven = Uneven(
             comm, initial_size=divide_by_initial_world_size, throw=throw_on_early_termination
         )
+        self._join_config = _JoinConfig(True, throw_on_early_termination, False)
         try:
             yield
             uneven.shadow(self._shadow)
-            self._broadcast(comm, buffers=self.forward_sync_buffers, root=uneven.root)
+            self._agree()
         finally:
             self._uneven, reducer.divisor = None, comm.size
+            self._join_config = _JoinConfig(False, False, False)
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
+        """For torch's Join of a model and a ZeroRedundancyOptimizer, say; see `join`.
+
+        It needs a torch.distributed group. `_`: what Join was given for its other joinables.
+        """
+        comm, _reducer = self._reducer()
+        self._uneven = Uneven(comm, initial_size=divide_by_initial_world_size, throw=False)
+        return Shadow(self._uneven, self._shadow, self._agree)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        group = self.process_group
+        if isinstance(group, Communicator):
+            raise UsageError(
+                f"process_group is {group!r}; torch's Join counts ranks over a torch.distributed "
+                "group: give the model such a one, or use its own join()"
+            )
+        return group
+
+    def _agree(self) -> None:
+        """Take what a rank holds that ended last. Collective."""
+        comm, _ = self._reducer()
+        assert self._uneven is not None
+        self._broadcast(comm, buffers=self.forward_sync_buffers, root=self._uneven.root)
 
     def _shadow(self, status: Status) -> None:
         """What the others do in one forward and backward, without inputs."""
@@ -249,7 +264,7 @@ class DistributedDataParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """`hook(state, bucket)` reduces each bucket instead of the average; see `hook`."""
         if not callable(hook):
-            raise UsageError(f"a communication hook must be callable; this one is {hook!r}")
+            raise NotAHook(hook)
         if self._hook is not None:
             raise ModelError("register_comm_hook can only be called once")
         self._hook = CommHook(state, hook)
@@ -264,7 +279,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         """`hook(state, buffers)` brings buffers together instead of rank 0's broadcast."""
         if not callable(hook):
-            raise UsageError(f"a communication hook must be callable; this one is {hook!r}")
+            raise NotAHook(hook)
         before = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
         self._buffer_hook = BufferHook(state, hook, before)
 
@@ -293,6 +308,7 @@ class DistributedDataParallel(nn.Module):
             )
         state = copy.copy(self.__dict__)
         state["comm"] = state["reducer"] = state["_uneven"] = None
+        state["_join_config"] = _JoinConfig(False, False, False)
         return state
 
     def _set_static_graph(self) -> None:

@@ -5,6 +5,9 @@
     nobody trains     all take the parameters and buffers of a rank that ended last
 
 Collectives of the model itself, such as SyncBatchNorm's, are not shadowed.
+
+`ddp.join()` does all of it over ringdp. torch's `Join([ddp, optimizer])` counts those that train
+over the torch.distributed group, and asks each of its joinables to shadow one iteration: `Shadow`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.distributed.algorithms.join import JoinHook
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError
@@ -27,8 +31,8 @@ class Status(NamedTuple):
 
 
 class Uneven:
-    """While inside `ddp.join()`. `initial_size`: gradients are divided by the number of all ranks,
-    also once some have ended; else by the number of those that train."""
+    """While inside `ddp.join()`, or torch's Join. `initial_size`: gradients are divided by the
+    number of all ranks, also once some have ended; else by the number of those that train."""
 
     def __init__(self, comm: Communicator, *, initial_size: bool, throw: bool) -> None:
         self.comm, self.initial_size, self.throw = comm, initial_size, throw
@@ -55,3 +59,19 @@ class Uneven:
         """Do `step` for each forward of the others, until all have ended. Collective."""
         while (status := self.exchange(Status())).trains:
             step(status)
+
+
+class Shadow(JoinHook):
+    """What torch's Join calls on a rank without inputs; its collectives are those of `Uneven`."""
+
+    def __init__(
+        self, uneven: Uneven, step: Callable[[Status], None], agree: Callable[[], None]
+    ) -> None:
+        self.uneven, self.step, self.agree = uneven, step, agree
+
+    def main_hook(self) -> None:
+        self.step(self.uneven.exchange(Status()))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """`agree`: all take what a rank holds that ended last."""
+        self.agree()
