@@ -3,6 +3,8 @@ buffer, at 2 ranks, where torch's order of additions is ours too."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.ddp_cases import CASES, Case, Wrap
+from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, Case, Wrap, backward, equal
 
 pytestmark = pytest.mark.process
 
@@ -62,3 +64,39 @@ def compare(comm: Communicator, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_bits_equal_torchs(ranks, name):
     ranks(2)(compare, name)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def compiled(comm: Communicator) -> list[int]:
+    """How many graphs torch.compile makes of the whole, for ours and torch's."""
+    gloo()
+    found, counts = [], []
+    for wrap in (ringdp.DistributedDataParallel, TORCHS):
+        graphs: list[Any] = []
+
+        def keep(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch.manual_seed(0)
+        net = torch.compile(wrap(Deep(), bucket_cap_mb=0.001), backend=keep)
+        found.append([g for step in range(3) for g in backward(net, step, comm.rank)])
+        counts.append(len(graphs))
+        assert TORCHS._get_active_ddp_module() is None
+    assert equal(*found)
+    return counts
+
+
+def test_a_compiled_wrapper_is_cut_where_buckets_end(ranks):
+    for ours, theirs in ranks(2)(compiled):
+        assert ours == theirs > 1

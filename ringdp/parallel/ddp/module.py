@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.comm import Communicator
@@ -88,6 +89,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
+        self.bucket_bytes_cap = self.settings.caps[-1]  # torch.compile cuts graphs by it
         synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = synced is not False
         self.require_backward_grad_sync = True
@@ -132,7 +134,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         reduces = self._before_forward()
-        output = self.module(*inputs, **kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            self._leave_module()
         self._after_forward(output, reduces=reduces)
         return output
 
@@ -155,7 +160,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             reducer.guests += self._buffer_hook.run(self._named_buffers())
         elif buffers:
             replicas.broadcast(comm, buffers, uneven.root if uneven else 0)
+        self._outer = (_Torchs._active_ddp_module,)
+        _Torchs._active_ddp_module = self  # type: ignore[assignment]
         return reduces
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _leave_module(self) -> None:
+        (_Torchs._active_ddp_module,) = self._outer
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, output: Any, *, reduces: bool) -> None:
@@ -215,11 +226,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._join_config = _JoinConfig(False, False, False)
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """For torch's Join of a model and a ZeroRedundancyOptimizer, say; see `join`.
-
-        It needs a torch.distributed group. `_`: what Join was given for its other joinables.
-        """
-        comm, _reducer = self._reducer()
+        """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
+        comm = self._reducer()[0]
         self._uneven = Uneven(comm, initial_size=divide_by_initial_world_size, throw=False)
         return Shadow(self._uneven, self._shadow, self._agree)
 
@@ -322,20 +330,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What torch's class tells of itself, as far as it applies here; bytes."""
         comm, reducer = self._reducer()
-        sizes = [sum(s.parameter.nbytes for s in b.slots) for b in reducer.buckets]
         return {
             "world_size": comm.size,
             "rank": comm.rank,
             "module_name": type(self.module).__name__,
-            "num_parameter_tensors": len(reducer.parameters),
-            "total_parameter_size_bytes": sum(sizes),
-            "bucket_cap_bytes": self.settings.caps[-1],
-            "bucket_sizes": ", ".join(map(str, sizes)),
-            "has_rebuilt_buckets": int(reducer.rebuilt),
-            "find_unused_parameters": int(self.settings.find_unused_parameters),
-            "static_graph": int(self.settings.static_graph),
-            "gradient_as_bucket_view": int(self.settings.gradient_as_bucket_view),
             "broadcast_buffers": int(self.forward_sync_buffers),
+            **reducer.facts(),
         } | ({"comm_hook": self._hook.name} if self._hook else {})
 
     @staticmethod

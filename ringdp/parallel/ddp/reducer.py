@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +254,20 @@ class Reducer:
         self._land()
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
+
+    def facts(self) -> dict[str, Any]:
+        """For whoever asks how it works; bytes."""
+        sizes = [sum(s.parameter.nbytes for s in b.slots) for b in self.buckets]
+        return {
+            "num_parameter_tensors": len(self.parameters),
+            "total_parameter_size_bytes": sum(sizes),
+            "bucket_cap_bytes": self.settings.caps[-1],
+            "bucket_sizes": ", ".join(map(str, sizes)),
+            "has_rebuilt_buckets": int(self.rebuilt),
+            "find_unused_parameters": int(self.settings.find_unused_parameters),
+            "static_graph": int(self.settings.static_graph),
+            "gradient_as_bucket_view": int(self.settings.gradient_as_bucket_view),
+        }
 
     def _unfinished(self) -> str:
         lost = [i for i, left in enumerate(self._left) if left > 0]
