@@ -14,6 +14,11 @@ Job to the communicator's `_issue`. For all of them:
 - `tag` says what is moved: ranks whose tags differ raise CollectiveMismatch.
 - A bad argument raises UsageError before anything is sent. PeerLost, CollectiveTimeout and
   CollectiveMismatch are raised by the call, or with async_op by `wait`.
+- A call ends once this rank has done its part, not once all have theirs: a rank that waits for
+  nobody, as the root of a binomial broadcast while there is room for what it sends, may not know of
+  a death by then. It hears of it at its next call that waits for another rank, or the `wait` for
+  such a one, and at `close` at the latest. If a third rank finds the death, its next call of any
+  kind raises.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from tests.comm.failing import hear
-from tests.forks import PATIENCE, Forks, Say
+from tests.forks import PATIENCE, Forks, Say, store
 
 pytestmark = pytest.mark.process
 
@@ -73,22 +75,58 @@ def test_a_new_process_takes_the_place_of_a_dead_one(forks: Forks):
     assert first == last == (0, ["PeerLost", 1 + 1000 + 3])
 
 
-def ends_unheard(comm: Communicator, say: Say, how: str) -> None:
+def broadcasts(comm: Communicator) -> None:
+    """Each waits for nobody, while there is room for what it sends."""
+    for _ in range(1000):
+        comm.broadcast(torch.ones(10), algorithm="binomial")
+
+
+OCCASIONS: dict[str, Callable[[Communicator], None]] = {
+    "close": lambda c: c.close(),
+    "call": lambda c: c.barrier(),
+    "wait": lambda c: c.all_reduce(torch.ones(10), async_op=True).wait(),
+    "no room": broadcasts,
+}
+
+
+def ends_unheard(comm: Communicator, say: Say, occasion: str) -> None:
     """A broadcast that has ended at its root, while a rank that it was for is no more."""
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    comm.broadcast(torch.ones(10), algorithm="binomial")
+    work = comm.broadcast(torch.ones(10), algorithm="binomial", async_op=True)
     while "ended" not in ringdp.comm.table.process_state(comm._transport.record(1).pid):
-        pass
-    say(hear(comm, getattr(comm, how)))
+        time.sleep(0.001)
+    work.wait()  # it has ended here: that is no occasion
+    say(hear(comm, lambda: OCCASIONS[occasion](comm)))
 
 
-@pytest.mark.parametrize("how", ["close", "barrier"])
-def test_what_ended_at_its_root_alone_is_told_at_the_next_occasion(forks: Forks, how):
-    (_, (heard,)), _ = forks(2, ends_unheard, how)
+@pytest.mark.parametrize("occasion", OCCASIONS)
+def test_what_ended_at_its_root_alone_is_told_at_the_next_occasion(forks: Forks, occasion):
+    (_, (heard,)), _ = forks(2, ends_unheard, occasion)
     assert heard.error == "PeerLost"
     assert "; rank 1 has ended (" in heard.text
+
+
+def hears_from_a_third(comm: Communicator, say: Say) -> None:
+    """Rank 2 dies, rank 1 waits for it and so finds it out, and rank 0 waits for nobody."""
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 1:
+        say(hear(comm, comm.barrier))
+        store().set("told", "")
+    else:
+        store().wait(["told"])
+        say(hear(comm, lambda: comm.broadcast(torch.ones(10), algorithm="binomial")))
+
+
+def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks):
+    for code, said in forks(3, hears_from_a_third)[:2]:
+        assert code == 0
+        (heard,) = said
+        assert heard.error == "PeerLost"
+        assert "; rank 2 has ended (" in heard.text
 
 
 TRAINING = """

@@ -54,7 +54,9 @@ def test_code_that_is_made_again_and_again_is_not_kept_for_good():
 
 def test_a_thread_that_runs_none_of_the_users_code_is_said_to(monkeypatch):
     monkeypatch.setattr(call, "_OURS", ("/",))
-    monkeypatch.setattr(call, "_sites", {})
+    sites: dict[int, bytes] = {}
+    monkeypatch.setattr(call, "_sites", sites)
+    monkeypatch.setattr(call, "_site_of", sites.get)
     found: list[bytes] = []
     thread = threading.Thread(target=lambda: found.append(call_site(1)))
     thread.start()

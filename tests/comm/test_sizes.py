@@ -1,0 +1,113 @@
+"""Ranks that disagree about the sizes of parts: an error on every rank, which names who is odd."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ringdp import Communicator
+from tests.comm.failing import Heard, fallible, hear
+
+pytestmark = pytest.mark.process
+
+PART = 6  # elements of a part, where all is even
+LARGE = 50_000  # and where it takes several slabs
+
+Sizes = list[int]
+
+MESSAGE = re.compile(
+    r"  rank 0 found a message of (\d+) bytes of collective #1 from rank 1 "
+    r"where it expected a message of (\d+) bytes of collective #1"
+)
+
+
+def moved(sizes: Sizes) -> Sizes:
+    """As many in all."""
+    return [sizes[0] - 1, sizes[1] + 1, *sizes[2:]]
+
+
+def fewer(sizes: Sizes) -> Sizes:
+    """By one that the last rank has."""
+    return [*sizes[:-1], sizes[-1] - 1]
+
+
+def none(sizes: Sizes) -> Sizes:
+    return [0] * len(sizes)
+
+
+def begin(comm: Communicator, what: str, sizes: Sizes) -> None:
+    me = comm.rank
+    whole, part = torch.zeros(sum(sizes)), torch.zeros(sizes[me])
+    match what:
+        case "all_gather_v":
+            comm.all_gather_v(whole, part, sizes)
+        case "reduce_scatter_v":
+            comm.reduce_scatter_v(part, whole, sizes)
+        case "gather_v":
+            comm.gather_v(whole if me == 0 else None, part, sizes)
+        case "scatter_v":
+            comm.scatter_v(part, whole if me == 0 else None, sizes)
+
+
+@fallible
+def disagree(comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part: int) -> Heard:
+    """Rank 1 means other sizes than the others."""
+    sizes = [part] * comm.size
+    mine = odd(sizes) if comm.rank == 1 else sizes
+    heard = hear(comm, lambda: begin(comm, what, mine), comm.barrier)
+    assert heard is not None, f"{what} went on"
+    return heard
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("odd", [moved, fewer, none])
+@pytest.mark.parametrize("what", ["all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"])
+def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, n):
+    name = what.removesuffix("_v")
+    for h in ranks(n)(disagree, what, odd, PART):
+        assert h.error == h.again == "CollectiveMismatch", h
+        first, *calls = h.text.splitlines()[:4]
+        assert re.fullmatch(r"ranks (1 and \d|\d and 1) called differently:", first), h
+        for call in calls[:2]:
+            assert f": {name} #1 (float32" in call, h
+            assert f" at {__file__}:" in call, h
+        counted = {call.partition(") of ")[2].partition(" ")[0] for call in calls[:2]}
+        assert len(counted) == 2 or calls[2] == "  with different sizes", h
+
+
+@fallible
+def sends_other(comm: Communicator, more: int, part: int) -> Heard:
+    """Rank 1 sends rank 0 more than that expects, or less; all other parts are as expected."""
+    received = [part] * comm.size
+    sent = [part + more * (comm.rank == 1), *received[1:]]
+
+    def call() -> None:
+        out = torch.zeros(sum(received))
+        comm.all_to_all_v(out, torch.zeros(sum(sent)), received, sent)
+
+    heard = hear(comm, call, comm.barrier)
+    assert heard is not None, "it went on"
+    return heard
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("part", "more"), [(PART, 1), (PART, -1), (PART, -PART), (0, 1), (LARGE, 1), (LARGE, -LARGE)]
+)
+def test_a_part_of_another_size_is_a_mismatch_on_all(ranks, part, more, n):
+    for h in ranks(n)(sends_other, more, part):
+        assert h.error == h.again == "CollectiveMismatch", h
+        first, zero, one, why = h.text.splitlines()[:4]
+        assert first == "ranks 0 and 1 called differently:", h
+        for rank, call in enumerate((zero, one)):
+            assert call.startswith(f"  rank {rank}: all_to_all_v #1 (float32) of "), h
+            assert f" at {__file__}:" in call, h
+        found = MESSAGE.fullmatch(why)
+        if found is None:  # all of their slabs but for how many
+            assert why == "  with different sizes", h
+        else:
+            given, expected = map(int, found.groups())
+            assert (given > expected) == (more > 0), h
