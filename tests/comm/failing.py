@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from ringdp import CommunicationError, Communicator, Work
+from ringdp.schedule import ALGORITHMS
 
 
 class Heard(NamedTuple):
@@ -75,7 +80,7 @@ def fallible(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Each moves x, or so many elements from or to every rank.
-COLLECTIVES: dict[str, Callable[..., Work]] = {
+PLAIN: dict[str, Callable[..., Work]] = {
     "all_reduce": lambda c, x, **how: c.all_reduce(x, **how),
     "reduce_scatter": lambda c, x, **how: c.reduce_scatter(
         torch.empty_like(x), all_of(c, x), **how
@@ -87,7 +92,103 @@ COLLECTIVES: dict[str, Callable[..., Work]] = {
     "scatter": lambda c, x, **how: c.scatter(x, all_of(c, x), **how),
     "all_to_all": lambda c, x, **how: c.all_to_all(all_of(c, x), all_of(c, x), **how),
 }
+UNEVEN: dict[str, Callable[..., Work]] = {
+    "reduce_scatter_v": lambda c, x, **how: c.reduce_scatter_v(
+        torch.empty_like(x), all_of(c, x), sizes(c, x), **how
+    ),
+    "all_gather_v": lambda c, x, **how: c.all_gather_v(all_of(c, x), x, sizes(c, x), **how),
+    "gather_v": lambda c, x, **how: c.gather_v(all_of(c, x), x, sizes(c, x), **how),
+    "scatter_v": lambda c, x, **how: c.scatter_v(x, all_of(c, x), sizes(c, x), **how),
+    "all_to_all_v": lambda c, x, **how: c.all_to_all_v(
+        all_of(c, x), all_of(c, x), sizes(c, x), sizes(c, x), **how
+    ),
+}
+COLLECTIVES = PLAIN | UNEVEN
 
 
 def all_of(comm: Communicator, x: Tensor) -> Tensor:
     return x.repeat(comm.size)
+
+
+def sizes(comm: Communicator, x: Tensor) -> list[int]:
+    return [x.numel()] * comm.size
+
+
+class Form(NamedTuple):
+    """A collective by one of its algorithms."""
+
+    collective: str
+    algorithm: str
+
+    def __str__(self) -> str:
+        return f"{self.collective} by {self.algorithm}"
+
+    @property
+    def name(self) -> str:
+        """As errors call it."""
+        own = self.collective == "all_to_all_v"  # with rows of its own
+        return self.collective if own else self.collective.removesuffix("_v")
+
+    def call(self, comm: Communicator, x: Tensor, **how: Any) -> Work:
+        if self.collective != "all_to_all_v":  # which has no choice
+            how["algorithm"] = self.algorithm
+        return COLLECTIVES[self.collective](comm, x, **how)
+
+    def begin(self, comm: Communicator, x: Tensor) -> Work:
+        return self.call(comm, x, async_op=True)
+
+
+FORMS = [Form(a.collective, a.name) for a in ALGORITHMS if a.collective in PLAIN]
+FORMS += [Form(collective, "direct") for collective in UNEVEN]
+
+
+def forms(turn: int | None) -> list[Form]:
+    """All of them, or in each turn another algorithm of every collective, and one with sizes."""
+    if turn is None:
+        return FORMS
+    found = []
+    for collective in [*PLAIN, list(UNEVEN)[turn % len(UNEVEN)]]:
+        choice = [f for f in FORMS if f.collective == collective]
+        found.append(choice[turn % len(choice)])
+    return found
+
+
+WHENS, RANKS = ("before", "within", "after"), (2, 4, 8)
+
+
+def matrix(hows: Iterable[str]) -> list[ParameterSet]:
+    """(how, when, ranks, victim, turn) of failures: a sample, and in `exhaustive` the product."""
+    rows = list(product(hows, WHENS, RANKS))
+    sample = [
+        pytest.param(how, when, n, (n - 1) * (turn % 2), turn, id=f"{how}-{when}-{n}")
+        for turn, (how, when, n) in enumerate(rows)
+    ]
+    return sample + [
+        pytest.param(
+            *(how, when, n, victim, None),
+            id=f"{how}-{when}-{n}-rank{victim}",
+            marks=pytest.mark.exhaustive,
+        )
+        for how, when, n in rows
+        for victim in (0, n - 1)
+    ]
+
+
+CALL = re.compile(r"rank \d waited for (\w+) #\d+ \(.*\) of \d+ elements, tag 0, at (.+?):(\d+)\b")
+
+
+def names_its_line(text: str) -> bool:
+    """Whether an error begins with a call and a line that makes it; `hear` makes those it is given
+    as `call()`."""
+    found = CALL.match(text)
+    if found is None:
+        return False
+    line = linecache.getline(found[2], int(found[3]))
+    return f".{found[1]}" in line or line.strip() == "call()"
+
+
+def row_of(rank: int, text: str) -> str:
+    """Its row in the table of an error that says the rest in one line."""
+    row = text.splitlines()[2 + rank]
+    assert row.split()[0] == str(rank)
+    return row

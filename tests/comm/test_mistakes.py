@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringdp import Communicator, Work
-from tests.comm.failing import COLLECTIVES, Heard, hear, held
+from tests.comm.failing import RANKS, Form, Heard, forms, hear, held
 from tests.forks import Forks, Say
 
 pytestmark = pytest.mark.process
@@ -34,32 +34,46 @@ REDUCE, ROOTED = (
     {"broadcast", "reduce", "gather", "scatter"},
 )
 HAVE = {"op": REDUCE, "average": REDUCE, "root": ROOTED}
-CASES = [(w, c) for w in list(MISTAKES)[1:] for c in COLLECTIVES if c in HAVE.get(w, COLLECTIVES)]
 
 
-def mistaken(comm: Communicator, say: Say) -> None:
+def cases(turn: int | None) -> list[tuple[str, Form]]:
+    return [
+        (what, form)
+        for what in list(MISTAKES)[1:]
+        for form in forms(turn)
+        if what not in HAVE or form.name in HAVE[what]
+    ]
+
+
+def mistaken(comm: Communicator, say: Say, turn: int | None) -> None:
     """Case by case, where the middle rank makes the mistake."""
     before = held()
-    for case in CASES:
+    for case in cases(turn):
         say(mistaken_once(comm, *case))
     assert held() == before
 
 
-def mistaken_once(comm: Communicator, what: str, collective: str) -> Heard | None:
-    begin, mine = COLLECTIVES[collective], comm.rank == comm.size // 2
+def mistaken_once(comm: Communicator, what: str, form: Form) -> Heard | None:
+    mine = comm.rank == comm.size // 2
     with comm.duplicate() as c:
         c.barrier()  # collective 0
         call = MISTAKES[what if mine else "nothing"]
-        heard = hear(c, lambda: call(begin, c), c.barrier)
+        heard = hear(c, lambda: call(form.call, c), c.barrier)
         comm.barrier()  # no rank closes before all have heard
     return heard
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n):
-    for rank, (code, said) in enumerate(forks(n, mistaken)):
+@pytest.mark.parametrize(
+    ("n", "turn"),
+    [
+        *((n, turn) for turn, n in enumerate(RANKS)),
+        *(pytest.param(n, None, marks=pytest.mark.exhaustive) for n in RANKS),
+    ],
+)
+def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
+    for rank, (code, said) in enumerate(forks(n, mistaken, turn)):
         assert code == 0
-        for case, h in zip(CASES, said, strict=True):
+        for case, h in zip(cases(turn), said, strict=True):
             where = f"{case} on rank {rank} of {n}: {h}"
             assert h is not None, where
             assert h.error == h.again == "CollectiveMismatch", where
@@ -69,7 +83,7 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n):
             assert str(n // 2) in (one, other), where
             assert call[:2] != other_call[:2], where
             for _, name, _, file, line in calls:
-                assert f".{name}(" in linecache.getline(file, int(line)), where
+                assert f".{name}" in linecache.getline(file, int(line)), where
 
 
 def other_roots(comm: Communicator, say: Say) -> None:
