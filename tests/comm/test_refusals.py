@@ -112,7 +112,7 @@ def freed(elements: int, offset: int) -> Tensor:
 
 
 def after_a_good_call(comm: Communicator) -> list[str]:
-    """The same again is found by its length, dtype, op and tag: what is not the same is looked at."""
+    """The same again is found by length, dtype, op and tag: what is not the same is looked at."""
     three, six = torch.ones(3), torch.ones(6)
     for _ in range(2):
         comm.all_reduce(three)

@@ -81,8 +81,8 @@ class Gpt(NamedTuple):
 
     def block(self) -> Parameters:
         d = self.width
-        wide = (("query_key_value", d, 3 * d), ("attention_out", d, d))
-        wide += (("mlp_in", d, 4 * d), ("mlp_out", 4 * d, d))
+        wide = [("query_key_value", d, 3 * d), ("attention_out", d, d)]
+        wide += [("mlp_in", d, 4 * d), ("mlp_out", 4 * d, d)]
         linears = [(f"{n}.weight", i * o) for n, i, o in wide]
         linears += [(f"{n}.bias", o) for n, _, o in wide]
         norms = [(f"norm_{i}.{w}", d) for i in (1, 2) for w in ("weight", "bias")]
