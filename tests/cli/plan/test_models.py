@@ -68,7 +68,7 @@ def test_scaling_keeps_the_layout():
         ("/nowhere/m.py:net", "cannot read /nowhere/m.py: No such file"),
         (f"{HERE}:absent", "has no function 'absent'; it has net, huge, number, raising"),
         (f"{HERE}:number", "number() returned int; allowed: a torch.nn.Module"),
-        (f"{HERE}:raising", "raising() raised KeyError: 'no such shape' (line 34)"),
+        (f"{HERE}:raising", "raising() raised KeyError: 'no such shape' (line 32)"),
     ],
 )
 def test_what_is_no_model_is_refused(given, says):
