@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rows import REFERENCE
 
 from ringdp.cli.main import main
 from ringdp.cli.mode_report import complaints, show
 from ringdp.cli.modes import ModeRun, Part
 from ringdp.cli.options import MODES, Options, parse_modes
 from ringdp.errors import UsageError
+from tests.cli.rows import REFERENCE
 
 OPTIONS = Options(batch=16, context=64)
 WORKER = Part((5.5, 4.0, 2.5), (0.2, 0.1, 0.1), 10, "d")

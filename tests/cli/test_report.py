@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from rows import MEMORY, REFERENCE, STAGE_0, STAGES
 
 from ringdp.cli.live import Display, plain_line
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import sample_line, show
 from ringdp.cli.training import Progress
+from tests.cli.rows import MEMORY, REFERENCE, STAGE_0, STAGES
 
 
 def shown(

@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from rows import MEMORY, REFERENCE, STAGE_0, STAGES
 
 from ringdp.cli.record import Record
 from ringdp.cli.verdict import complaints, loss_bound
+from tests.cli.rows import MEMORY, REFERENCE, STAGE_0, STAGES
 
 STAGE_3 = STAGES[3]
 BROKEN = {

@@ -35,9 +35,10 @@ def batch() -> Tensor:
 
 
 def storages() -> dict[int, int]:
-    """Address -> bytes of every tensor storage that Python can reach."""
+    """Address -> bytes of every storage of floats that Python can reach (a communicator's own
+    tensor, that of its barrier, is an int32)."""
     gc.collect()
-    live = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    live = [o for o in gc.get_objects() if isinstance(o, Tensor) and o.is_floating_point()]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live}
 
 
