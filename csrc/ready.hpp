@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstring>
 #include <string_view>
 #include <unordered_map>
 
@@ -85,7 +86,8 @@ class Ready {
     Py_ssize_t letters = 0;
     const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8AndSize(op.ptr(), &letters) : nullptr;
     const auto label = PyLong_Check(tag.ptr()) ? PyLong_AsLongLong(tag.ptr()) : -1;  // -1: no tag
-    if (!all || !text || letters > kLetters || label < 0) return PyErr_Clear(), -1;
+    if (!all || !text || letters > kLetters || std::strlen(text) != std::size_t(letters) || label < 0)
+      return PyErr_Clear(), -1;
     std::uintptr_t piece = 0;
     if (!part.is_none()) {
       const auto one = tensors_.plain(part.ptr());
