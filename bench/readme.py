@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.guard import Row
 from bench.kernel_table import table as kernels
+from bench.predictions import link
 from bench.required import (
     REQUIRED,
     RESULTS,
@@ -162,6 +163,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "torch_backend": torch_backend,
     "kernels": kernels,
     "guard": guard,
+    "link": link,
 }
 
 

@@ -14,7 +14,13 @@ from ringdp.cli.bench.rows import Row, read
 
 K, M = 1 << 10, 1 << 20
 RESULTS = Path(__file__).parent / "results"
-OTHERS = {"train", "guard", "ddp_step", "torch_backend"}  # results that `ringdp bench` has not made
+OTHERS = {
+    "train",
+    "guard",
+    "ddp_step",
+    "torch_backend",
+    "link",
+}  # results that `ringdp bench` has not made
 
 
 class Required(NamedTuple):

@@ -120,10 +120,16 @@ class Peers {
     record_.peer.store(-1, std::memory_order_relaxed);
   }
 
-  // Sleeps until a moment, a slice at a time.
+  // Sleeps until a moment, a slice at a time; in the foreground, where naps are stretched, not to its
+  // very end.
   void await_time(std::uint64_t moment) {
+    const std::uint64_t awake = background_ ? 0 : kStretch;
     for (auto at = now(); at < moment; at = now()) {
-      timespec nap{0, long(std::min<std::uint64_t>(moment - at, 1'000'000))};
+      if (moment - at <= awake) {
+        sched_yield();
+        continue;
+      }
+      timespec nap{0, long(std::min<std::uint64_t>(moment - at - awake, 1'000'000))};
       nanosleep(&nap, nullptr);
       if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
       if (Clock::now() >= end_) throw Later{};
@@ -132,6 +138,7 @@ class Peers {
 
  private:
   static constexpr int kSpins = 2000, kYields = 200;
+  static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
 
   template <class Ready>
   bool wait_on(int peer, Ready ready) {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import required
+from bench import predictions, required
 from bench.required import Required, beside_gloo, median, minimum, reached
 from ringdp.cli.bench.rows import Report, write
 from tests.cli.bench.rows import peer, row
@@ -66,3 +66,13 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
             plots.save(make(report), file)
         assert files[0].read_bytes() == files[1].read_bytes()
         assert "<svg" in files[0].read_text()
+
+
+def test_the_cost_model_holds_over_an_emulated_link() -> None:
+    """Less than 10 % off at the median of every case: sizes, algorithms, 2 to 8 ranks."""
+    rows = predictions.link_rows()
+    cases = {(r.ranks, r.algorithm, r.bytes) for r in rows}
+    assert cases == {
+        (n, a, 1 << k) for n in range(2, 9) for a in ("ring", "direct") for k in range(16, 25, 2)
+    }
+    assert all(abs(row.ratio - 1) < 0.1 for row in rows)

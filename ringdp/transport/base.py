@@ -71,9 +71,13 @@ class Failure(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A network that a host transport emulates: messages arrive late, over one port a rank."""
+    """A network that a host transport emulates: messages arrive late, over one port a rank.
 
-    latency: float  # s
+    The cost model's α and 1/β: what a rank sends another in one round of a collective takes its
+    port for `latency` and for its bytes.
+    """
+
+    latency: float  # s a message
     bandwidth: float  # bytes/s
 
 

@@ -1,0 +1,55 @@
+"""Jobs of n ranks that a bench starts itself: one function, run by each of n pinned processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+import torch.multiprocessing as processes
+from torch.distributed import TCPStore
+
+
+def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What rank 0's `function(*arguments)` returns; every rank runs it with torchrun's variables.
+
+    `function` is one of a module's, its arguments can be pickled. A rank that raises ends all, and
+    its error is raised here.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said: SimpleQueue[Any] = processes.get_context("spawn").SimpleQueue()
+    started = processes.spawn(
+        _rank, (ranks, store.port, said, function, arguments), nprocs=ranks, join=False
+    )
+    while said.empty():  # what is written is read before the ranks end: a pipe holds little
+        if started.join(timeout=0.1):
+            break
+    found = said.get()
+    while not started.join():
+        pass
+    return found
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    said: SimpleQueue[Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent holds the store
+    }
+    found = function(*arguments)
+    if rank == 0:
+        said.put(found)

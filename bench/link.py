@@ -1,0 +1,111 @@
+"""Whether collectives over an emulated link take as long as the cost model says.
+
+    python -m bench.link --json bench/results/link.json
+
+α is the link's latency, β one over its bandwidth; γ is taken as 0, as a host adds faster than this
+link moves. A time is that from the last rank's call to the last rank's return, on the clock that
+all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import ringdp
+from bench import jobs
+from ringdp.cli.bench.machine import describe
+from ringdp.schedule.cost import Machine, closed, seconds
+
+LINK = ringdp.Link(latency=2e-3, bandwidth=1e8)  # s, bytes/s
+RANKS = (2, 3, 4, 5, 6, 7, 8)
+ALGORITHMS = ("ring", "direct")
+SIZES = tuple(1 << k for k in (16, 18, 20, 22, 24))  # bytes
+CALLS = 7
+LEAST_CALLS, LONG = 3, 0.2  # so many of what takes longer than this, in s
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """ms of an all_reduce."""
+
+    ranks: int
+    algorithm: str
+    bytes: int
+    predicted: float
+    min: float
+    median: float
+    max: float
+
+    @property
+    def ratio(self) -> float:
+        return self.median / self.predicted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    machine, rows = describe(2), []
+    for n in RANKS:
+        for row in jobs.run(n, measured):
+            rows.append(row)
+            print(
+                f"{row.ranks} ranks {row.algorithm:<6} {row.bytes:>10,} bytes: predicted "
+                f"{row.predicted:8.2f} ms, measured {row.min:8.2f} {row.median:8.2f} "
+                f"{row.max:8.2f}, {row.ratio:.3f}",
+                flush=True,
+            )
+    worst = max(rows, key=lambda row: abs(row.ratio - 1))
+    print(f"median ratio {statistics.median(r.ratio for r in rows):.3f}, worst {worst.ratio:.3f}")
+    if arguments.json:
+        found = {"machine": machine, "link": LINK._asdict(), "rows": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measured() -> list[LinkRow]:
+    clock, comm = ringdp.init(), ringdp.init(link=LINK)
+    return [
+        one(clock, comm, algorithm, size, predicted(comm.size, algorithm, size))
+        for size in SIZES
+        for algorithm in ALGORITHMS
+    ]
+
+
+def predicted(n: int, algorithm: str, size: int) -> float:
+    machine = Machine(alpha=LINK.latency, beta=1 / LINK.bandwidth, gamma=0)
+    return seconds(closed("all_reduce", algorithm, n), machine, size)
+
+
+def one(
+    clock: ringdp.Communicator, comm: ringdp.Communicator, algorithm: str, size: int, says: float
+) -> LinkRow:
+    buffer = torch.ones(size // 4)
+    times = []
+    for _ in range(1 + (LEAST_CALLS if says > LONG else CALLS)):
+        clock.barrier()
+        ends = [time.monotonic()]
+        comm.all_reduce(buffer, algorithm=algorithm)
+        ends.append(time.monotonic())
+        last = torch.tensor(ends, dtype=torch.float64)
+        clock.all_reduce(last, "max")
+        times.append((last[1] - last[0]).item())
+    return LinkRow(
+        comm.size, algorithm, size, *(round(1e3 * s, 3) for s in (says, *spread(times[1:])))
+    )
+
+
+def spread(times: Iterable[float]) -> tuple[float, float, float]:
+    found = sorted(times)
+    return found[0], statistics.median(found), found[-1]
+
+
+if __name__ == "__main__":
+    main()
