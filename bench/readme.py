@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 FIGURE = RESULTS / "ring.svg"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 TORCH_BACKEND = RESULTS / "torch_backend.json"
+ZERO_STEP = RESULTS / "zero_step.json"
 GUARD = RESULTS / "guard.json"
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
@@ -154,6 +155,31 @@ def torch_backend() -> str:
     return "\n".join(lines)
 
 
+def zero_step() -> str:
+    """Milliseconds of a step, and what a slow link leaves, from `python -m bench.zero_step`."""
+    if not ZERO_STEP.exists():
+        return "Not measured."
+    found = json.loads(ZERO_STEP.read_text())
+    lines = [
+        f"| {found['parameters']:,} parameters, {found['ranks']} ranks | min, ms | median | max "
+        "| / one process alone | / FSDP2 over gloo |",
+        "|---|" + "---:|" * 5,
+    ]
+    for row in found["steps"]:
+        cells = [f"{row[name]:.0f}" for name in ("min", "median", "max")]
+        cells += [f"{row[name]:.2f}" for name in ("by_alone", "by_fsdp2")]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    default = found["slow_link"][0]
+    lines += [
+        "",
+        f"Over an emulated link of {default['mb_per_s']:.0f} MB/s, where a step's communication "
+        f"takes {default['communication']:.0f} ms and its compute {default['silent']:.0f} ms, "
+        f"stage 3 takes {default['together']:.0f} ms: of what could be hidden, "
+        f"{default['hidden_share']:.0%} is.",
+    ]
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "stages": stages,
     "all_reduce": all_reduce,
@@ -161,6 +187,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "ratios": ratios,
     "machine": machine,
     "torch_backend": torch_backend,
+    "zero_step": zero_step,
     "kernels": kernels,
     "guard": guard,
     "link": link,
