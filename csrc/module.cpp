@@ -104,10 +104,13 @@ NB_MODULE(_core, m) {
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
       .def_prop_ro("last", &Ready::last)
+      .def_prop_ro("site", &Ready::site)
+      .def("learn", &Ready::learn)
       .def("remember", &Ready::remember)
       .def("forget", &Ready::forget)
       .def("run", &Ready::run, nb::arg("collective"), nb::arg("whole").none(),
-           nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag").none(), nb::arg("number"), nb::arg("site"));
+           nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag").none(), nb::arg("number"),
+           nb::arg("frame").none());
 
   m.def("mailbox_size", &Mailbox::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "progress.hpp"
+#include "sites.hpp"
 #include "tensors.hpp"
 
 namespace ringdp {
@@ -75,13 +76,17 @@ class Ready {
 
   void forget() { known_.clear(); }
 
-  // What the last `run` ran.
-  nb::object last() const { return last_; }
+  // See Sites::learn.
+  void learn(nb::dict known, nb::object search) { sites_.learn(std::move(known), std::move(search)); }
 
-  // As Prepared::run; or -1, and nothing is done, if there was no such call, or its tensors are not
-  // the buffers themselves: both plain, and apart or the part in its place in the whole.
+  // What the last `run` ran, and the user's line that it found.
+  nb::object last() const { return last_; }
+  nb::bytes site() const { return site_; }
+
+  // As Prepared::run, called from `frame` (see Sites); or -1, and nothing is done, if there was no such call, or its
+  // tensors are not the buffers themselves: both plain, and apart or the part in its place in the whole.
   std::int64_t run(int collective, nb::handle whole, nb::handle part, nb::handle op,
-                   nb::handle tag, std::uint64_t number, nb::bytes site) {
+                   nb::handle tag, std::uint64_t number, nb::handle frame) {
     const auto all = tensors_.plain(whole.ptr());
     Py_ssize_t letters = 0;
     const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8AndSize(op.ptr(), &letters) : nullptr;
@@ -98,8 +103,9 @@ class Ready {
     }
     const auto found = known_.find({collective, all->dtype, all->elements, packed(text), label});
     if (found == known_.end()) return -1;
+    site_ = sites_.of(frame);
     last_ = found->second;
-    return nb::cast<Prepared&>(last_).run(reinterpret_cast<std::uintptr_t>(all->data), piece, number, site);
+    return nb::cast<Prepared&>(last_).run(reinterpret_cast<std::uintptr_t>(all->data), piece, number, site_);
   }
 
  private:
@@ -132,7 +138,9 @@ class Ready {
   int rank_, ranks_;
   Tensors tensors_;
   std::unordered_map<Key, nb::object, Hash> known_;
+  Sites sites_;
   nb::object last_;
+  nb::bytes site_ = sites_.of(nb::none());
 };
 
 }  // namespace ringdp

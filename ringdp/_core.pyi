@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from types import FrameType
+
 CALLS: int
 SITE_BYTES: int
 
@@ -72,6 +75,9 @@ class Ready:
     ) -> None: ...
     @property
     def last(self) -> Prepared: ...
+    @property
+    def site(self) -> bytes: ...
+    def learn(self, known: dict[int, bytes], search: Callable[[FrameType], bytes], /) -> None: ...
     def remember(
         self,
         collective: int,
@@ -91,7 +97,7 @@ class Ready:
         op: object,
         tag: int,
         number: int,
-        site: bytes,
+        frame: FrameType | None,
         /,
     ) -> int: ...
 

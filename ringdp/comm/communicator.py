@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from sys import _getframe
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ringdp.comm.call import TAGS, call_site, fingerprint
+from ringdp.comm.call import SITES, TAGS, call_site, fingerprint
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.job import Exchange, How, Job, W
@@ -62,6 +63,8 @@ class Communicator(Reductions, Moves, Messages):
         self._guard = Guard(self._transport, timeout, warn_after)
         self.closed = False
         self._ready = self._transport.ready
+        if self._ready:
+            self._ready.learn(*SITES)
         self._zero = torch.zeros(1, dtype=torch.int32, device=self._transport.device)
         self._group: Group | None = None
         _all.add(self)
@@ -246,8 +249,8 @@ class Communicator(Reductions, Moves, Messages):
         ready = self._ready
         if ready is None or self._group is not None:
             return None
-        number, site = self._issued, call_site(3)
-        ticket = ready.run(collective, whole, part, op, tag, number, site)
+        number = self._issued
+        ticket = ready.run(collective, whole, part, op, tag, number, _getframe(2))
         if ticket < 0:
             return None
         self._issued = number + 1
@@ -255,7 +258,7 @@ class Communicator(Reductions, Moves, Messages):
             if self._transport.kept:
                 self._transport.release()
             return ENDED
-        what = ready.last
+        what, site = ready.last, ready.site
         self._transport.keep(ticket, what, whole, part, site)
         return self._waited(
             Work(self._guard, (number, what.kind, whole.numel(), site), ticket, None), False

@@ -6,9 +6,10 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
+from types import FrameType
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -114,6 +115,15 @@ class Ready(Protocol):
         """What the last `run` ran."""
         ...
 
+    @property
+    def site(self) -> bytes:
+        """The user's line that it found."""
+        ...
+
+    def learn(self, known: dict[int, bytes], search: Callable[[FrameType], bytes], /) -> None:
+        """How to find it: see comm.call."""
+        ...
+
     def remember(
         self, collective: int, dtype: int, elements: int, op: str, tag: int, prepared: Prepared, /
     ) -> None:
@@ -130,10 +140,13 @@ class Ready(Protocol):
         op: object,
         tag: int,
         number: int,
-        site: bytes,
+        frame: FrameType | None,
         /,
     ) -> int:
-        """As Prepared.run; -1 where there was no such call, or these are not flat buffers."""
+        """As Prepared.run, called from `frame`, None: from nowhere.
+
+        -1 where there was no such call, or these are not flat buffers.
+        """
         ...
 
 

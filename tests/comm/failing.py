@@ -7,7 +7,7 @@ import linecache
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from itertools import product
 from pathlib import Path
@@ -156,21 +156,34 @@ def forms(turn: int | None) -> list[Form]:
 WHENS, RANKS = ("before", "within", "after"), (2, 4, 8)
 
 
-def matrix(hows: Iterable[str]) -> list[ParameterSet]:
-    """(how, when, ranks, victim, turn) of failures: a sample, and in `exhaustive` the product."""
-    rows = list(product(hows, WHENS, RANKS))
-    sample = [
-        pytest.param(how, when, n, (n - 1) * (turn % 2), turn, id=f"{how}-{when}-{n}")
-        for turn, (how, when, n) in enumerate(rows)
-    ]
+def matrix(hows: Collection[str]) -> list[ParameterSet]:
+    """(how, when, ranks, victim, turn) of failures: a sample, and in `exhaustive` the product.
+
+    The sample has every how, when and number of ranks beside every other.
+    """
+    sample = []
+    for a, how in enumerate([*hows, *hows][: max(len(hows), len(RANKS))]):
+        for b, when in enumerate(WHENS):
+            n, turn = RANKS[(a + b) % len(RANKS)], len(WHENS) * a + b
+            victim = (n - 1) * (turn % 2)
+            sample.append(pytest.param(how, when, n, victim, turn, id=f"{how}-{when}-{n}"))
     return sample + [
         pytest.param(
             *(how, when, n, victim, None),
             id=f"{how}-{when}-{n}-rank{victim}",
             marks=pytest.mark.exhaustive,
         )
-        for how, when, n in rows
+        for how, when, n in product(hows, WHENS, RANKS)
         for victim in (0, n - 1)
+    ]
+
+
+def by_turns(rows: Iterable[tuple[Any, ...]], ranks: Sequence[int]) -> list[ParameterSet]:
+    """(*row, n): with each row another n, and in `exhaustive` every n."""
+    return [
+        pytest.param(*row, n, marks=() if i % len(ranks) == j else pytest.mark.exhaustive)
+        for i, row in enumerate(rows)
+        for j, n in enumerate(ranks)
     ]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
+import pytest
 import torch
 
+from ringdp import Communicator
 from ringdp.comm import call
 from ringdp.comm.call import call_site, place
 from ringdp.transport.records import SITE_BYTES
@@ -62,3 +65,28 @@ def test_a_thread_that_runs_none_of_the_users_code_is_said_to(monkeypatch):
     thread.start()
     thread.join()
     assert place(found[0]) == "a thread without the user's code"
+
+
+def calls_again(comm: Communicator) -> None:
+    x = torch.ones(4)
+    ours = compile("def f(comm, x):\n    comm.all_reduce(x)", call.__file__, "exec")
+    names: dict[str, object] = {}
+    exec(ours, {}, names)
+
+    def check(line: int) -> None:
+        _, _, _, site = comm._transport.call(0, comm.issued - 1)
+        assert place(site) == f"{__file__}:{line}"
+
+    for _ in range(3):
+        comm.all_reduce(x)
+        check(sys._getframe().f_lineno - 1)
+        comm.all_reduce(x)
+        check(sys._getframe().f_lineno - 1)
+        names["f"](comm, x)  # type: ignore[operator]
+        check(sys._getframe().f_lineno - 1)
+        call._sites.clear()
+
+
+@pytest.mark.process
+def test_a_call_that_was_made_before_has_the_line_of_this_time(ranks):
+    ranks(1)(calls_again)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 
 from ringdp import Communicator
-from tests.comm.failing import Heard, fallible, hear
+from tests.comm.failing import Heard, by_turns, fallible, hear
 
 pytestmark = pytest.mark.process
 
@@ -62,9 +63,12 @@ def disagree(comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part:
     return heard
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("odd", [moved, fewer, none])
-@pytest.mark.parametrize("what", ["all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"])
+WHATS = ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
+
+
+@pytest.mark.parametrize(
+    ("odd", "what", "n"), by_turns(product((moved, fewer, none), WHATS), (2, 3, 4))
+)
 def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, n):
     name = what.removesuffix("_v")
     for h in ranks(n)(disagree, what, odd, PART):
@@ -93,10 +97,10 @@ def sends_other(comm: Communicator, more: int, part: int) -> Heard:
     return heard
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("part", "more"), [(PART, 1), (PART, -1), (PART, -PART), (0, 1), (LARGE, 1), (LARGE, -LARGE)]
-)
+PARTS = ((PART, 1), (0, 1), (LARGE, 1), (PART, -PART), (PART, -1), (LARGE, -LARGE))
+
+
+@pytest.mark.parametrize(("part", "more", "n"), by_turns(PARTS, (2, 3, 4)))
 def test_a_part_of_another_size_is_a_mismatch_on_all(ranks, part, more, n):
     for h in ranks(n)(sends_other, more, part):
         assert h.error == h.again == "CollectiveMismatch", h
