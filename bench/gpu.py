@@ -28,6 +28,7 @@ from bench.required import RESULTS
 
 ROOT = Path(__file__).parent.parent
 PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rs", "-m", "gpu")
+MAIN = (sys.executable, "-c", "import sys; from ringdp.cli.main import main; sys.exit(main())")
 TAIL = 2000  # characters of a part's output that are kept
 PEER_BYTES = (1 << 20, 16 << 20, 64 << 20)  # of a rank's buffer
 
@@ -57,11 +58,11 @@ def tests(name: str, limit: float, *where: str) -> Part:
 
 
 PARTS = (
-    tests("kernels equal the CPU's bits", 200, "tests/kernels"),
+    tests("kernels equal the CPU's bits", 180, "tests/kernels"),
     tests("peer memory equals the simulator", 60, "tests/transport/test_peer.py"),
     tests(
         "all other GPU tests, NCCL among them",
-        120,
+        110,
         "tests",
         "--ignore=tests/kernels",
         "--ignore=tests/transport/test_peer.py",
@@ -69,18 +70,24 @@ PARTS = (
     Part(
         "bench of kernels",
         (
-            *(
-                sys.executable,
-                "-c",
-                "import sys; from ringdp.cli.main import main; sys.exit(main())",
-            ),
+            *MAIN,
             *("bench", "kernels"),
             *("--min", "256K", "--max", "256M", "--json", "{out}"),
         ),
-        120,
+        100,
         tests=False,
     ),
-    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 60, False),
+    Part(
+        "bench of NCCL: our schedules beside its own collectives",
+        (
+            *MAIN,
+            *("bench", "all_reduce", "--transport", "nccl", "--algorithm", "ring,direct,nccl"),
+            *("--min", "64K", "--max", "64M", "--rounds", "4", "--json", "{out}"),
+        ),
+        90,
+        tests=False,
+    ),
+    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 50, False),
 )
 
 

@@ -20,6 +20,7 @@ from ringdp.cli.bench import command as benching
 from ringdp.cli.bench import kernels as kernel_bench
 from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
+from ringdp.cli.bench.rows import OURS
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
 from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
@@ -146,7 +147,9 @@ def bench(
     algorithm: Annotated[
         str, typer.Option(help="auto, names that show --list lists, FILE.py:function; with commas")
     ] = "auto",
-    transport: Annotated[str, typer.Option(help="how ranks exchange bytes: shm")] = "shm",
+    transport: Annotated[
+        str, typer.Option(help=f"how ours exchange bytes: {', '.join(OURS)}; with commas")
+    ] = "shm",
     registered: Annotated[
         bool, typer.Option("--registered", help="our inputs lie in shared memory (comm.empty)")
     ] = False,
@@ -165,7 +168,7 @@ def bench(
         dtype=dtype,
         op=op,
         algorithms=bench_options.names(algorithm),
-        transport=transport,
+        transports=bench_options.names(transport),
         registered=(registered,),
         peers=bench_options.names(peer),
         rounds=rounds,

@@ -57,9 +57,10 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def plain_buffers(task: Task, case: Case, ranks: int) -> Buffers:
+def plain_buffers(task: Task, case: Case, ranks: int, device: str = "cpu") -> Buffers:
     dtype = torch_dtype(task.dtype)
-    taken = torch.empty(case.takes(task.count, ranks), dtype=dtype)
+    taken = torch.empty(case.takes(task.count, ranks), dtype=dtype, device=device)
     if case.gives is None:
         return Buffers(taken, taken)
-    return Buffers(taken, torch.empty(case.gives(task.count, ranks), dtype=dtype))
+    given = torch.empty(case.gives(task.count, ranks), dtype=dtype, device=device)
+    return Buffers(taken, given)

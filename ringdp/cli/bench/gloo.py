@@ -37,7 +37,7 @@ def _at_root(whole: Tensor) -> list[Tensor] | None:
 class Gloo:
     version = f"gloo of torch {torch.__version__}"
 
-    def __init__(self) -> None:
+    def __init__(self, _: str) -> None:
         dist.init_process_group("gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 

@@ -56,7 +56,7 @@ class Report:
 def check(options: Options) -> None:
     """Raise UsageError for what cannot be, and for options that only a collective has."""
     defaults = Options(NAME)
-    for name in ("ranks", "dtype", "op", "algorithms", "transport", "registered", "peers"):
+    for name in ("ranks", "dtype", "op", "algorithms", "transports", "registered", "peers"):
         if getattr(options, name) != getattr(defaults, name):
             raise UsageError(
                 f"--{name.removesuffix('s') if name != 'ranks' else name} is for collectives; "

@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]
 class Mpi:
     version = MPI.Get_library_version().partition("\n")[0].partition(",")[0]
 
-    def __init__(self) -> None:
+    def __init__(self, _: str) -> None:
         self._comm = MPI.COMM_WORLD
         self.rank, self.ranks = self._comm.rank, self._comm.size
 

@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
-from ringdp.cli.bench.rows import OURS, priced
+from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
 from ringdp.cli.options import MOST_RANKS, between, check_writable
 from ringdp.errors import UsageError
 
@@ -29,7 +31,7 @@ class Options:
     dtype: str = "float32"
     op: str = "sum"
     algorithms: tuple[str, ...] = ("auto",)
-    transport: str = "shm"
+    transports: tuple[str, ...] = ("shm",)  # of ours
     registered: tuple[bool, ...] = (False,)  # our buffers: private, in shared memory, or both
     peers: tuple[str, ...] = ()
     rounds: int = 10
@@ -41,6 +43,11 @@ class Options:
         while found[-1] * self.factor <= self.max:
             found.append(found[-1] * self.factor)
         return found
+
+
+def has_own(transport: str) -> bool:
+    """Whether a library of collectives lies below it: LIBRARYS names them."""
+    return transport.startswith(LIBRARYS)
 
 
 def parse_bytes(option: str, given: str) -> int:
@@ -62,7 +69,7 @@ def check(options: Options) -> None:
     _one_of("COLLECTIVE", options.collective, CASES)
     _one_of("--dtype", options.dtype, DTYPES)
     _one_of("--op", options.op, FOLDS)
-    _one_of("--transport", options.transport, OURS)
+    _check_transports(options)
     between("--ranks", options.ranks, 2, MOST_RANKS)
     between("--min", options.min, 1, MOST_BYTES)
     between("--max", options.max, options.min, MOST_BYTES)
@@ -77,11 +84,26 @@ def check(options: Options) -> None:
     if not options.algorithms:
         raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
     for algorithm in options.algorithms:
-        priced(options.collective, algorithm, options.ranks)
+        if algorithm != LIBRARYS or not any(map(has_own, options.transports)):
+            priced(options.collective, algorithm, options.ranks)
     for peer in options.peers:
         peers.check(peer, options.dtype)
     if options.json is not None:
         check_writable(options.json)
+
+
+def _check_transports(options: Options) -> None:
+    if not options.transports:
+        raise UsageError(f"--transport is empty; allowed: {', '.join(OURS)}, between commas")
+    for transport in options.transports:
+        _one_of("--transport", transport, OURS)
+    if any(options.registered) and options.transports != ("shm",):
+        raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
+    if "nccl" in options.transports and not torch.cuda.is_available():
+        raise UsageError(
+            f"--transport nccl needs a CUDA GPU, and torch {torch.__version__} finds none here; "
+            "allowed: nccl-host, which is its code over host memory"
+        )
 
 
 def _one_of(name: str, given: str, allowed: object) -> None:

@@ -19,7 +19,8 @@ from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
 
-OURS = ("shm",)  # transports of ringdp; a peer's transport and algorithm are its name
+OURS = ("shm", "c10d", "nccl-host", "nccl")  # transports of ringdp; a peer's is its name
+LIBRARYS = "nccl"  # the algorithm that is NCCL's own, on its transports
 DEFAULT = "direct"  # what "auto" is priced as
 
 
@@ -38,13 +39,17 @@ class Row:
     p80_us: float
     algbw: float  # GB/s
     busbw: float
-    predicted_us: float | None  # None for a peer
-    bound_us: float
+    predicted_us: float | None  # None for an algorithm that is not ours
+    bound_us: float | None  # None on a GPU
     wrong: int  # elements
 
     @property
     def ours(self) -> bool:
         return self.transport in OURS
+
+    @property
+    def modelled(self) -> bool:
+        return self.ours and self.algorithm != LIBRARYS
 
     @property
     def label(self) -> str:
@@ -58,7 +63,7 @@ def measured(
     dtype: str,
     times: Sequence[float],  # s, of single calls
     bus: float,
-    bound: float,  # s
+    bound: float | None,  # s
     wrong: int,
 ) -> Row:
     us = np.array(times) * 1e6
@@ -76,22 +81,26 @@ def measured(
         algbw=float(f"{algbw:.4g}"),
         busbw=float(f"{algbw * bus:.4g}"),
         predicted_us=None,
-        bound_us=round(bound * 1e6, 3),
+        bound_us=None if bound is None else round(bound * 1e6, 3),
         wrong=wrong,
     )
 
 
 def predicted(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their predictions: one fit for private buffers, one for registered ones."""
+    """The rows with their predictions: a fit for each transport, and for registered buffers."""
+
+    def memory(row: Row) -> tuple[str, bool]:
+        return row.transport, row.registered
+
     machines = {
-        registered: fit(
+        kind: fit(
             (priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6)
             for r in rows
-            if r.ours and r.registered == registered
+            if r.modelled and memory(r) == kind
         )
-        for registered in {r.registered for r in rows if r.ours}
+        for kind in {memory(r) for r in rows if r.modelled}
     }
-    return [_with_prediction(r, machines[r.registered]) if r.ours else r for r in rows]
+    return [_with_prediction(r, machines[memory(r)]) if r.modelled else r for r in rows]
 
 
 def _with_prediction(row: Row, machine: Machine) -> Row:

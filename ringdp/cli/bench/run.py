@@ -19,9 +19,9 @@ from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
 from ringdp.cli.bench.contender import Round
 from ringdp.cli.bench.groups import Groups, probe_ranks
 from ringdp.cli.bench.machine import describe
-from ringdp.cli.bench.options import Options
+from ringdp.cli.bench.options import Options, has_own
 from ringdp.cli.bench.peers import MPIS, launch
-from ringdp.cli.bench.rows import Report, Row, measured, predicted
+from ringdp.cli.bench.rows import LIBRARYS, Report, Row, measured, predicted
 
 ROUND_SECONDS = 0.03  # of timed calls
 FEWEST, MOST = 3, 50  # calls in a round
@@ -56,13 +56,13 @@ def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
     """Raises RankError where a contender fails."""
     cores = sorted(os.sched_getaffinity(0))
     machine = describe(len(cores))
-    names = ["ours", *options.peers, "probe"]
+    names = [*options.transports, *options.peers, "probe"]
     largest = -(-max(options.max, LEAST) // PAGE) * PAGE
     rows: list[Row] = []
     with Groups(names, options.ranks, cores, largest) as groups:
-        contenders = {"ours": groups.versions()["ours"]} | {
-            peer: _described(peer, groups.versions()[peer], options.ranks, len(cores))
-            for peer in options.peers
+        contenders = {
+            name: _described(name, version, options.ranks, len(cores))
+            for name, version in groups.versions().items()
         }
         for place, size in enumerate(options.sizes):
             count = elements(CASES[options.collective], options.dtype, size, options.ranks)
@@ -86,9 +86,11 @@ def _entries(options: Options, count: int, probed: int) -> list[Entry]:
 
     return [
         *(
-            Entry("ours", task(options.collective, algorithm, registered))
+            Entry(transport, task(options.collective, algorithm, registered))
+            for transport in options.transports
             for registered in options.registered
             for algorithm in options.algorithms
+            if algorithm != LIBRARYS or has_own(transport)
         ),
         *(Entry(peer, task(options.collective, peer, False)) for peer in options.peers),
         *(Entry("probe", Task(p, p, False, "float32", "sum", probed // 4)) for p in PROBES),
@@ -126,18 +128,17 @@ def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples
         if entry.group == "probe":
             continue
         task = entry.task
-        transport = options.transport if entry.group == "ours" else entry.group
         least = bound(
             case.moves(options.ranks, task.registered), options.ranks, cores, size, speeds
         )
         yield measured(
-            (task.collective, task.algorithm, transport, task.registered),
+            (task.collective, task.algorithm, entry.group, task.registered),
             options.ranks,
             size,
             task.dtype,
             found.seconds,
             case.bus(options.ranks),
-            least,
+            None if entry.group == "nccl" else least,
             found.wrong,
         )
 

@@ -24,12 +24,14 @@ class Column(NamedTuple):
 
 
 def columns(rows: Sequence[Row], op: str) -> list[Column]:
+    transports = {r.transport for r in rows if r.ours}
     found = [
         Column("bytes", lambda r: f"{r.bytes:,}"),
         Column("count", lambda r: f"{r.bytes // itemsize(r.dtype):,}", needed=False),
         Column("type", lambda r: r.dtype, needed=False),
         Column("redop", lambda r: op if CASES[r.collective].reduces else "-", needed=False),
         Column("algorithm", lambda r: r.label),
+        *([Column("transport", lambda r: r.transport)] if len(transports) > 1 else []),
         Column("p50 µs", lambda r: _us(r.p50_us)),
         Column("min", lambda r: _us(r.min_us), needed=False),
         Column("p20", lambda r: _us(r.p20_us), needed=False),
@@ -37,16 +39,18 @@ def columns(rows: Sequence[Row], op: str) -> list[Column]:
         Column("algbw", lambda r: f"{r.algbw:.2f}", needed=False),
         Column("busbw", lambda r: f"{r.busbw:.2f}"),
         Column("#wrong", lambda r: f"{r.wrong:,}"),
-        Column("predicted", lambda r: "-" if r.predicted_us is None else _us(r.predicted_us)),
+        Column("predicted", lambda r: _us(r.predicted_us)),
         Column("bound", lambda r: _us(r.bound_us)),
-        Column("%", lambda r: f"{100 * r.bound_us / r.p50_us:.0f}"),
+        Column("%", lambda r: "-" if r.bound_us is None else f"{100 * r.bound_us / r.p50_us:.0f}"),
     ]
     if any(not r.ours for r in rows):
         found.append(Column("× peer", lambda r: _ratio(rows, r)))
     return found
 
 
-def _us(value: float) -> str:
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
     decimals = 2 if value < 10 else 1 if value < 1000 else 0
     return f"{value:,.{decimals}f}"
 
@@ -60,7 +64,7 @@ def table(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     shown = [c for c in columns(rows, op) if wide or c.needed]
     for column in shown:
-        left = column.heading in ("algorithm", "type", "redop")
+        left = column.heading in ("algorithm", "transport", "type", "redop")
         made.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.bytes != row.bytes:

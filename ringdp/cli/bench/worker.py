@@ -31,6 +31,7 @@ from ringdp.cli.bench.cases import (
     wrong_pattern,
 )
 from ringdp.cli.bench.contender import Buffers, Contender, Failure, Hello, Round, Times
+from ringdp.cli.bench.rows import OURS
 
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun's, MPICH's, OpenMPI's
 
@@ -43,13 +44,18 @@ def main() -> None:
     torch.set_num_threads(1)
     with Client(address, "AF_UNIX") as pipe:
         try:
-            module = {"mpich": "mpi", "openmpi": "mpi"}.get(name, name)
-            contender: Contender = import_module(f"ringdp.cli.bench.{module}").connect()
+            contender = connect(name)
             pipe.send(Hello(rank, os.getpid(), contender.version))
             serve(contender, pipe)
             contender.close()
         except Exception:
             pipe.send(Failure(traceback.format_exc()))
+
+
+def connect(name: str) -> Contender:
+    module = {"mpich": "mpi", "openmpi": "mpi"} | dict.fromkeys(OURS, "ours")
+    made: Contender = import_module(f"ringdp.cli.bench.{module.get(name, name)}").connect(name)
+    return made
 
 
 def serve(contender: Contender, pipe: Connection) -> None:
@@ -89,7 +95,9 @@ def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
         buffers.input.copy_(pattern(rank, len(buffers.input), task.dtype))
     contender.barrier()
     call()
-    wrong = wrong_pattern(case, buffers.output, task, rank, ranks) if command.number == 0 else 0
+    wrong = (
+        wrong_pattern(case, buffers.output.cpu(), task, rank, ranks) if command.number == 0 else 0
+    )
     for number in range(first, first + command.calls):
         buffers.input.fill_(constant(rank, number))
         contender.barrier()
@@ -97,7 +105,7 @@ def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
         call()
         nanoseconds.append(time.perf_counter_ns() - start)
     gc.enable()
-    wrong += wrong_constant(case, buffers.output, task, number, rank, ranks)
+    wrong += wrong_constant(case, buffers.output.cpu(), task, number, rank, ranks)
     return Times(nanoseconds, wrong)
 
 

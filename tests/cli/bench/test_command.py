@@ -30,7 +30,16 @@ REFUSED = {
     "algorithm": (["all_reduce", "--algorithm", "fast"], "no all_reduce algorithm 'fast'"),
     "no algorithm": (["all_reduce", "--algorithm", ","], "--algorithm is empty; allowed: auto"),
     "own": (["all_reduce", "--algorithm", "/no.py:f"], "cannot read /no.py"),
-    "transport": (["all_reduce", "--transport", "tcp"], "--transport is 'tcp'; allowed: shm"),
+    "transport": (["all_reduce", "--transport", "tcp"], "--transport is 'tcp'; allowed: shm, c10d"),
+    "no transport": (["all_reduce", "--transport", ","], "--transport is empty; allowed: shm, "),
+    "registered": (
+        ["all_reduce", "--transport", "shm,c10d", "--registered"],
+        "allowed: --transport shm",
+    ),
+    "NCCL's own": (
+        ["all_reduce", "--transport", "shm,c10d", "--algorithm", "nccl"],
+        "no all_reduce algorithm 'nccl'",
+    ),
     "peer": (["all_reduce", "--peer", "mpi"], "--peer is 'mpi'; allowed: gloo, mpich, openmpi"),
     "peer dtype": (
         ["all_reduce", "--peer", "mpich", "--dtype", "bfloat16"],
@@ -80,7 +89,7 @@ def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "× peer" in run.stdout
     report = read(out)
-    assert list(report.contenders) == ["ours", "gloo"]
+    assert list(report.contenders) == ["shm", "gloo"]
     assert [(r.algorithm, r.bytes) for r in report.rows] == [
         (name, size) for size in (1024, 4096) for name in ("auto", "ring", "gloo")
     ]
@@ -90,6 +99,28 @@ def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
         assert (r.predicted_us is None) == (r.transport == "gloo")
         assert r.wrong == 0
     assert json.loads(out.read_text())["machine"]["cores"]
+
+
+@pytest.mark.process
+def test_transports_beside_each_other_and_nccls_own(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    out = tmp_path / "rows.json"
+    command = [RINGDP, "bench", "all_gather", "--min", "4K", "--max", "4K", "--rounds", "1"]
+    run = subprocess.run(
+        [*command, "--transport=c10d,nccl-host", "--algorithm=ring,nccl", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    report = read(out)
+    assert list(report.contenders) == ["c10d", "nccl-host"]
+    assert [(r.transport, r.algorithm, r.predicted_us is None, r.wrong) for r in report.rows] == [
+        ("c10d", "ring", False, 0),
+        ("nccl-host", "ring", False, 0),
+        ("nccl-host", "nccl", True, 0),
+    ]
+    assert "transport" in run.stdout
 
 
 @pytest.mark.process
@@ -131,7 +162,7 @@ def test_a_rank_that_dies_ends_the_run() -> None:
     subprocess.run(["kill", "-9", str(ranks[0])], check=True)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert re.search("ringdp: a rank of ours (died|failed) in all_reduce of 256 float32", stderr)
+    assert re.search("ringdp: a rank of shm (died|failed) in all_reduce of 256 float32", stderr)
     assert [rank for rank in ranks if group_of(rank)] == []
 
 

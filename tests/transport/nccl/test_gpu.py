@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import Communicator
+from ringdp.cli.bench.ours import SOCKETS
 from ringdp.comm import rendezvous
 from tests.parallel.test_engine import BATCH, STEPS, WIDTH, batch, model
 from tests.transport.test_conformance import ALGORITHMS, Case, digest, expected, given
@@ -26,16 +27,6 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-SOCKETS = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
 
 
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
