@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import platform
@@ -80,23 +79,6 @@ def pidfd() -> Check:
     return Check("pidfd", "a rank's death is seen at once", well=True)
 
 
-def attach() -> Check:
-    """Whether a process may read another's private memory with process_vm_readv."""
-    secret = ctypes.create_string_buffer(b"ringdp")
-    copy = ctypes.create_string_buffer(len(secret))
-    local, remote = (
-        (ctypes.c_size_t * 2)(ctypes.addressof(buffer), len(secret)) for buffer in (copy, secret)
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    with _child() as (pid, _):
-        read = libc.process_vm_readv(pid, local, 1, remote, 1, 0)
-        error = os.strerror(ctypes.get_errno())
-    if read == len(secret) and copy.value == secret.value:
-        return Check("cross-memory attach", "allowed, from parent to child at least", well=True)
-    advice = "nothing to do: ringdp shares its buffers instead"
-    return Check("cross-memory attach", f"process_vm_readv: {error}", well=False, advice=advice)
-
-
 def shm_directory() -> Check:
     """ringdp leaves /dev/shm alone; torch's data loaders and NCCL do not."""
     what = "/dev/shm"
@@ -116,7 +98,7 @@ def cores() -> Check:
 
 
 HOST: tuple[Callable[[], Check], ...] = (
-    python, core, compiler, make, memfd, peers, pidfd, attach, shm_directory, cores,
+    python, core, compiler, make, memfd, peers, pidfd, shm_directory, cores,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ringdp.cli.doctor.check import Check
+from ringdp.transport.peer import FATBIN
 
 IMPORT_SECONDS = 60.0  # that a package may take; a broken one may hang
 
@@ -66,7 +67,15 @@ def gpus() -> Check:
     return Check("GPUs", f"{count}: {', '.join(sorted(set(names)))}", well=True)
 
 
-PACKAGES: tuple[Callable[[], Check], ...] = (torch_, triton, cupy, nccl, gpus)
+def peer() -> Check:
+    what = "CUDA kernels"
+    if FATBIN.exists():
+        return Check(what, f"{FATBIN.name}, for peer memory, which takes a GPU and CuPy", well=True)
+    advice = "only for peer memory: install ringdp again where there is an nvcc"
+    return Check(what, f"no {FATBIN.name}", well=False, advice=advice)
+
+
+PACKAGES: tuple[Callable[[], Check], ...] = (torch_, triton, cupy, nccl, peer, gpus)
 
 
 def _version(package: str) -> str | None:
