@@ -73,9 +73,9 @@ class Direct : private Messages {
     const std::size_t steps = 3 * (count_ + 2);
     for (; step_ < std::int64_t(ranks_ + steps); ++step_) {
       const std::size_t s = step_ - ranks_, t = s / 3;
-      if (s % 3 == 0 && t < count_) lay_out(t);
-      if (s % 3 == 1 && t >= 1 && t - 1 < count_) take(t - 1);
-      if (s % 3 == 2 && t >= 2) collect(t - 2);
+      if (s % 3 == 0 && t < count_) lay_out(t), note_tile(What::lay_out, t);
+      if (s % 3 == 1 && t >= 1 && t - 1 < count_) take(t - 1), note_tile(What::take, t - 1);
+      if (s % 3 == 2 && t >= 2) collect(t - 2), note_tile(What::collect, t - 2);
     }
     const auto end = tiles_ + count_;
     if (registered(rank_)) {  // until nobody reads or writes our buffer any more
@@ -90,6 +90,12 @@ class Direct : private Messages {
     ++posts_;
   }
 
+  // A step that moved nothing is none.
+  void note_tile(What what, std::size_t t) {
+    if (moved_) note(what, moved_, -1, std::int32_t(t));
+    moved_ = 0;
+  }
+
   // A: for each owner its part of the tile; when gathering, what is for all.
   void lay_out(std::size_t t) {
     const auto tile = tiles_ + t;
@@ -98,6 +104,7 @@ class Direct : private Messages {
       const Span s = span(owner, t);
       if (s.bytes == 0 || gathers() != (owner == rank_)) continue;
       if (tile >= kTiles) await_all(&Board::taken, tile - kTiles + 1);  // the slots are free again
+      moved_ += s.bytes;
       if (gathers())
         put_(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
       else
@@ -126,11 +133,13 @@ class Direct : private Messages {
       if (r != rank_) from = registered(r) ? at(r) : laid(r, tiles_ + t, segment_.result(r, tiles_ + t));
       if (r == rank_ || registered(r)) from += s.first;
       copy_bytes(job_.whole + begin_of(r) + s.first, from, s.bytes);
+      moved_ += s.bytes;
     }
   }
 
   void take_part(std::size_t t, Span s) {
     if (s.bytes == 0) return;
+    moved_ += s.bytes;
     const auto tile = tiles_ + t;
     const auto own = begin_of(rank_) + s.first;
     for (int i = 0; i < ranks_; ++i) {
@@ -175,6 +184,7 @@ class Direct : private Messages {
         const Span s = span(r, t);
         if (s.bytes == 0) continue;
         await(r, &Board::taken, tile + 1);
+        moved_ += s.bytes;
         const auto place = begin_of(r) + s.first;
         copy_bytes(job_.whole + place, registered(r) ? at(r) + place : segment_.result(r, tile), s.bytes);
       }
@@ -196,6 +206,7 @@ class Direct : private Messages {
   std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; how many tiles
   std::uint64_t tiles_ = 0;           // so far, the same on every rank
   bool all_registered_ = false;
+  std::size_t moved_ = 0;  // bytes, in this step
   std::vector<std::byte*> copies_;
 };
 

@@ -124,7 +124,13 @@ class Interpreter {
     }
     if (sends) publish(row.send_peer, value.count * size, value.more);
     if (receives) release(row.recv_peer);
+    if (peers_.tape.active) note(row, value.count * size);
     return value.more;
+  }
+
+  void note(const Row& row, std::size_t bytes) {
+    peers_.tape.add(What::row, number_, bytes, row.round, row.recv_peer, row.send_peer, row.src_chunk,
+                    row.dst_chunk, std::int32_t(first_ / slab_ + turn_));
   }
 
   void store(int chunk, Piece target, Piece value) {

@@ -93,6 +93,17 @@ class Messages {
   }
   const std::byte* message() const { return gathers() ? job_.part : job_.whole; }
 
+  // How long this rank's result is.
+  std::size_t result_bytes() const {
+    if (gathers()) return reads() ? bytes(0, ranks_) : 0;
+    return job_.collective == Collective::all_reduce ? bytes(0, ranks_) : bytes(rank_);
+  }
+
+  void note(What what, std::size_t size, int from = -1, std::int32_t piece = 0) {
+    if (peers_.tape.active)
+      peers_.tape.add(what, heading_.number, size, what == What::collect, from, -1, -1, -1, piece);
+  }
+
   // With every rank's message in `from_`: compute this rank's result.
   void finish_whole() {
     from_[rank_] = message();
@@ -115,9 +126,14 @@ class Messages {
 
   void run_lines() {
     const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never that of an untouched line
-    if (step_ == 0) write_lines(flag), step_ = 1;
-    for (; step_ < ranks_; ++step_) read_lines(flag, (rank_ + step_) % ranks_);
+    if (step_ == 0) write_lines(flag), note(What::lay_out, message_bytes(rank_)), step_ = 1;
+    for (; step_ < ranks_; ++step_) {
+      const int r = (rank_ + step_) % ranks_;
+      read_lines(flag, r);
+      note(What::read, message_bytes(r), r);
+    }
     finish_whole();
+    note(What::fold, result_bytes());
     ++lines_;
   }
 
@@ -161,14 +177,17 @@ class Messages {
       const auto place = room_for(message_bytes(rank_));
       put_(segment_.messages(rank_) + place, message(), message_bytes(rank_));
       post(place);
+      note(What::lay_out, message_bytes(rank_));
       step_ = 1;
     }
     for (; step_ < ranks_; ++step_) {
       const int r = (rank_ + step_) % ranks_;
       read_post(r);
       from_[r] = within(segment_.messages(r), kRoom, r);
+      note(What::read, message_bytes(r), r);
     }
     finish_whole();
+    note(What::fold, result_bytes());
     ++posts_;
   }
 

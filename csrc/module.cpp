@@ -39,6 +39,7 @@ NB_MODULE(_core, m) {
         "Bytes of a shared segment.");
   m.attr("SITE_BYTES") = kSite;
   m.attr("CALLS") = kCalls;
+  m.attr("CALL_CELLS") = kCallCells;
 
   nb::class_<Progress>(m, "Progress")
       .def(
@@ -90,6 +91,15 @@ NB_MODULE(_core, m) {
            })
       .def("has_message", [](Progress& self) { self.segment().record(self.rank()).message.clear(); })
       .def("sent_bytes", [](Progress& self) { return self.peers().sent_bytes.load(); })
+      .def("trace", &Progress::trace)
+      .def("untrace", &Progress::untrace)
+      .def("tape",
+           [](Progress& self) {
+             const auto done = self.tape().take(), waited = self.waits().take();
+             const auto lost = self.tape().lost() + self.waits().lost();
+             return nb::make_tuple(nb::bytes(done.data(), done.size()),
+                                   nb::bytes(waited.data(), waited.size()), lost);
+           })
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Prepared>(m, "Prepared")

@@ -8,14 +8,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
 
 #include "segment.hpp"
+#include "tape.hpp"
 
 namespace ringdp {
-
-using Clock = std::chrono::steady_clock;
 
 enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped, aborted, damaged };
 
@@ -46,11 +44,6 @@ inline void pause() {
 #endif
 }
 
-// ns on the clock that all processes of a machine share
-inline std::uint64_t now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
-
 // This thread does little at a time, but at once: its naps are not stretched, and when it wakes up it
 // gets the core from one that computes, which has a longer slice (Linux 6.12; before, a hint without
 // effect).
@@ -77,6 +70,7 @@ class Peers {
   }
 
   std::atomic<std::uint64_t> sent_bytes{0};
+  Tape tape;
   std::atomic<int> waiting{0};  // threads of this rank that do nothing until the background is done
 
   // How to wait from now on: until when, and whether somebody else wants this core.
@@ -110,20 +104,17 @@ class Peers {
   // 120 ms, where it was 55).
   template <class Ready>
   void await(int peer, Ready ready) {
-    for (int i = 0; i < spins_; ++i) {
-      if (ready()) return;
-      pause();
-    }
-    record_.peer.store(peer, std::memory_order_relaxed);
-    while (!wait_on(peer, ready)) {
-    }
-    record_.peer.store(-1, std::memory_order_relaxed);
+    if (!tape.active) return spin(peer, ready);
+    if (ready()) return;
+    const Waited counted(tape);
+    spin(peer, ready);
   }
 
   // Sleeps until a moment, a slice at a time; in the foreground, where naps are stretched, not to its
   // very end.
   void await_time(std::uint64_t moment) {
     const std::uint64_t awake = background_ ? 0 : kStretch;
+    const Waited counted(tape);
     for (auto at = now(); at < moment; at = now()) {
       if (moment - at <= awake) {
         sched_yield();
@@ -139,6 +130,26 @@ class Peers {
  private:
   static constexpr int kSpins = 2000, kYields = 200;
   static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
+
+  // Its lifetime, however it ends.
+  struct Waited {
+    explicit Waited(Tape& tape) : tape(tape), since(now()) {}
+    ~Waited() { tape.waited(now() - since); }
+    Tape& tape;
+    std::uint64_t since;
+  };
+
+  template <class Ready>
+  void spin(int peer, Ready ready) {
+    for (int i = 0; i < spins_; ++i) {
+      if (ready()) return;
+      pause();
+    }
+    record_.peer.store(peer, std::memory_order_relaxed);
+    while (!wait_on(peer, ready)) {
+    }
+    record_.peer.store(-1, std::memory_order_relaxed);
+  }
 
   template <class Ready>
   bool wait_on(int peer, Ready ready) {

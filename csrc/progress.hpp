@@ -19,6 +19,8 @@ struct Job {
   std::uint64_t number, kind;
   std::int64_t elements;
   const char* site;  // [kSite]
+  std::uint64_t issued = 0;  // ns; 0 where nobody traces
+  bool background = false;
 };
 
 struct Shape {
@@ -41,9 +43,9 @@ class Progress {
   // In the background somebody sees to it at once; else whoever waits for it does.
   std::uint64_t start(const Job& job, bool background) {
     std::lock_guard lock(mutex_);
-    jobs_.push_back(job);
+    const auto ticket = queue(job, background);
     if (background) wake();
-    return ++started_;
+    return ticket;
   }
 
   // Whether that job has ended; after a failure no job ends any more.
@@ -55,8 +57,7 @@ class Progress {
   // Both at once: 0 if it has ended, else its ticket.
   std::uint64_t run(const Job& job, double seconds) {
     std::unique_lock lock(mutex_);
-    jobs_.push_back(job);
-    const auto ticket = ++started_;
+    const auto ticket = queue(job, false);
     return settle(lock, ticket, seconds) ? 0 : ticket;
   }
 
@@ -91,13 +92,41 @@ class Progress {
     segment_.record(rank_).pid.store(-1, std::memory_order_release);
   }
 
+  // From now on collectives and waits are on tape, with room for so many entries of each.
+  void trace(std::size_t entries) {
+    std::lock_guard lock(mutex_);
+    peers_.tape.switch_on(entries);
+    waits_.switch_on(entries);
+  }
+  void untrace() {
+    peers_.tape.switch_off();
+    waits_.switch_off();
+  }
+  Tape& tape() { return peers_.tape; }
+  Tape& waits() { return waits_; }
+
   int rank() const { return rank_; }
   Segment& segment() { return segment_; }
   Peers& peers() { return peers_; }
 
  private:
+  std::uint64_t queue(const Job& job, bool background) {
+    jobs_.push_back(job);
+    if (waits_.on()) jobs_.back().issued = now();
+    jobs_.back().background = background;
+    return ++started_;
+  }
+
   bool settle(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
     if (finished_ >= ticket) return true;
+    if (!waits_.on()) return work_on(lock, ticket, seconds);
+    const auto since = now();
+    const bool ended = work_on(lock, ticket, seconds);
+    waits_.wait(since, ticket, std::int32_t(gettid()));
+    return ended;
+  }
+
+  bool work_on(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
     const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                         std::chrono::duration<double>(seconds));
     do {
@@ -135,6 +164,7 @@ class Progress {
   // Runs the first job in line to its end, or until `end`. The lock is free meanwhile.
   void run_front(std::unique_lock<std::mutex>& lock, Clock::time_point end, bool background) {
     running_ = true;
+    done_before_ = finished_;
     const Job& job = jobs_.front();  // a deque keeps it in its place
     bool ended = false;
     std::optional<Failed> failed;
@@ -143,14 +173,17 @@ class Progress {
       peers_.slice(end, background);
       if (!begun_) {
         if (auto f = peers_.reported()) throw *f;  // after a failure nothing begins any more
+        peers_.tape.begin();
         begin(job);
       }
       begun_ = true;
       std::holds_alternative<Rows>(job.what) ? interpreter_.run() : direct_.run();
       segment_.record(rank_).end();
+      if (peers_.tape.active) note(job, true);
       ended = true;
     } catch (const Later&) {
     } catch (const Failed& f) {
+      if (peers_.tape.active) note(job, false);
       failed = f;
     }
     lock.lock();
@@ -177,6 +210,15 @@ class Progress {
       direct_.begin(std::get<Exchange>(job.what), job.dtype, job.number, digest_);
   }
 
+  void note(const Job& job, bool ended) {
+    const auto* rows = std::get_if<Rows>(&job.what);
+    CallCells more{job.issued, done_before_ + 1, job.kind,
+                   rows ? reinterpret_cast<std::uint64_t>(rows->rows) : 0, job.background, {}};
+    static_assert(sizeof more.site >= kSite);
+    std::memcpy(more.site, job.site, kSite);
+    peers_.tape.call(ended, job.number, std::uint64_t(job.elements), more);
+  }
+
   void announce(const Failed& failed) {
     if (announced_.exchange(true)) return;  // what others may be reading stays as it is
     segment_.record(rank_).finding = {failed.expected, failed.found};
@@ -200,6 +242,8 @@ class Progress {
   std::deque<Job> jobs_;
   bool begun_ = false, running_ = false;  // the first job: has been begun; somebody is at it
   std::uint64_t started_ = 0, finished_ = 0;
+  std::uint64_t done_before_ = 0;  // `finished_` for whoever runs the first job, without the lock
+  Tape waits_;                     // under the lock
   std::optional<Failed> failed_;
   std::thread thread_;
   bool closed_ = false;

@@ -1,6 +1,6 @@
 """ringdp: collectives and data-parallel training (DDP, ZeRO-1, 2, 3) from scratch."""
 
-from ringdp.comm import Communicator, Link, Work, init
+from ringdp.comm import Communicator, Link, Work, init, trace
 from ringdp.comm.backend import register
 from ringdp.errors import (
     CheckpointError,
@@ -62,6 +62,7 @@ __all__ = [
     "load",
     "save",
     "shard",
+    "trace",
 ]
 
 register()

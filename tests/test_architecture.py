@@ -24,17 +24,19 @@ MODULES = {
 # Room -> the rooms that it may import, beside itself. `_core` is csrc.
 MAY = {
     "errors": set(),
+    "tape": {"errors"},
     "kernels": set(),
     "schedule": {"errors"},
     "transport": {"schedule", "kernels", "errors", "_core"},
-    "comm": {"schedule", "transport", "errors"},
-    "parallel": {"comm", "kernels", "errors"},
-    "cli": {"schedule", "transport", "comm", "parallel", "kernels", "errors", ""},
+    "comm": {"schedule", "transport", "tape", "errors"},
+    "parallel": {"comm", "kernels", "tape", "errors"},
+    "cli": {"schedule", "transport", "comm", "parallel", "kernels", "tape", "errors", ""},
     "": {"comm", "parallel", "errors"},
 }
 # Packages from outside that a room may import, beside the standard library.
 OUTSIDE = {
     "errors": set(),
+    "tape": set(),
     "kernels": {"torch", "triton"},
     "schedule": {"numpy"},
     "transport": {"numpy", "torch", "cupy"},
@@ -150,6 +152,7 @@ def test_public_names():
         "load",
         "save",
         "shard",
+        "trace",
     ]
     assert sorted(ringdp.schedule.__all__) == [
         "ALGORITHMS",

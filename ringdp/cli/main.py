@@ -71,6 +71,10 @@ def train(
         typer.Option(help="file or directory to learn; else the standard library's sources"),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="write what was measured here")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="write what every rank does and when here: see `ringdp report`"),
+    ] = None,
     reference: Annotated[bool, typer.Option(help="also train in one process and compare")] = True,
     sample: Annotated[bool, typer.Option(help="let the trained model write a line")] = True,
 ) -> int:
@@ -89,6 +93,7 @@ def train(
         learning_rate=learning_rate,
         text=text,
         json=json,
+        trace=trace,
         reference=reference,
         sample=sample,
     )

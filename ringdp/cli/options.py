@@ -30,6 +30,7 @@ class Options:
     learning_rate: float = 1e-3
     text: Path | None = None
     json: Path | None = None
+    trace: Path | None = None
     reference: bool = True
     sample: bool = True
 
@@ -75,6 +76,10 @@ def check(options: Options) -> None:
         raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
     if options.json is not None:
         check_writable(options.json)
+    if options.trace is not None:
+        if options.modes:
+            raise UsageError("--trace is given with --mode; allowed: with --stage")
+        check_writable(options.trace, "--trace")
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
@@ -82,7 +87,7 @@ def between(name: str, value: int, least: int, most: int) -> None:
         raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Open it as the end of the run will, and leave nothing behind that was not there."""
     existed = path.exists()
     try:
@@ -90,7 +95,7 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise UsageError(
-            f"--json: cannot write {path}: {os.strerror(error.errno or 0)}; "
+            f"{option}: cannot write {path}: {os.strerror(error.errno or 0)}; "
             "allowed: a file in a directory that exists and is writable"
         ) from None
     if not existed:

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,7 +72,9 @@ def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
     torch.set_num_threads(1)
     comm = ringdp.init()
     data = load(job.options, job.text_digest)
-    records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
+    file = job.options.trace
+    with nullcontext() if file is None else ringdp.trace(file):
+        records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
     comm.close()
     return records
 

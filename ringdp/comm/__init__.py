@@ -2,7 +2,8 @@
 
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.rendezvous import init, over, world
+from ringdp.comm.tracing import trace
 from ringdp.comm.work import Work
 from ringdp.transport.base import Link
 
-__all__ = ["Communicator", "Link", "Work", "init", "over", "world"]
+__all__ = ["Communicator", "Link", "Work", "init", "over", "trace", "world"]

@@ -24,9 +24,11 @@ from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
 from ringdp.comm.reductions import Reductions
+from ringdp.comm.taped import Taped
 from ringdp.comm.work import ENDED, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
+from ringdp.tape import recorder
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import DIRECT, DTYPES, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
@@ -39,7 +41,7 @@ _all: WeakSet[Communicator] = WeakSet()
 Connect = Callable[[str, Sequence[int], Arena | None], Transport]
 
 
-class Communicator(Reductions, Moves, Messages):
+class Communicator(Reductions, Moves, Messages, Taped):
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`.
 
     `closed`: whether it can be used no more.
@@ -69,6 +71,7 @@ class Communicator(Reductions, Moves, Messages):
         self._group: Group | None = None
         _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()
+        recorder.join(self)
 
     @property
     def timeout(self) -> float:
@@ -178,6 +181,7 @@ class Communicator(Reductions, Moves, Messages):
     def _close(self) -> None:
         self.closed = True
         self._ready = None
+        recorder.leave(self)
         self._transport.close()
 
     def __enter__(self) -> Communicator:

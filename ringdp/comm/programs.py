@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from ringdp.errors import ScheduleError
 from ringdp.schedule import (
@@ -22,6 +23,32 @@ from ringdp.schedule import (
 )
 from ringdp.transport.base import uneven_bounds
 
+
+class Origin(NamedTuple):
+    """What a program is made of."""
+
+    collective: Collective
+    builder: str | Builder
+    root: int
+    program: Program
+
+    @property
+    def algorithm(self) -> str:
+        """Its name."""
+        return self.builder if isinstance(self.builder, str) else self.builder.__qualname__
+
+    @property
+    def names(self) -> dict[tuple[int, ...], str]:
+        """Of rows, by round, peers and chunks."""
+        return _row_names(self.program)
+
+
+@cache
+def _row_names(program: Program) -> dict[tuple[int, ...], str]:
+    return {row[:5]: row.name for row in program}
+
+
+_origins: dict[int, Origin] = {}  # by the address of a program's rows, which live as long as it
 Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
 
 
@@ -48,10 +75,17 @@ def program(
     for programs in (fused, plain):
         needed = fifo_depth(programs)
         if needed <= depth:
-            return programs[rank]
+            made = programs[rank]
+            _origins[made.rows.ctypes.data] = Origin(collective, algorithm, root, made)
+            return made
     raise ScheduleError(
         f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
     )
+
+
+def origin_of(rows: int) -> Origin | None:
+    """Of the program whose rows lie at this address."""
+    return _origins.get(rows)
 
 
 @lru_cache(maxsize=4096)

@@ -35,6 +35,7 @@ TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 _last_generation = 0
 _stores: dict[tuple[_Place, str, str], Store] = {}
+_named: Counter[str] = Counter()  # the last generation that met under a name
 _overs: Counter[str] = Counter()  # communicators made over a torch.distributed group, by its name
 _world: Communicator | None = None  # the last one lives until the next
 _worlds: list[weakref.ref[Communicator]] = []
@@ -128,6 +129,20 @@ def host() -> str:
     """The name of this host, and what no other has."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot}"
+
+
+def job_store(name: str) -> tuple[Store | None, int, int]:
+    """A part of the job's store that no other has, this rank, and how many there are.
+
+    Collective: every rank must call it, and call it equally often for one name. None for a rank
+    alone.
+    """
+    place = _place()
+    if place is None or place.ranks == 1:
+        return None, 0, 1
+    store = PrefixStore(name, _store(place, timedelta(seconds=TIMEOUT)))
+    _named[name] = _generation(store, place.rank, _named[name])
+    return PrefixStore(f"{_named[name]}", store), place.rank, place.ranks
 
 
 def _one_host(store: Store, rank: int, ranks: int) -> None:

@@ -47,17 +47,18 @@ from torch.optim.optimizer import (
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import outside
-from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.outputs import tensors
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.taped import Taped
 from ringdp.parallel.unit import FlatUnit, State
+from ringdp.tape import recorder
 
 
-class Engine(Accounts):
+class Engine(Taped):
     """Keeps one model's parameters and gradients as its stage says. Made by `shard`."""
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine(Accounts):
         for module, indices in of.items():
             self._hook(module, indices)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held)
+        recorder.join(self)
 
     # ---- forward
 
@@ -309,6 +311,7 @@ class Engine(Accounts):
         if self._closed:
             return
         self._closed = True
+        recorder.leave(self)
         if self._held or all(u.static for u in self.units):
             del self.model._ringdp_sharded
         for handle in self._handles:

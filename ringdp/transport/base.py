@@ -18,6 +18,7 @@ from torch import Tensor
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
 from ringdp.transport.records import Call, RankRecord
+from ringdp.transport.taped import Tape
 
 Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
 OPS: tuple[Op, ...] = get_args(Op)
@@ -167,6 +168,16 @@ class Transport(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the tensors are that it moves best."""
+        ...
+
+    @property
+    def link(self) -> Link | None:
+        """The network that it emulates."""
+        ...
+
+    @property
+    def tape(self) -> Tape | None:
+        """Where it keeps what it does while it is traced; None where it does not."""
         ...
 
     @property

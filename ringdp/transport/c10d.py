@@ -86,7 +86,7 @@ class C10dTransport:
     depth: int | None = 1 << 20  # slots: what is sent waits in memory
     own: str | None = None
     device = torch.device("cpu")
-    ready = None
+    ready = tape = link = None
     arena: Arena | None = None
     kept: Mapping[int, object] = {}
 

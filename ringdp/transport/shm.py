@@ -75,7 +75,7 @@ class ShmTransport:
 
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.link = rank, ranks, link
         # A network has no memory that all ranks can reach.
         self.own = "direct" if link is None else None
         stride = max(1, STRIDE // ranks) if link else 1
@@ -108,6 +108,7 @@ class ShmTransport:
                 link.bandwidth if link else 0.0,
                 stride,
             )
+            self.tape = self._core
             self.ready = _ready(rank, ranks)
             self._mail = _core.Mailbox(self._core, files[2], rank)
             if store is not None:

@@ -23,6 +23,8 @@ REFUSED = {
     "text a device": (["--text", "/dev/null"], "cannot read /dev/null: it is neither"),
     "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
+    "trace nowhere": (["--trace", "/nowhere/run.json"], "--trace: cannot write /nowhere/run.json"),
+    "trace of modes": (["--trace", "run.json", "--mode", "ddp"], "--trace is given with --mode"),
     "unknown option": (["--rank", "2"], "--rank"),
     "missing value": (["--ranks"], "--ranks"),
     "extra argument": (["now"], "now"),

@@ -36,6 +36,8 @@ from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.sparse import SparseBucket
+from ringdp.parallel.ddp.taped import Watcher
+from ringdp.tape import recorder
 
 
 class Trainable(NamedTuple):
@@ -79,6 +81,19 @@ class Reducer:
         self._nodes = [torch.autograd.graph.get_gradient_edge(t.parameter).node for t in parameters]
         for index, node in enumerate(self._nodes):
             node.register_hook(_listener(weakref.ref(self), index))
+        recorder.join(self)
+
+    # ---- for traces, see `tape.recorder.Source`
+
+    def tape_on(self, recorder: recorder.Recorder) -> None:
+        self._watcher = Watcher(self, recorder)
+
+    def tape_drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def tape_off(self) -> None:
+        self._watcher.end()
+        del self._watcher
 
     def _build(self, order: Iterable[int]) -> None:
         facts = [

@@ -1,0 +1,72 @@
+"""A communicator seen from outside, where its transport keeps no tape: from call to result.
+
+A collective then ends when whoever waits for it is told so; what happens in between is the
+transport's. While it is watched the communicator's `_issue` is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+
+from ringdp.comm.about import About, Labelled
+from ringdp.comm.call import call_site, fingerprint, named
+from ringdp.comm.job import Exchange, How, Job
+from ringdp.comm.work import Work
+
+
+class Seen:
+    """Over a communicator, until `end`."""
+
+    def __init__(self, comm: Labelled, about: About) -> None:
+        self._comm, self._about, self._issue = comm, about, comm._issue
+        comm._issue = self.issue  # type: ignore[method-assign]
+
+    def drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def end(self) -> None:
+        del self._comm._issue
+
+    def issue(self, job: Job, how: How) -> Work:
+        what = job.what
+        buffer = what.one if isinstance(what, Exchange) else what.buffer
+        kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
+        elements = buffer.numel() if job.elements is None else job.elements
+        number, site, begin = self._comm._issued, call_site(3), monotonic_ns()
+        algorithm = how.algorithm if isinstance(how.algorithm, str) else how.algorithm.__qualname__
+
+        def ended() -> None:
+            call = number, kind, elements, site, algorithm
+            self._about.collective(begin, monotonic_ns(), *call, background=how.async_op)
+
+        work = self._issue(job, how)
+        name = named(number, kind)
+        if how.async_op:
+            _watch(work, ended, lambda since: self._wait(name, since, number))
+        else:
+            ended()
+            self._wait(name, begin, number)
+        return work
+
+    def _wait(self, name: str, since: int, number: int) -> None:
+        self._about.wait(name, since, monotonic_ns(), number)
+
+
+def _watch(work: Work, ended: Callable[[], None], waited: Callable[[int], None]) -> None:
+    """Calls `ended` once, when the result is there, and `waited` after every wait for it."""
+    complete, wait = work._complete, work.wait
+
+    def completes() -> None:
+        if not work._done:
+            ended()
+        complete()
+
+    def waits(timeout: float | None = None) -> None:
+        since = monotonic_ns()
+        try:
+            wait(timeout)
+        finally:
+            waited(since)
+
+    work._complete, work.wait = completes, waits  # type: ignore[method-assign]

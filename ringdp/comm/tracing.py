@@ -1,0 +1,155 @@
+"""`ringdp.trace`: what all ranks did and when, in one file.
+
+Every rank records, writes its part beside the file, and rank 0 makes one of the parts. A rank that
+dies leaves the others' parts: rank 0 merges those and says whose is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from ringdp.comm.rendezvous import host, job_store
+from ringdp.errors import RingdpError, UsageError
+from ringdp.tape import chrome, parts, recorder
+from ringdp.tape.meeting import Meeting
+
+log = logging.getLogger("ringdp")
+
+PATIENCE = 60.0  # s that rank 0 waits for a part
+HASTE = 5.0  # s after an error
+ANSWER = 10.0  # s that the ranks of two hosts wait for each other's clocks at the end
+
+
+def trace(path: str | os.PathLike[str]) -> Trace:
+    """Write what all ranks do and when to `path`, for Perfetto and `ringdp report`.
+
+    Use it as `with ringdp.trace("run.json"): ...`, or call its `start` and `stop`. Collective:
+    every rank of the job does either at the same place. Only one trace runs at a time.
+
+    It holds every collective with its chunks (rows of a program, tiles of direct exchanges) and the
+    waits for it; gathers, prefetches, frees and reductions of an engine or of DDP; forward and
+    backward of units, optimizer steps; and bytes held by category. The file is there once rank 0
+    has left it. Raises UsageError where it cannot be written, CommunicationError where a rank does
+    not come.
+    """
+    return Trace(Path(path))
+
+
+class Trace:
+    """Made by `trace`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._recorder: recorder.Recorder | None = None
+
+    def start(self) -> Trace:
+        """Begin. Collective."""
+        if recorder.recording():
+            raise UsageError("a trace runs in this process already; stop it first")
+        store, rank, ranks = job_store("trace")
+        self._meeting = Meeting(store, rank, ranks, host())
+        complaint = _unwritable(self.path) if rank == 0 else None
+        self._epoch, self._token = self._meeting.open(complaint)
+        self._recorder = recorder.start()
+        return self
+
+    def stop(self) -> None:
+        """End, and write. Collective. Raises RingdpError where the file cannot be written."""
+        self._end(PATIENCE)
+
+    def __enter__(self) -> Trace:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.stop()
+            return
+        try:
+            self._end(HASTE)
+        except RingdpError as e:  # the error that is on its way says more
+            log.warning("%s", e)
+
+    def _end(self, patience: float) -> None:
+        recorded = self._recorder
+        if recorded is None:
+            raise UsageError("this trace does not run; start it first")
+        meeting = self._meeting
+        self._recorder = None
+        recorder.stop()
+        if patience == PATIENCE:
+            with suppress(RuntimeError):  # the first guess must do
+                meeting.compare_clocks("last", ANSWER)
+        part = parts.part_path(self.path, self._token, meeting.rank)
+        with _to(self.path):
+            lines = chrome.lines(recorded, meeting.rank, self._epoch, meeting.shift)
+            parts.write_part(part, self._head(recorded), lines)
+        if meeting.rank == 0:
+            self._merge(part, monotonic() + patience)
+            return
+        try:
+            meeting.hand_in(part)
+        except RuntimeError:  # of the store, which rank 0 may have served
+            log.warning(
+                "rank %d cannot tell rank 0 of its part of the trace, %s", *(meeting.rank, part)
+            )
+
+    def _head(self, recorded: recorder.Recorder) -> dict[str, Any]:
+        name, guesses = host(), self._meeting.guesses
+        return {
+            "host": name.split()[0],
+            "pid": os.getpid(),
+            "clock_error_us": max((g.error for g in guesses), default=0) / 1000,
+            "lost": recorded.lost,
+            **recorded.facts,
+        }
+
+    def _merge(self, mine: Path, deadline: float) -> None:
+        there, missing = {0: mine}, {}
+        for rank in range(1, self._meeting.ranks):
+            part = parts.part_path(self.path, self._token, rank)
+            try:
+                why = self._meeting.collect(rank, part, deadline)
+            except RuntimeError as e:
+                why = f"rank {rank} cannot be asked for its part of the trace: {e}"
+            if why is None:
+                there[rank] = part
+            else:
+                missing[str(rank)] = why
+                log.warning("%s: %s", self.path, why)
+        with _to(self.path):
+            parts.merge(self.path, there, {"ranks": self._meeting.ranks, "missing": missing})
+
+
+def _unwritable(path: Path) -> str | None:
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as e:
+        return (
+            f"trace: cannot write {path}: {e.strerror}; allowed: a file in a directory that exists "
+            "and is writable"
+        )
+    if not existed:
+        path.unlink()
+    return None
+
+
+@contextmanager
+def _to(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise RingdpError(f"ringdp: cannot write the trace {path}: {e.strerror}") from None

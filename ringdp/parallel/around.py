@@ -1,0 +1,59 @@
+"""Wraps methods of living objects for as long as a trace runs: they know nothing of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+
+class Around:
+    """What is wrapped, until `off`."""
+
+    def __init__(self) -> None:
+        self._wrapped: list[tuple[object, str]] = []
+
+    def before(self, of: object, name: str, told: Callable[..., object]) -> None:
+        """Call `told` with the arguments of each call, before it."""
+        method = getattr(of, name)
+
+        def wrapped(*args: Any, **named: Any) -> Any:
+            told(*args)
+            return method(*args, **named)
+
+        self.put(of, name, wrapped)
+
+    def after(self, of: object, name: str, told: Callable[..., object]) -> None:
+        """The same once it has returned."""
+        method = getattr(of, name)
+
+        def wrapped(*args: Any, **named: Any) -> Any:
+            result = method(*args, **named)
+            told(*args)
+            return result
+
+        self.put(of, name, wrapped)
+
+    def timed(self, of: object, name: str, told: Callable[..., object]) -> None:
+        """Call `told` with when it began (ns) and the arguments, once it has ended or raised."""
+        method = getattr(of, name)
+
+        def wrapped(*args: Any, **named: Any) -> Any:
+            since = monotonic_ns()
+            try:
+                return method(*args, **named)
+            finally:
+                told(since, *args)
+
+        self.put(of, name, wrapped)
+
+    def off(self) -> None:
+        for of, name in reversed(self._wrapped):
+            delattr(of, name)
+        self._wrapped.clear()
+
+    def put(self, of: object, name: str, wrapped: Callable[..., Any]) -> None:
+        """The method is this until `off`."""
+        assert name not in vars(of), f"{name} is wrapped already"
+        setattr(of, name, wrapped)
+        self._wrapped.append((of, name))

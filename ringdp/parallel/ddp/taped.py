@@ -1,0 +1,63 @@
+"""What a trace sees of DistributedDataParallel: forward, backward, and when it reduces what.
+
+forward    from the module's call to its outputs
+backward   from the first gradient to the last
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import Protocol
+
+from ringdp.comm import Communicator
+from ringdp.parallel.around import Around
+from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.tape.recorder import Recorder
+
+
+class Reduces(Protocol):
+    """Of a `Reducer`."""
+
+    comm: Communicator
+
+
+class Watcher:
+    """Around one reducer."""
+
+    def __init__(self, reducer: Reduces, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._forward: int | None = None  # since when
+        self._backward: int | None = None
+        reducer.comm.label("gradients of DDP")
+        self._around = around = Around()
+        around.after(reducer, "before_forward", self._forward_begins)
+        around.before(reducer, "arm", self._forward_ended)
+        around.before(reducer, "made", self._gradient_made)
+        around.timed(reducer, "_start", self._reduced)
+        around.before(reducer, "_end", self._backward_ended)
+        around.timed(
+            reducer, "_land", lambda since: recorder.span("wait for reductions", "finish", since)
+        )
+
+    def end(self) -> None:
+        self._around.off()
+
+    def _forward_begins(self) -> None:
+        self._forward = monotonic_ns()
+
+    def _forward_ended(self, _outputs: object) -> None:
+        if self._forward is not None:
+            self._recorder.span("forward", "forward", self._forward)
+        self._forward = self._backward = None
+
+    def _gradient_made(self, _index: int) -> None:
+        if self._backward is None:
+            self._backward = monotonic_ns()
+
+    def _reduced(self, since: int, bucket: Bucket) -> None:
+        self._recorder.span(f"reduce bucket {bucket.index}", "reduce", since)
+
+    def _backward_ended(self) -> None:
+        if self._backward is not None:
+            self._recorder.span("backward", "backward", self._backward)
+        self._backward = None

@@ -1,0 +1,244 @@
+"""What a trace sees of an engine: when it gathers, prefetches, frees and reduces which unit, when a
+unit's forward and backward run, and what the rank holds of each category.
+
+    forward     from the unit's parameters being there to its outputs
+    backward    from a gradient of its outputs to the last of its parameters', or to where autograd
+                goes on with another unit; the root's lies around all others
+    recompute   a forward within backward, as checkpointing has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ringdp.parallel.accounts import Accounts
+from ringdp.parallel.around import Around
+from ringdp.parallel.memory import state_bytes
+from ringdp.parallel.unit import FlatUnit
+from ringdp.tape.recorder import Recorder, join
+
+Group = Sequence[int]  # units of one module
+
+
+class Taped(Accounts):
+    """The part of an Engine that a trace asks. See `tape.recorder.Source`."""
+
+    _around: list[set[int]]  # by unit: those whose forward calls it
+    _watcher: Watcher
+
+    def _after_backward(self) -> None:
+        raise NotImplementedError
+
+    def tape_on(self, recorder: Recorder) -> None:
+        self._watcher = Watcher(self, recorder)
+
+    def tape_drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def tape_off(self) -> None:
+        self._watcher.end()
+        del self._watcher
+
+
+class Watcher:
+    """Around one engine."""
+
+    def __init__(self, engine: Taped, recorder: Recorder) -> None:
+        self.engine, self.recorder = engine, recorder
+        self._forwards: list[tuple[Group, int]] = []  # under way, innermost last, and since when
+        self._backwards: dict[int, int] = {}  # by a group's first unit: since when
+        self._prefetching = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._states = self._state_bytes = 0
+        self._counter = f"memory of engine {len(recorder.facts.get('engines', ()))}"
+        self._introduce()
+        self._around = around = Around()
+        around.after(engine, "_before_forward", self._forward_begins)
+        around.before(engine, "_after_forward", self._forward_ends)
+        around.after(engine, "_before_backward", self._backward_begins)
+        around.before(engine, "_reduce", self._unit_through)
+        around.before(engine, "_before_step", self._steps)
+        around.after(engine, "_after_step", self._stepped)
+        for unit in engine.units:
+            self._watch(unit)
+        self._watch_prefetch()
+        self._watch_end()
+        span = recorder.span
+        around.timed(
+            engine.reducing,
+            "start",
+            lambda since, unit: span(f"reduce {_name(unit)}", "reduce", since, unit=unit.index),
+        )
+        for change in ("take", "give"):
+            around.after(engine.ledger, change, lambda *_: self._count())
+        self._count()
+
+    def end(self) -> None:
+        self._around.off()
+        self.recorder.count(self._counter, dict.fromkeys(self._memory(), 0))
+
+    def _introduce(self) -> None:
+        engine = self.engine
+        engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
+        engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
+        self.recorder.fact(
+            "engines",
+            {
+                "counter": self._counter,
+                "stage": engine.stage.number,
+                "gathers": engine.gathering.comm._name,
+                "reductions": engine.reducing.comm._name,
+                "units": [
+                    {"name": _name(u), "elements": u.plan.elements, "bytes": u.bytes}
+                    for u in engine.units
+                ],
+                "formula": engine.memory_formula()._asdict(),
+                "traffic": engine.traffic_formula(),
+            },
+        )
+
+    # --- compute
+
+    def _forward_begins(self, indices: Group) -> None:
+        if indices is self.engine.roots:
+            self._forwards.clear()  # of one that raised
+        self._forwards.append((indices, monotonic_ns()))
+
+    def _forward_ends(self, indices: Group, _output: object) -> None:
+        while self._forwards:
+            group, since = self._forwards.pop()
+            if group is indices:
+                within = torch._C._current_graph_task_id() != -1
+                kind = "recompute" if within else "forward"
+                self.recorder.span(f"{kind} {self._named(group)}", kind, since)
+                return
+
+    def _backward_begins(self, indices: Group) -> None:
+        first = indices[0]
+        if first in self._backwards:
+            return
+        around = self.engine._around
+        for other in list(self._backwards):
+            if not (other in around[first] or first in around[other]):
+                self._end_backward(other)
+        self._backwards[first] = monotonic_ns()
+
+    def _unit_through(self, index: int) -> None:
+        for group in self.engine.groups:
+            if index in group and group[0] in self._backwards:
+                self._end_backward(group[0])
+
+    def _end_backward(self, first: int) -> None:
+        since = self._backwards.pop(first)
+        self.recorder.span(f"backward {self._named([first])}", "backward", since)
+
+    def _watch_end(self) -> None:
+        """All backwards end where the engine starts to wait for what they have made."""
+        method = self.engine._after_backward
+
+        def after_backward() -> None:
+            for first in reversed(list(self._backwards)):  # those inside first
+                self._end_backward(first)
+            since = monotonic_ns()
+            try:
+                method()
+            finally:
+                self.recorder.span("wait for reductions", "finish", since)
+
+        self._around.put(self.engine, "_after_backward", after_backward)
+
+    # --- units
+
+    def _watch(self, unit: FlatUnit) -> None:
+        name, span, around = _name(unit), self.recorder.span, self._around
+
+        def gathered(since: int, *_: object) -> None:
+            kind = "prefetch" if self._prefetching else "gather"
+            span(f"{kind} {name}", kind, since, unit=unit.index)
+
+        freed = "free" if unit.freed else "reshard"
+        around.timed(unit, "gather", gathered)
+        around.timed(unit, "unshard", lambda since: span(f"unshard {name}", "unshard", since))
+        around.timed(unit, "reshard", lambda since: span(f"{freed} {name}", "free", since))
+
+    def _watch_prefetch(self) -> None:
+        gathering = self.engine.gathering
+        method = gathering._prefetch
+
+        def prefetch() -> None:
+            self._prefetching = True
+            try:
+                method()
+            finally:
+                self._prefetching = False
+
+        self._around.put(gathering, "_prefetch", prefetch)
+
+    # --- memory
+
+    def _steps(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def _stepped(self) -> None:
+        """The state is weighed when there is more of it: a look at every tensor takes its time."""
+        optimizer = self._optimizer
+        if optimizer is not None and len(optimizer.state) != self._states:
+            self._states = len(optimizer.state)
+            self._state_bytes = state_bytes(optimizer)
+            self._count()
+
+    def _memory(self) -> dict[str, int]:
+        now = self.engine.ledger.now
+        held = {name: now[name] for name in ("parameters", "gathered", "gradients", "buckets")}
+        return {**held, "optimizer": self._state_bytes}
+
+    def _count(self) -> None:
+        self.recorder.count(self._counter, self._memory())
+
+    def _named(self, group: Group) -> str:
+        return _name(self.engine.units[group[0]])
+
+
+class Steps:
+    """Every optimizer's steps."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._since: list[int] = []
+
+    def tape_on(self, recorder: Recorder) -> None:
+        def begins(*_: object) -> None:
+            self._since.append(monotonic_ns())
+
+        def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if self._since:
+                recorder.span("optimizer step", "step", self._since.pop())
+
+        self._since.clear()
+        self._handles = [
+            register_optimizer_step_pre_hook(begins),
+            register_optimizer_step_post_hook(ended),
+        ]
+
+    def tape_drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def tape_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _name(unit: FlatUnit) -> str:
+    return unit.plan.name or "root"
+
+
+_STEPS = Steps()
+join(_STEPS)

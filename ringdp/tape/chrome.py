@@ -1,0 +1,106 @@
+"""Spans and counters in the format of Chrome's tracing, which Perfetto opens; and back, checked.
+
+A process is a rank, a thread a lane: one of its threads, or a communicator. `ts` and `dur` are µs,
+the former since the trace began.
+
+    ph  X  a span        name cat ts dur pid tid args
+        C  a counter     name ts pid args: numbers by category
+        M  a name        process_name, thread_name, and the order in which they are shown
+
+Beside `traceEvents` the file has an object `ringdp`, with what the report needs; viewers skip it.
+Source: Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from ringdp.tape.recorder import Recorder
+
+VERSION = 1
+Event = dict[str, Any]
+Clock = Mapping[int, int]
+
+
+def lines(recorder: Recorder, rank: int, epoch: int, shift: Shift) -> Iterator[str]:
+    """Every event of a rank as a line of JSON. `shift`: from its clock to rank 0's."""
+    for event in _names(recorder, rank):
+        yield _line(event)
+    for name, category, lane, begin, end, args in recorder.spans:
+        at = _us(shift(begin) - epoch)
+        event = {"name": name, "cat": category, "ph": "X", "ts": at, "dur": _us(end - begin)}
+        yield _line({**event, "pid": rank, "tid": lane, "args": args or {}})
+    for name, moment, values in recorder.counters:
+        at = _us(shift(moment) - epoch)
+        yield _line({"name": name, "ph": "C", "ts": at, "pid": rank, "args": values})
+
+
+class Shift:
+    """A clock's times on another: off by `first` at its time `at`, by `then` at `later`, in ns."""
+
+    def __init__(self, first: int = 0, at: int = 0, then: int = 0, later: int = 0) -> None:
+        self.first, self.at = first, at
+        self.rate = (then - first) / (later - at) if later > at else 0.0
+
+    def __call__(self, time: int) -> int:
+        return time + self.first + round(self.rate * (time - self.at))
+
+
+def problems(document: object) -> list[str]:
+    """What a reader of the format would trip over, one line each; empty for a good one."""
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list):
+        return ["it has no list traceEvents"]
+    found = []
+    for index, event in enumerate(events):
+        wrong = _wrong(event)
+        if wrong:
+            found.append(f"traceEvents[{index}]: {wrong}")
+    return found
+
+
+def _wrong(event: object) -> str | None:
+    if not isinstance(event, dict):
+        return "it is no object"
+    phase = event.get("ph")
+    needs = {"X": ("ts", "dur", "pid", "tid"), "C": ("ts", "pid"), "M": ("pid",)}.get(str(phase))
+    if needs is None:
+        return f"ph is {phase!r}; there are X, C, M"
+    if not isinstance(event.get("name"), str):
+        return f"name is {event.get('name')!r}, no text"
+    for key in needs:
+        if not _number(event.get(key)):
+            return f"{key} is {event.get(key)!r}, no number"
+    if not isinstance(event.get("args"), dict):
+        return f"args are {event.get('args')!r}, no object"
+    if phase == "X" and event["dur"] < 0:
+        return f"dur is {event['dur']}, below 0"
+    if phase == "C" and not all(map(_number, event["args"].values())):
+        return f"args of a counter are {event['args']!r}, not all numbers"
+    return None
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _names(recorder: Recorder, rank: int) -> Iterator[Event]:
+    def named(kind: str, lane: int, **args: object) -> Event:
+        return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": args}
+
+    yield named("process_name", 0, name=f"rank {rank}")
+    yield named("process_sort_index", 0, sort_index=rank)
+    for lane, name in recorder.lanes.items():
+        yield named("thread_name", lane, name=name)
+        yield named("thread_sort_index", lane, sort_index=lane)
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event, separators=(",", ":"))

@@ -1,0 +1,190 @@
+"""The ranks of a trace agree: on its epoch, on clocks, and on whose part there is to merge.
+
+On one host CLOCK_MONOTONIC is the same for all. A rank of another host asks rank 0 for its time
+through the store, at the start and at the end of the trace; it takes the quickest answer of each,
+which is right to half the time of its round trip, and what lies between by a straight line.
+
+What goes through the store is JSON of numbers and text, checked where it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, monotonic_ns, sleep
+from typing import NamedTuple, Protocol
+
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.tape.chrome import Shift
+
+ROUND_TRIPS = 16
+PIECE = 1 << 20  # bytes of a part that go through the store at once
+LOOK_EVERY = 0.01  # s, for parts
+
+
+class Store(Protocol):
+    """Of torch's stores, what is used here."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Guess(NamedTuple):
+    """Of how far rank 0's clock is ahead of this one's: right to `error`, both ns."""
+
+    offset: int
+    error: int
+    at: int  # by this clock
+
+
+class Member(NamedTuple):
+    """A rank of the trace: where its process is."""
+
+    host: str
+    pid: int
+
+
+class Meeting:
+    """One rank's side. `store`: None for a rank alone."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        ranks: int,
+        host: str,
+        clock: Callable[[], int] = monotonic_ns,
+    ) -> None:
+        self.rank, self.ranks, self.clock = rank, ranks, clock
+        self._store, self._me = store, Member(host, os.getpid())
+        self.members = [self._me]
+        self.guesses: list[Guess] = []  # empty on rank 0's host
+
+    def open(self, complaint: str | None) -> tuple[int, str]:
+        """The epoch, ns on rank 0's clock, and the token of this trace. Collective.
+
+        Raises UsageError everywhere if rank 0 has a `complaint`.
+        """
+        epoch, token = self.clock(), secrets.token_hex(4)
+        if self._store is not None:
+            try:
+                epoch, token, complaint = self._meet(self._store, epoch, token, complaint)
+            except (RuntimeError, ValueError, TypeError, KeyError) as e:
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
+                    "every rank must start the trace"
+                ) from e
+        if complaint:
+            raise UsageError(complaint)
+        return epoch, token
+
+    def _meet(
+        self, store: Store, epoch: int, token: str, complaint: str | None
+    ) -> tuple[int, str, str | None]:
+        store.set(f"here/{self.rank}", json.dumps(self._me))
+        if self.rank == 0:
+            for r in range(self.ranks):
+                host, pid = json.loads(store.get(f"here/{r}"))
+                self.members[r:] = [Member(str(host), int(pid))]
+            epoch = self.clock()
+            store.set("epoch", json.dumps([epoch, token, complaint, self.members]))
+        else:
+            epoch, token, complaint, members = json.loads(store.get("epoch"))
+            self.members = [Member(str(host), int(pid)) for host, pid in members]
+        if not complaint:
+            self.compare_clocks("first", None)
+        return int(epoch), str(token), str(complaint) if complaint else None
+
+    @property
+    def shift(self) -> Shift:
+        """From this clock to rank 0's."""
+        if not self.guesses:
+            return Shift()
+        first, last = self.guesses[0], self.guesses[-1]
+        return Shift(first.offset, first.at, last.offset, last.at)
+
+    @property
+    def away(self) -> list[int]:
+        """Ranks of other hosts than rank 0's."""
+        return [r for r, m in enumerate(self.members) if m.host != self.members[0].host]
+
+    def compare_clocks(self, when: str, limit: float | None) -> None:
+        """Ask rank 0, or answer: collective over rank 0 and those that are away from it.
+
+        `limit`: seconds for one answer; None: as long as the store waits. Raises RuntimeError.
+        """
+        if self._store is None:
+            return
+        for r in self.away if self.rank == 0 else [r for r in self.away if r == self.rank]:
+            for k in range(ROUND_TRIPS):
+                asked, told = f"{when}/asked/{r}/{k}", f"{when}/told/{r}/{k}"
+                if self.rank == 0:
+                    self._await(asked, limit)
+                    self._store.set(told, str(self.clock()))
+                    continue
+                before = self.clock()
+                self._store.set(asked, "")
+                self._await(told, limit)
+                answer, after = int(self._store.get(told)), self.clock()
+                self._learn(Guess(answer - (before + after) // 2, (after - before) // 2, before), k)
+
+    def _learn(self, guess: Guess, k: int) -> None:
+        if k == 0:
+            self.guesses.append(guess)
+        self.guesses[-1] = min(self.guesses[-1], guess, key=lambda g: g.error)
+
+    def _await(self, key: str, limit: float | None) -> None:
+        assert self._store is not None
+        if limit is not None:
+            self._store.wait([key], timedelta(seconds=limit))
+        else:
+            self._store.get(key)
+
+    def hand_in(self, part: Path) -> None:
+        """This rank's part is there; where rank 0 cannot see the file, send it what is in it."""
+        if self._store is None:
+            return
+        pieces = 0
+        if self.rank in self.away:
+            with part.open() as text:
+                while piece := text.read(PIECE):
+                    self._store.set(f"piece/{self.rank}/{pieces}", piece)
+                    pieces += 1
+            part.unlink()
+        self._store.set(f"part/{self.rank}", str(pieces))
+
+    def collect(self, rank: int, part: Path, deadline: float) -> str | None:
+        """On rank 0: wait for that rank's part, and see that it lies at `part`. Why it does not."""
+        assert self._store is not None
+        while not self._store.check([f"part/{rank}"]):
+            if not self._lives(rank) and not self._store.check([f"part/{rank}"]):
+                pid = self.members[rank].pid
+                return f"rank {rank} (process {pid}) ended before it wrote its part of the trace"
+            if monotonic() > deadline:
+                return f"rank {rank} did not write its part of the trace in time"
+            sleep(LOOK_EVERY)
+        if rank in self.away:
+            with part.open("w") as out:
+                for k in range(int(self._store.get(f"part/{rank}"))):
+                    out.write(self._store.get(f"piece/{rank}/{k}").decode())
+                    with suppress(RuntimeError):  # not every store can
+                        self._store.delete_key(f"piece/{rank}/{k}")
+        return None
+
+    def _lives(self, rank: int) -> bool:
+        """As far as can be seen from here."""
+        if rank in self.away:
+            return True
+        try:
+            state = Path(f"/proc/{self.members[rank].pid}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return False
+        return state.split()[0] not in "ZX"

@@ -1,0 +1,66 @@
+"""A rank's part of a trace as a file beside the trace, and the parts as one.
+
+    part   = head, one object of JSON | events, one a line
+    trace  = {"displayTimeUnit", "ringdp": what the heads say together, "traceEvents": all events}
+
+Both are written aside and renamed, so that neither is ever there by half.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ringdp.tape.chrome import VERSION
+
+Head = dict[str, Any]
+
+
+def part_path(trace: Path, token: str, rank: int) -> Path:
+    """`token` tells this run's parts from those of any other."""
+    return trace.with_name(f"{trace.name}.{token}.rank{rank}.part")
+
+
+def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
+    with _aside(path) as aside:
+        with aside.open("w") as out:
+            out.write(json.dumps(head) + "\n")
+            out.writelines(event + "\n" for event in events)
+        aside.replace(path)
+
+
+def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
+    """Write the trace and remove the parts. `facts`: what the ranks have in common."""
+    heads: dict[int, Head] = {}
+    for rank, part in parts.items():
+        with part.open() as lines:
+            heads[rank] = json.loads(lines.readline())
+    about = {"version": VERSION, **facts, "parts": {str(r): head for r, head in heads.items()}}
+    with _aside(trace) as aside:
+        with aside.open("w") as out:
+            out.write('{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":[')
+            between = "\n"
+            for part in parts.values():
+                with part.open() as lines:
+                    lines.readline()
+                    for line in lines:
+                        out.write(between + line.rstrip("\n"))
+                        between = ",\n"
+            out.write("\n]}\n")
+        aside.replace(trace)
+    for part in parts.values():
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A name beside `path` that nobody else writes, and that is gone afterwards."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+    finally:
+        aside.unlink(missing_ok=True)

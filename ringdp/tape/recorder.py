@@ -1,0 +1,159 @@
+"""One process's spans and counters while a trace runs, and who is asked for them.
+
+Times are ns of CLOCK_MONOTONIC, which the processes of a host share and csrc uses, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+DRAIN_EVERY = 0.05  # s: tapes of a fixed size must not run full
+Args = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """Something that took from `begin` to `end`, in a lane of its rank."""
+
+    name: str
+    category: str
+    lane: int
+    begin: int
+    end: int
+    args: Args | None = None
+
+
+class Counter(NamedTuple):
+    """Values from this moment on, until the next counter of that name."""
+
+    name: str
+    at: int
+    values: dict[str, int]
+
+
+class Source(Protocol):
+    """Whatever can say what it does. It records between `tape_on` and `tape_off`."""
+
+    def tape_on(self, recorder: Recorder) -> None: ...
+
+    def tape_drain(self) -> None:
+        """Called every now and then by a thread, and to be quick."""
+        ...
+
+    def tape_off(self) -> None:
+        """Hand over the rest. Called once for every `tape_on`."""
+        ...
+
+
+class Recorder:
+    """`lost`: how many spans there was no room for."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.counters: list[Counter] = []
+        self.lanes: dict[int, str] = {}
+        self.facts: dict[str, list[Args]] = {}  # what else a reader needs, by kind
+        self.lost = 0
+        self._lane_of: dict[object, int] = {}
+        self._lock = threading.Lock()
+
+    def lane(self, key: object, name: str) -> int:
+        """The number of the lane called `key`, which readers see as `name`."""
+        with self._lock:
+            if key not in self._lane_of:
+                self._lane_of[key] = len(self._lane_of) + 1
+                self.lanes[self._lane_of[key]] = name
+            return self._lane_of[key]
+
+    def thread(self, native: int | None = None) -> int:
+        """The lane of a thread, by default of this one."""
+        main = threading.main_thread().native_id
+        native = threading.get_native_id() if native is None else native
+        return self.lane(native, "main thread" if native == main else f"thread {native}")
+
+    def span(self, name: str, category: str, begin: int, **args: Any) -> None:
+        """From `begin` to now, on this thread."""
+        lane = self.thread()
+        self.spans.append(Span(name, category, lane, begin, monotonic_ns(), args or None))
+
+    def count(self, name: str, values: dict[str, int]) -> None:
+        self.counters.append(Counter(name, monotonic_ns(), values))
+
+    def fact(self, kind: str, fact: Args) -> None:
+        self.facts.setdefault(kind, []).append(fact)
+
+
+_sources: WeakSet[Source] = WeakSet()
+_recording: Recorder | None = None
+_drains: _Drain | None = None
+_changing = threading.RLock()
+
+
+def join(source: Source) -> None:
+    """From now on traces ask this source, too: one that runs, and those to come."""
+    with _changing:
+        _sources.add(source)
+        if _recording is not None:
+            source.tape_on(_recording)
+
+
+def leave(source: Source) -> None:
+    """It ends: take what it has."""
+    with _changing:
+        if source in _sources:
+            _sources.discard(source)
+            if _recording is not None:
+                source.tape_off()
+
+
+def recording() -> bool:
+    """Whether a trace runs in this process."""
+    return _recording is not None
+
+
+def start() -> Recorder:
+    """Ask every source to record. There is one trace at a time: see `recording`."""
+    global _recording, _drains
+    with _changing:
+        assert _recording is None
+        _recording = Recorder()
+        _recording.thread()  # the first lane
+        for source in list(_sources):
+            source.tape_on(_recording)
+        _drains = _Drain(_drain)
+        _drains.start()
+        return _recording
+
+
+def stop() -> None:
+    """Of what `start` began: afterwards the recorder has everything."""
+    global _recording, _drains
+    assert _drains is not None
+    _drains.end()
+    with _changing:
+        for source in list(_sources):
+            source.tape_off()
+        _recording = _drains = None
+
+
+def _drain() -> None:
+    with _changing:
+        for source in list(_sources):
+            source.tape_drain()
+
+
+class _Drain(threading.Thread):
+    def __init__(self, drain: Callable[[], None]) -> None:
+        super().__init__(name="ringdp-tape", daemon=True)
+        self._drain, self._over = drain, threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(DRAIN_EVERY):
+            self._drain()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()

@@ -1,0 +1,225 @@
+"""A trace holds every collective of every rank, chunk by chunk; and is there however a run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringdp
+from ringdp.schedule import Schedule, Transfer, fuse, project, schedule
+from ringdp.tape import recorder
+from ringdp.transport.taped import ENTRIES
+from tests.tape.traces import Read
+
+pytestmark = pytest.mark.process
+
+
+def star(n: int) -> Schedule:
+    up = Schedule(n, 1, (tuple(Transfer(r, 0, 0, 0, reduce=True) for r in range(1, n)),))
+    return up.then(up.transpose())
+
+
+def calls(comm: ringdp.Communicator, path: Path) -> int:
+    comm.all_reduce(torch.ones(10))  # before the trace
+    with ringdp.trace(path):
+        first = comm.issued
+        comm.all_reduce(torch.ones(10))
+        comm.all_reduce(torch.ones(1 << 20))
+        comm.all_reduce(torch.ones(40_000), algorithm="ring", tag=7)
+        comm.all_reduce(torch.ones(5, dtype=torch.float64), "max", algorithm=star)
+        out = torch.empty(comm.size * 3)
+        comm.all_gather(out, torch.ones(3), async_op=True).wait()
+        with comm.duplicate() as other:
+            other.broadcast(torch.ones(9), 1)
+    comm.all_reduce(torch.ones(10))  # after it
+    assert not recorder.recording()
+    return first
+
+
+@pytest.fixture(scope="module")
+def traced(ranks, tmp_path_factory) -> tuple[Read, int]:
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    first, *_ = ranks(3)(calls, path)
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]
+    return Read(path), first
+
+
+def test_every_collective_of_every_rank_is_there(traced):
+    read, first = traced
+    for rank in range(3):
+        found = [e["args"] for e in read.spans("collective", rank)]
+        world = next(a["comm"] for a in found if a["number"] == first)
+        mine = [
+            (a["number"] - first, a["collective"], a["algorithm"], a["bytes"], a["tag"])
+            for a in found
+            if a["comm"] == world
+        ]
+        assert mine[:5] == [
+            (0, "all_reduce", "direct", 40, 0),
+            (1, "all_reduce", "direct", 4 << 20, 0),
+            (2, "all_reduce", "ring", 160_000, 7),
+            (3, "all_reduce", "star", 40, 0),
+            (4, "all_gather", "direct", 36, 0),
+        ]
+        others = [a["collective"] for a in found if a["comm"] != world]
+        assert others == ["broadcast"]
+        assert all("test_tracing.py:" in a["at"] for a in found)
+        assert [a["background"] for a in found if a["comm"] == world][:5] == [False] * 4 + [True]
+
+
+def test_chunks_lie_in_their_collective_and_are_its_rows(traced):
+    read, first = traced
+    read.check_nesting()
+    for rank in range(3):
+        ring = next(e for e in read.spans("collective", rank) if e["args"]["number"] == first + 2)
+        chunks = [
+            e
+            for e in read.spans("chunk", rank)
+            if e["tid"] == ring["tid"] and e["args"]["number"] == first + 2
+        ]
+        program = fuse(project(schedule("all_reduce", "ring", 3), rank))
+        whole = ring["ts"], ring["ts"] + ring["dur"]
+        assert [c["name"] for c in chunks] == [row.name for row in program]
+        assert [c["args"]["round"] for c in chunks] == [row.round for row in program]
+        assert all(whole[0] <= c["ts"] and c["ts"] + c["dur"] <= whole[1] + 1e-3 for c in chunks)
+        assert sum(c["args"]["bytes"] for c in chunks if "to" in c["args"]) == pytest.approx(
+            4 * 160_000 / 3, rel=1e-3
+        )
+
+
+def test_tiles_of_a_direct_exchange_add_up(traced):
+    read, first = traced
+    for rank in range(3):
+        tiles = [e for e in read.spans("chunk", rank) if e["args"]["number"] == first + 1]
+        moved = {
+            what: sum(t["args"]["bytes"] for t in tiles if t["name"] == what)
+            for what in ("lay out", "take", "collect")
+        }
+        own = 4 * len(torch.arange(1 << 20).tensor_split(3)[rank])
+        assert moved == {"lay out": (4 << 20) - own, "take": own, "collect": (4 << 20) - own}
+
+
+def test_it_says_what_a_reader_needs(traced):
+    read, _ = traced
+    assert read.about["ranks"] == 3
+    assert read.about["missing"] == {}
+    assert sorted(read.about["parts"]) == ["0", "1", "2"]
+    for part in read.about["parts"].values():
+        assert (part["lost"], part["clock_error_us"]) == (0, 0)
+        assert {c["transport"] for c in part["communicators"]} == {"shm"}
+        told = {(s["collective"], s["algorithm"]): s for s in part["schedules"]}
+        assert set(told) == {("all_reduce", "ring"), ("all_reduce", "star")}
+        rounds = [
+            [list(map(int, t)) for t in ts] for ts in schedule("all_reduce", "ring", 3).rounds
+        ]
+        assert told["all_reduce", "ring"]["rounds"] == rounds
+
+
+def sleeps(comm: ringdp.Communicator, path: Path) -> None:
+    """Rank 0 waits for rank 1, who is late: on the ranks' one clock."""
+    import time
+
+    with ringdp.trace(path):
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.2)
+        comm.all_reduce(torch.ones(10))
+
+
+def test_who_waited_for_whom_shows_on_one_clock(ranks, tmp_path):
+    ranks(2)(sleeps, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    early, late = (read.spans("collective", rank)[-1] for rank in (0, 1))
+    assert late["ts"] - early["ts"] > 150_000
+    assert early["args"]["waited_us"] > 150_000
+    assert abs(early["ts"] + early["dur"] - late["ts"] - late["dur"]) < 150_000
+    waits = read.spans("wait", 0)
+    assert max(w["dur"] for w in waits) > 90_000  # it looks for signals every 0.1 s
+    assert waits[-1]["name"].startswith("wait for all_reduce #")
+
+
+def dies(comm: ringdp.Communicator, say, path: Path) -> None:
+    try:
+        with ringdp.trace(path):
+            comm.all_reduce(torch.ones(10))
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.all_reduce(torch.ones(10))
+    except ringdp.PeerLost as e:
+        say(str(e).splitlines()[0])
+
+
+def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path):
+    path = tmp_path / "run.json"
+    ended = forks(3, dies, path)
+    assert [e.code for e in ended] == [0, -signal.SIGKILL, 0]
+    assert "rank 1" in ended[0].said[0]
+    read = Read(path)
+    assert sorted(read.about["parts"]) == ["0", "2"]
+    assert set(read.about["missing"]) == {"1"}
+    assert "ended before it wrote its part" in read.about["missing"]["1"]
+    assert [e["args"].get("failed", False) for e in read.spans("collective", 0)] == [False, True]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def refused(comm: ringdp.Communicator, path: Path) -> list[str]:
+    said = []
+    for start in (
+        lambda: ringdp.trace("/nowhere/run.json").start(),
+        lambda: ringdp.trace(path).stop(),
+    ):
+        with pytest.raises(ringdp.UsageError) as found:
+            start()
+        said.append(str(found.value))
+    running = ringdp.trace(path).start()
+    with pytest.raises(ringdp.UsageError, match="a trace runs in this process already"):
+        ringdp.trace(path).start()
+    running.stop()
+    return said
+
+
+def test_mistakes_are_told_on_every_rank(ranks, tmp_path):
+    for said in ranks(2)(refused, tmp_path / "run.json"):
+        assert said[0] == (
+            "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
+            "a directory that exists and is writable"
+        )
+        assert said[1] == "this trace does not run; start it first"
+    assert (tmp_path / "run.json").exists()
+
+
+def over_gloo(_: ringdp.Communicator, path: Path) -> None:
+    with ringdp.init(transport="c10d") as comm, ringdp.trace(path):
+        comm.all_reduce(torch.ones(10))
+        comm.all_reduce(torch.ones(10), algorithm="ring", async_op=True).wait()
+
+
+def test_a_transport_without_a_tape_is_seen_from_outside(ranks, tmp_path):
+    ranks(2)(over_gloo, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    for rank in range(2):
+        found = [e["args"] for e in read.spans("collective", rank)]
+        assert [(a["algorithm"], a["bytes"], a["background"]) for a in found] == [
+            ("direct", 40, False),
+            ("ring", 40, True),
+        ]
+        assert len(read.spans("wait", rank)) == 2
+        assert all("test_tracing.py:" in a["at"] for a in found)
+
+
+def full(comm: ringdp.Communicator, path: Path) -> None:
+    with ringdp.trace(path):
+        recorder._drains.end()  # nobody empties the tapes until the end
+        for _ in range(ENTRIES // 4):  # each of which takes four cells, and one or more for chunks
+            comm.all_reduce(torch.ones(1))
+
+
+def test_what_there_is_no_room_for_is_counted(ranks, tmp_path):
+    ranks(2)(full, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    assert all(part["lost"] > 0 for part in read.about["parts"].values())
+    assert len(read.spans("collective", 0)) > 0

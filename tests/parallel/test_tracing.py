@@ -1,0 +1,128 @@
+"""A trace of training: each unit's forward, backward, gathers, frees and reductions; bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ringdp
+from tests.tape.traces import Read
+
+pytestmark = pytest.mark.process
+
+STEPS = 3
+UNITS = ("0", "1", "2")  # blocks; the root has a layer of its own
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in UNITS), nn.Linear(32, 1))
+
+
+def trains(comm: ringdp.Communicator, stage: int, path: Path) -> dict[str, int]:
+    engine = ringdp.shard(net(), stage=stage, unit=Block, comm=comm)
+    optimizer = torch.optim.AdamW(engine.model.parameters())
+    before = [vars(o).copy() for o in (engine, engine.gathering, engine.ledger, *engine.units)]
+    with ringdp.trace(path):
+        for _ in range(STEPS):
+            engine.model(torch.ones(4, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    after = [vars(o) for o in (engine, engine.gathering, engine.ledger, *engine.units)]
+    assert [b.keys() for b in before] == [a.keys() for a in after]  # nothing is left around it
+    held = engine.memory(optimizer)._asdict()
+    engine.close()
+    return held
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_span_of_a_step_is_there(ranks, tmp_path, stage: int):
+    held = ranks(2)(trains, stage, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    read.check_nesting()
+    for rank in range(2):
+        names = {
+            kind: Counter(read.names(kind, rank))
+            for kind in ("forward", "backward", "step", "finish", "reduce", "free")
+        }
+        units = (*UNITS, "root")
+        for kind in ("forward", "backward", "reduce"):
+            assert names[kind] == {f"{kind} {unit}": STEPS for unit in units}
+        assert names["step"] == {"optimizer step": STEPS}
+        assert names["finish"] == {"wait for reductions": STEPS}
+        gathered = [read.names(k, rank) for k in ("gather", "prefetch")]
+        uses = {0: 0, 2: len(units), 3: 2 * len(UNITS) + 1}[stage]
+        assert len(gathered[0]) + len(gathered[1]) == STEPS * uses
+        assert names["free"].total() == STEPS * uses
+        if stage == 3:
+            assert set(names["free"]) == {f"free {unit}" for unit in units}
+            assert len(gathered[1]) > len(gathered[0]) > 0
+        check_memory(read, rank, held[rank])
+        (engine,) = read.about["parts"][str(rank)]["engines"]
+        assert engine["stage"] == stage
+        assert {k: engine["formula"][k] for k in held[rank]} == held[rank]
+
+
+def check_memory(read: Read, rank: int, held: dict[str, int]) -> None:
+    counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
+    assert {e["name"] for e in counters} == {"memory of engine 0"}
+    most = {k: max(e["args"][k] for e in counters) for k in counters[0]["args"]}
+    assert most == {
+        "parameters": held["parameters"],
+        "gathered": held["gathered_peak"],
+        "gradients": held["gradients"],
+        "buckets": held["buckets"],
+        "optimizer": held["optimizer"],
+    }
+
+
+def test_backward_follows_forward_and_blocks_lie_in_the_root(ranks, tmp_path):
+    ranks(2)(trains, 3, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    first = read.names("forward", 0)[: len(UNITS) + 1]
+    assert first == ["forward root", *(f"forward {unit}" for unit in UNITS)]
+    assert read.names("backward", 0)[: len(UNITS) + 1] == [
+        "backward root",
+        *(f"backward {unit}" for unit in reversed(UNITS)),
+    ]
+
+
+def reduces(comm: ringdp.Communicator, path: Path) -> None:
+    model = ringdp.DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ringdp.trace(path):
+        for _ in range(STEPS):
+            model(torch.ones(4, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_ddp(ranks, tmp_path):
+    ranks(2)(reduces, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    read.check_nesting()
+    for rank in range(2):
+        found = {
+            kind: Counter(read.names(kind, rank))
+            for kind in ("forward", "backward", "reduce", "finish", "step")
+        }
+        assert found["forward"] == {"forward": STEPS}
+        assert found["backward"] == {"backward": STEPS}
+        assert found["reduce"]["reduce bucket 0"] == STEPS
+        assert found["finish"] == {"wait for reductions": STEPS}
+        assert found["step"] == {"optimizer step": STEPS}
+        labels = [c["label"] for c in read.about["parts"][str(rank)]["communicators"]]
+        assert "gradients of DDP" in labels

@@ -1,0 +1,123 @@
+"""The format: what is written passes, and what viewers would trip over is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringdp.tape import recorder
+from ringdp.tape.chrome import Shift, lines, problems
+from ringdp.tape.parts import merge, part_path, write_part
+from ringdp.tape.recorder import Counter, Recorder, Span
+
+
+def recorded() -> Recorder:
+    made = Recorder()
+    lane = made.thread()
+    made.spans.append(Span("a", "forward", lane, 2_000_500, 2_001_500, {"unit": 1}))
+    made.counters.append(Counter("memory", 2_000_000, {"parameters": 8}))
+    return made
+
+
+def test_events_as_viewers_want_them():
+    events = [json.loads(line) for line in lines(recorded(), 3, 1_000_000, Shift(1_000_000))]
+    assert events == [
+        {"name": "process_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "rank 3"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 3, "tid": 0, "args": {"sort_index": 3}},
+        {"name": "thread_name", "ph": "M", "pid": 3, "tid": 1, "args": {"name": "main thread"}},
+        {"name": "thread_sort_index", "ph": "M", "pid": 3, "tid": 1, "args": {"sort_index": 1}},
+        {
+            "name": "a",
+            "cat": "forward",
+            "ph": "X",
+            "ts": 2000.5,
+            "dur": 1.0,
+            "pid": 3,
+            "tid": 1,
+            "args": {"unit": 1},
+        },
+        {"name": "memory", "ph": "C", "ts": 2000.0, "pid": 3, "args": {"parameters": 8}},
+    ]
+    assert problems({"traceEvents": events}) == []
+
+
+GOOD = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "pid": 0, "tid": 0, "args": {}}
+BAD = {
+    "ph": ({**GOOD, "ph": "B"}, "ph is 'B'"),
+    "name": ({**GOOD, "name": 3}, "name is 3"),
+    "ts": ({**GOOD, "ts": "1"}, "ts is '1'"),
+    "dur": ({**GOOD, "dur": -1}, "dur is -1, below 0"),
+    "no dur": ({k: v for k, v in GOOD.items() if k != "dur"}, "dur is None"),
+    "infinite": ({**GOOD, "ts": float("inf")}, "ts is inf"),
+    "args": ({**GOOD, "args": []}, "args are []"),
+    "counter": ({**GOOD, "ph": "C", "args": {"a": "b"}}, "not all numbers"),
+    "no object": (7, "it is no object"),
+}
+
+
+@pytest.mark.parametrize(("event", "says"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_named(event, says: str):
+    (found,) = problems({"traceEvents": [GOOD, event]})
+    assert found.startswith("traceEvents[1]: ")
+    assert says in found
+
+
+def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
+    trace = tmp_path / "run.json"
+    trace.write_text("an older one")
+    paths = {rank: part_path(trace, "ab12", rank) for rank in (0, 2)}
+    for rank, path in paths.items():
+        write_part(path, {"host": "h"}, lines(recorded(), rank, 0, Shift()))
+    merge(trace, paths, {"ranks": 3, "missing": {"1": "gone"}})
+    read = json.loads(trace.read_text())
+    assert {e["pid"] for e in read["traceEvents"]} == {0, 2}
+    assert read["ringdp"] == {
+        "version": 1,
+        "ranks": 3,
+        "missing": {"1": "gone"},
+        "parts": {"0": {"host": "h"}, "2": {"host": "h"}},
+    }
+    assert problems(read) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_merge_that_fails_leaves_the_older_trace(tmp_path: Path):
+    trace = tmp_path / "run.json"
+    trace.write_text("an older one")
+    with pytest.raises(OSError, match="No such file"):
+        merge(trace, {0: tmp_path / "missing"}, {})
+    assert trace.read_text() == "an older one"
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+class Listening:
+    """A source that says what it is asked."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def tape_on(self, _: Recorder) -> None:
+        self.heard.append("on")
+
+    def tape_drain(self) -> None: ...
+
+    def tape_off(self) -> None:
+        self.heard.append("off")
+
+
+def test_sources_are_asked_only_while_a_trace_runs():
+    early, late, leaving = Listening(), Listening(), Listening()
+    recorder.join(early)
+    recorder.join(leaving)
+    assert early.heard == []
+    recorder.start()
+    recorder.join(late)
+    recorder.leave(leaving)
+    assert leaving.heard == ["on", "off"]
+    recorder.stop()
+    assert early.heard == late.heard == ["on", "off"]
+    assert leaving.heard == ["on", "off"]
+    recorder.leave(early)
+    assert early.heard == ["on", "off"]

@@ -1,0 +1,111 @@
+"""Ranks of several hosts: clocks to within the bound that is told, and parts through the store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from time import monotonic, monotonic_ns
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.tape.chrome import Shift
+from ringdp.tape.meeting import PIECE, ROUND_TRIPS, Meeting
+
+AHEAD = 5_000_000_000  # ns that the other host's clock is ahead of rank 0's
+
+
+def met(hosts: list[str], complaint: str | None = None) -> tuple[list[Meeting], list[object]]:
+    """Meetings that were opened on threads, and what each opening came to."""
+    store = PrefixStore("trace", HashStore())
+    meetings = [
+        Meeting(
+            store,
+            rank,
+            len(hosts),
+            host,
+            (lambda: monotonic_ns() + AHEAD) if host != hosts[0] else monotonic_ns,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    came: list[object] = [None] * len(hosts)
+
+    def open_(rank: int) -> None:
+        try:
+            came[rank] = meetings[rank].open(complaint if rank == 0 else None)
+        except (UsageError, CommunicationError) as e:
+            came[rank] = e
+
+    together(open_, len(hosts))
+    return meetings, came
+
+
+def together(act, ranks: int) -> None:
+    threads = [threading.Thread(target=act, args=(r,)) for r in range(ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
+def test_a_clock_of_another_host_is_right_to_its_bound():
+    meetings, came = met(["a", "b", "a"])
+    assert len(set(came)) == 1
+    assert [len(m.guesses) for m in meetings] == [0, 1, 0]
+    together(lambda r: meetings[r].compare_clocks("last", 10.0), 3)
+    assert [len(m.guesses) for m in meetings] == [0, 2, 0]
+    first, last = meetings[1].guesses
+    assert abs(first.offset + AHEAD) <= first.error
+    assert abs(last.offset + AHEAD) <= last.error
+    now = monotonic_ns()
+    assert abs(meetings[1].shift(now + AHEAD) - now) <= max(first.error, last.error)
+    assert meetings[0].shift(now) == now
+
+
+def test_between_two_guesses_a_clock_runs_straight():
+    shift = Shift(first=100, at=1_000, then=300, later=2_000)
+    assert [shift(t) for t in (1_000, 1_500, 2_000)] == [1_100, 1_700, 2_300]
+    assert Shift()(7) == 7
+
+
+def test_a_part_of_another_host_comes_through_the_store(tmp_path: Path):
+    meetings, _ = met(["a", "b"])
+    there, here = tmp_path / "there", tmp_path / "here"
+    text = "x" * (PIECE + 3) + "\n"
+    there.write_text(text)
+    meetings[1].hand_in(there)
+    assert meetings[0].collect(1, here, monotonic() + 10) is None
+    assert here.read_text() == text
+    assert not there.exists()
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path):
+    meetings, _ = met(["a", "a"])
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    meetings[0].members[1] = meetings[0].members[1]._replace(pid=child)
+    why = meetings[0].collect(1, tmp_path / "part", monotonic() + 1000)
+    assert why == f"rank 1 (process {child}) ended before it wrote its part of the trace"
+
+
+def test_a_rank_that_is_late_is_waited_for_so_long(tmp_path: Path):
+    meetings, _ = met(["a", "a"])
+    why = meetings[0].collect(1, tmp_path / "part", monotonic())
+    assert why == "rank 1 did not write its part of the trace in time"
+
+
+def test_what_rank_0_cannot_do_is_told_to_all():
+    _, came = met(["a", "b"], "cannot write")
+    assert [(type(c), str(c)) for c in came] == [(UsageError, "cannot write")] * 2
+
+
+def test_nonsense_in_the_store_is_an_error():
+    store = PrefixStore("trace", HashStore())
+    store.set("epoch", '[1, "t", null, [["a"]]]')
+    with pytest.raises(CommunicationError, match="rank 1 of 2 did not meet the others to trace"):
+        Meeting(store, 1, 2, "a").open(None)
+    assert ROUND_TRIPS > 1

@@ -1,0 +1,49 @@
+"""A trace as tests ask about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ringdp.tape.chrome import problems
+
+Event = dict[str, Any]
+
+
+class Read:
+    """A trace file, whose format is sound."""
+
+    def __init__(self, path: Path) -> None:
+        document = json.loads(path.read_text())
+        assert problems(document) == []
+        self.events: list[Event] = document["traceEvents"]
+        self.about: dict[str, Any] = document["ringdp"]
+
+    def spans(self, category: str, rank: int | None = None) -> list[Event]:
+        """In the order in which they began."""
+        found = [
+            e
+            for e in self.events
+            if e.get("cat") == category and (rank is None or e["pid"] == rank)
+        ]
+        return sorted(found, key=lambda e: e["ts"])
+
+    def names(self, category: str, rank: int) -> list[str]:
+        return [e["name"] for e in self.spans(category, rank)]
+
+    def check_nesting(self) -> None:
+        """In each lane a span lies inside another or beside it, as viewers draw them."""
+        lanes: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
+        for event in self.events:
+            if event["ph"] == "X":
+                begin = round(event["ts"] * 1000)  # ns: no rounding left
+                span = begin, -begin - round(event["dur"] * 1000), event["name"]
+                lanes.setdefault((event["pid"], event["tid"]), []).append(span)
+        for spans in lanes.values():
+            around: list[int] = []
+            for begin, minus_end, name in sorted(spans):
+                while around and around[-1] <= begin:
+                    around.pop()
+                assert not around or -minus_end <= around[-1], name
+                around.append(-minus_end)
