@@ -36,7 +36,7 @@ from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.sparse import SparseBucket
-from ringdp.parallel.ddp.taped import Watcher
+from ringdp.parallel.ddp.taped import Taped
 from ringdp.tape import recorder
 
 
@@ -57,7 +57,7 @@ class Settings(NamedTuple):
     gradient_as_bucket_view: bool
 
 
-class Reducer:
+class Reducer(Taped):
     """Over a communicator of its own. `divisor`: what gradients are divided by before the sum."""
 
     def __init__(
@@ -82,18 +82,6 @@ class Reducer:
         for index, node in enumerate(self._nodes):
             node.register_hook(_listener(weakref.ref(self), index))
         recorder.join(self)
-
-    # ---- for traces, see `tape.recorder.Source`
-
-    def tape_on(self, recorder: recorder.Recorder) -> None:
-        self._watcher = Watcher(self, recorder)
-
-    def tape_drain(self) -> None:
-        """Nothing: the recorder has it all."""
-
-    def tape_off(self) -> None:
-        self._watcher.end()
-        del self._watcher
 
     def _build(self, order: Iterable[int]) -> None:
         facts = [

@@ -7,7 +7,6 @@ backward   from the first gradient to the last
 from __future__ import annotations
 
 from time import monotonic_ns
-from typing import Protocol
 
 from ringdp.comm import Communicator
 from ringdp.parallel.around import Around
@@ -15,16 +14,27 @@ from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.tape.recorder import Recorder
 
 
-class Reduces(Protocol):
-    """Of a `Reducer`."""
+class Taped:
+    """The part of a Reducer that a trace asks. See `tape.recorder.Source`."""
 
     comm: Communicator
+    _watcher: Watcher
+
+    def tape_on(self, recorder: Recorder) -> None:
+        self._watcher = Watcher(self, recorder)
+
+    def tape_drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def tape_off(self) -> None:
+        self._watcher.end()
+        del self._watcher
 
 
 class Watcher:
     """Around one reducer."""
 
-    def __init__(self, reducer: Reduces, recorder: Recorder) -> None:
+    def __init__(self, reducer: Taped, recorder: Recorder) -> None:
         self._recorder = recorder
         self._forward: int | None = None  # since when
         self._backward: int | None = None
