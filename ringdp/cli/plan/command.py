@@ -17,13 +17,14 @@ from rich.table import Table
 
 from ringdp.cli.bench.options import parse_bytes
 from ringdp.cli.options import STAGES, between, check_writable
-from ringdp.cli.plan.hardware import DEVICES, network
+from ringdp.cli.plan.hardware import DEVICES, Network
+from ringdp.cli.plan.hardware import network as network_of
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.published import figures
 from ringdp.cli.plan.stages import MOST_RANKS, Row, Setting, recommend, row
 from ringdp.errors import RingdpError, UsageError
 from ringdp.parallel.precision import Precision
-from ringdp.schedule.cost import CLOSED
+from ringdp.schedule.cost import CLOSED, Machine
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 USED = ("all_reduce", "reduce_scatter", "all_gather")
@@ -31,7 +32,7 @@ ALGORITHMS = [a for c, a in CLOSED if c == USED[0] and all((u, a) in CLOSED for 
 MOST_WIDTH = 100  # characters that the tables need; a file gets them
 LEFT_OUT = (
     "Left out: activations, the gradients of the unit whose backward runs, attention's own flops "
-    "(2 a parameter and token forward, 4 backward), flattening, launches, the input."
+    "(2 a parameter and token forward, 4 backward), launches, the input."
 )
 
 
@@ -107,7 +108,7 @@ def check(options: Options) -> Setting:
         memory=memory,
         flops=options.flops or options.utilisation * peak,
         bandwidth=has.bandwidth,
-        network=network(options.network, options.device, within=within, alpha=options.alpha),
+        network=network_of(options.network, options.device, within=within, alpha=options.alpha),
         algorithm=options.algorithm,
     )
 
@@ -131,7 +132,12 @@ def to_json(
         "tokens_per_rank": setting.tokens,
         "memory_bytes": setting.memory,
         "flops_per_second": setting.flops,
-        "network": {"source": setting.network.source, **machine._asdict()},
+        "network": {
+            "source": setting.network.source,
+            **machine._asdict(),
+            "fitted": {name: m._asdict() for name, m in setting.network.fitted.items()},
+            "beside_compute": setting.network.beside(setting.ranks),
+        },
         "algorithm": setting.algorithm,
         "stages": [
             {
@@ -190,19 +196,16 @@ def _show(
     if not console.is_terminal:
         console = Console(file=console.file, width=MOST_WIDTH, highlight=False)
     rate = "given" if options.flops else f"{options.device} × {options.utilisation:g}, assumed"
-    machine = setting.network.machine
-    says_machine = ", ".join(
-        f"{name} {x:.3g} {unit}"
-        for name, x, unit in zip("αβγ", machine, ("s", "s/B", "s/B"), strict=False)
-    )
-    if machine.bus:
-        says_machine += f", bus {machine.bus:.3g} s/B"
+    network = setting.network
+    fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
+    hides = "" if network.beside(setting.ranks) else _not_beside(network)
     for line in (
         f"{model.name}: {model.elements:,} parameters in {len(model.parts)} units, "
         f"{options.precision}",
         f"{setting.ranks} ranks, {setting.tokens:,} tokens each; "
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
-        f"{setting.algorithm} over {setting.network.source}: {says_machine}",
+        f"{setting.algorithm} over {network.source}{hides}",
+        *(fits or [_terms(network.machine)]),
         "\nHeld by a rank, GB",
     ):
         console.print(line, soft_wrap=True)
@@ -228,6 +231,16 @@ def _show(
         console.print(f"Extrapolated: {reasons}.", soft_wrap=True)
     console.print(LEFT_OUT, soft_wrap=True)
     console.print(f"Recommended: {says}.", soft_wrap=True)
+
+
+def _terms(machine: Machine) -> str:
+    units = ("s", "s/B", "s/B", "s/B")
+    named = zip(("α", "β", "γ", "bus"), machine, units, strict=True)
+    return ", ".join(f"{name} {x:.3g} {unit}" for name, x, unit in named if x)
+
+
+def _not_beside(network: Network) -> str:
+    return f"; the {network.cores} cores that compute move the bytes, so nothing is hidden"
 
 
 def _table(*headings: str) -> Table:

@@ -8,10 +8,11 @@ link: within a node the device's own, between nodes `--network`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ringdp.cli.bench.rows import priced, read
+from ringdp.cli.bench.rows import Row, priced, read
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, fit
 
@@ -45,6 +46,15 @@ class Network(NamedTuple):
     machine: Machine
     source: str
     measured: Measured | None = None  # None: nothing was
+    cores: int | None = None  # of the host, where they move the bytes; None: something else does
+    fitted: Mapping[str, Machine] = {}  # by collective, to its own rows
+
+    def beside(self, n: int) -> bool:
+        """Whether collectives of n ranks go on while they compute: each with a core of its own."""
+        return self.cores is None or self.cores >= 2 * n
+
+    def of(self, collective: str) -> Machine:
+        return self.fitted.get(collective, self.machine)
 
     def beyond(self, collectives: set[str], n: int, sizes: set[int]) -> list[str]:
         """In which ways a prediction for these leaves what was measured."""
@@ -87,14 +97,16 @@ def network(given: str, device: str, *, within: bool, alpha: float | None) -> Ne
 
 def from_file(path: Path) -> Network:
     """α β γ fitted to our medians; where some are of buffers in shared memory, to those, since
-    such are the engine's."""
-    rows = [row for row in read(path).rows if row.ours]
+    such are the engine's; where some are of other transports, to the first one's. To each
+    collective's own rows, and to all for one that is not there: in shared memory an all_reduce of
+    4 MiB takes less than the all_gather that its price contains."""
+    report = read(path)
+    rows = [row for row in report.rows if row.modelled]
+    rows = [row for row in rows if row.transport == rows[0].transport]
     rows = [row for row in rows if row.registered] or rows
     if not rows:
         raise UsageError(f"--network: {path} holds no row of ringdp's own; allowed: at least one")
-    machine = fit(
-        (priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6) for r in rows
-    )
+    of = {r.collective: [o for o in rows if o.collective == r.collective] for r in rows}
     sizes = [r.bytes for r in rows]
     covers = Measured(
         frozenset(r.collective for r in rows),
@@ -102,4 +114,13 @@ def from_file(path: Path) -> Network:
         min(sizes),
         max(sizes),
     )
-    return Network(machine, f"fitted to {len(rows)} rows of {path}", covers)
+    transport = rows[0].transport
+    cores = None if transport == "nccl" else int(report.machine.get("cores", "0"))
+    fitted = {collective: _fit(own) for collective, own in of.items()}
+    return Network(
+        _fit(rows), f"fitted to {len(rows)} {transport} rows of {path}", covers, cores, fitted
+    )
+
+
+def _fit(rows: Sequence[Row]) -> Machine:
+    return fit((priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6) for r in rows)

@@ -77,7 +77,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     def cost(collective: Collective, size: int) -> float:
         asked.add((collective, size))
         price = closed(collective, setting.algorithm, setting.ranks)
-        return seconds(price, setting.network.machine, size)
+        return seconds(price, setting.network.of(collective), size)
 
     owned = sum(u.elements for u, w in zip(units, widths, strict=True) if w.trainable)
     if how.optimizer is Keep.SHARD:
@@ -90,7 +90,12 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
         limit=one_unit(_gathered(model, stage, setting.ranks), model.groups),
         cost=cost,
         forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in units],
+        flatten=[
+            (w.compute + w.reduce) * u.elements / setting.bandwidth
+            for u, w in zip(units, widths, strict=True)
+        ],
         optimizer=4 * CASES["adamw"].moves * owned / setting.bandwidth,
+        beside=setting.network.beside(setting.ranks),
     )
     return Row(
         stage=stage,

@@ -3,9 +3,10 @@
 One clock computes; the other is the wire, which carries one collective at a time in the order in
 which the engine issues them. Compute waits for the gather of what it uses; a reduction without a
 bucket of its own waits for the one before; the optimizer waits for all. What compute waits for is
-exposed, the rest of the wire's time is hidden.
+exposed, the rest of the wire's time is hidden. Where the cores that compute also move the bytes, as
+in shared memory, there is one clock: nothing is hidden.
 
-Leaves out: kernels that collectives and compute take from one another, the host's time, flattening.
+Leaves out: kernels that collectives and compute take from one another, the host's time.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ class _Replay:
         widths: Sequence[Widths],
         limit: int,
         cost: Cost,
+        beside: bool,
     ) -> None:
         self.stage, self.widths, self.limit, self.cost = stage, widths, limit, cost
+        self.beside = beside
         self.order = forecast(groups)
         self.gathered = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
         self.reduced = [w.reduce * u.padded for u, w in zip(units, widths, strict=True)]
@@ -77,11 +80,11 @@ class _Replay:
             self.sharded.add(unit)
             self._prefetch(position, None)
 
-    def reduce(self, unit: int) -> None:
-        if not self.widths[unit].trainable:
-            return
+    def make_room(self, unit: int) -> None:
         if not self.widths[unit].keeps_bucket(self.stage):
             self.finish()
+
+    def reduce(self, unit: int) -> None:
         self.last_reduced = self._send(self.cost(self.stage.reduction, self.reduced[unit]))
 
     def finish(self) -> None:
@@ -108,6 +111,8 @@ class _Replay:
     def _send(self, seconds: float) -> float:
         self.wire = max(self.wire, self.now) + seconds
         self.busy += seconds
+        if not self.beside:
+            self._wait(self.wire)
         return self.wire
 
     def _wait(self, until: float) -> None:
@@ -124,21 +129,32 @@ def predict(
     limit: int,
     cost: Cost,
     forward: Sequence[float],
+    flatten: Sequence[float],
     optimizer: float,
+    beside: bool = True,
 ) -> Step:
-    """`forward`: s of each unit; a backward takes twice that. `optimizer`: s of its step.
+    """`forward`: s of each unit; a backward takes twice that. `flatten`: s of its gradients,
+    counted as compute. `optimizer`: s of its step. `beside`: whether collectives go on meanwhile.
 
     The root's forward is taken to run after those of all others, its backward before theirs.
     """
-    replay = _Replay(units, groups, stage, widths, limit, cost)
+    replay = _Replay(units, groups, stage, widths, limit, cost, beside)
     root, *inner = groups
     position, compute = -1, 0.0
 
-    def run(group: Sequence[int], times: int) -> None:
+    def spend(seconds: float) -> None:
         nonlocal compute
-        seconds = times * sum(forward[u] for u in group)
         replay.now += seconds
         compute += seconds
+
+    def run(group: Sequence[int], times: int) -> None:
+        spend(times * sum(forward[u] for u in group))
+
+    def reduce(unit: int) -> None:
+        if widths[unit].trainable:
+            replay.make_room(unit)
+            spend(flatten[unit])
+            replay.reduce(unit)
 
     def use(group: Sequence[int]) -> None:
         nonlocal position
@@ -159,9 +175,9 @@ def predict(
         use(group)
         run(group, 2)
         for unit in group:
-            replay.reduce(unit)
+            reduce(unit)
             replay.free(unit, position)
     for unit in reversed(root):
-        replay.reduce(unit)
+        reduce(unit)
     replay.finish()
     return Step(compute, replay.busy, replay.exposed, optimizer)

@@ -47,6 +47,42 @@ def test_a_bench_file_is_fitted(tmp_path):
         )
 
 
+def test_collectives_are_fitted_apart(tmp_path):
+    """An all_gather that takes half as long as its share of an all_reduce does not change that."""
+    path = rows(tmp_path / "b.json")
+    report = json.loads(path.read_text())
+    for row in report["rows"]:
+        row["p50_us"] *= 0.5 if row["collective"] == "all_gather" else 1
+    path.write_text(json.dumps(report))
+    found = from_file(path)
+    for collective, factor in (("all_reduce", 1), ("all_gather", 0.5)):
+        price = closed(collective, "direct", 4)
+        expected = factor * seconds(price, TRUE, 1 << 20)
+        assert seconds(price, found.of(collective), 1 << 20) == pytest.approx(expected, 1e-2)
+    assert found.of("reduce_scatter") == found.machine
+
+
+def test_one_transport_is_fitted(tmp_path):
+    """The first of a file: rows of another, ten times as slow, change nothing."""
+    path = rows(tmp_path / "b.json")
+    report = json.loads(path.read_text())
+    alone = from_file(path)
+    slow = [r | {"transport": "nccl", "p50_us": 10 * r["p50_us"]} for r in report["rows"]]
+    path.write_text(json.dumps(report | {"rows": report["rows"] + slow}))
+    assert from_file(path).machine == alone.machine
+    path.write_text(json.dumps(report | {"rows": slow + report["rows"]}))
+    assert " nccl rows of" in from_file(path).source
+    assert from_file(path).beside(64), "a GPU's links move the bytes"
+
+
+def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
+    path = rows(tmp_path / "b.json")
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps(report | {"machine": {"cores": "8"}}))
+    assert [from_file(path).beside(n) for n in (2, 4, 5)] == [True, True, False]
+    assert network("400Gb", "h100", within=False, alpha=None).beside(1000)
+
+
 def test_extrapolation_is_said(tmp_path):
     found = from_file(rows(tmp_path / "b.json"))
     assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == []
