@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ringdp.cli import show as showing
 from ringdp.cli.bench import command as benching
+from ringdp.cli.bench import error as error_bench
 from ringdp.cli.bench import kernels as kernel_bench
 from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
@@ -142,7 +143,9 @@ def show(
 
 @app.command()
 def bench(
-    collective: Annotated[str, typer.Argument(help=", ".join((*CASES, kernel_bench.NAME)))],
+    collective: Annotated[
+        str, typer.Argument(help=", ".join((*CASES, kernel_bench.NAME, error_bench.NAME)))
+    ],
     ranks: Annotated[int, typer.Option(help="processes of each contender")] = 2,
     min: Annotated[str, typer.Option(help="smallest buffer in bytes, as in 1K")] = "1K",
     max: Annotated[str, typer.Option(help="largest")] = "64M",
@@ -163,7 +166,8 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="write rows and machine here")] = None,
 ) -> int:
     """Time a collective beside other libraries, the cost model's prediction and the physical bound,
-    with every result checked; or `kernels` beside torch's ways and a plain copy."""
+    with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
+    far the sums of each algorithm are from float64's."""
     options = bench_options.Options(
         collective=collective,
         ranks=ranks,
@@ -179,6 +183,8 @@ def bench(
         rounds=rounds,
         json=json,
     )
+    if collective == error_bench.NAME:
+        return error_bench.bench(options, Console(highlight=False))
     if collective == kernel_bench.NAME:
         return kernel_bench.bench(options, Console(highlight=False))
     return benching.bench(options, Console(highlight=False))

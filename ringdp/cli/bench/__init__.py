@@ -8,4 +8,5 @@ run        interleaves rounds of every contender, and makes rows of the times
  └ bound     the physical bound; rows: what is measured, what the cost model predicts
 
 kernels    the same for kernels, beside torch's ways and a copy; kernel_cases: what they are given
+error      how far sums are from float64's
 """

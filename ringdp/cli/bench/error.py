@@ -1,0 +1,158 @@
+"""`ringdp bench error`: how far sums are from float64's, by algorithm, dtype and number of ranks.
+
+The schedules are run by the simulator, whose additions are in the order of every other transport's,
+so that a row says what a run's bits are worth. An error is counted in ulps of the exact sum, the
+distance between neighbours of the dtype there; rounded once a sum is at most half a one off. It is
+measured on two kinds of inputs:
+
+    positive   uniform in [1, 2): nothing cancels, so at most n - 1 additions and as many roundings
+               of what is sent on leave at most 2 (n - 1) ulps
+    normal     as gradients are: where a sum nearly cancels its ulps are small, and the errors many
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ringdp.cli.bench.cases import torch_dtype
+from ringdp.cli.bench.options import Options
+from ringdp.cli.options import check_writable
+from ringdp.comm.programs import program
+from ringdp.errors import RingdpError, UsageError
+from ringdp.schedule import ALGORITHMS
+from ringdp.transport.simulator import simulate
+
+NAME = "error"
+RANKS = (2, 3, 4, 8, 16, 64)
+DTYPES = ("float32", "float16", "bfloat16")
+ELEMENTS = 8192  # of a buffer: of each of the 64 chunks of a ring of 64 as many as make a mean
+INPUTS: dict[str, Callable[[torch.Generator], Tensor]] = {
+    "positive": lambda g: 1 + torch.rand(ELEMENTS, generator=g),
+    "normal": lambda g: torch.randn(ELEMENTS, generator=g),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """ulps over all elements of the result."""
+
+    algorithm: str
+    dtype: str
+    ranks: int
+    inputs: str
+    mean: float
+    max: float
+    rounded_right: float  # share of the elements: no neighbour is nearer to the exact sum
+    same_on_all_ranks: bool
+
+
+def check(options: Options) -> tuple[str, ...]:
+    """The algorithms. Raises UsageError for options that are not for this, and for no algorithm."""
+    defaults = Options(NAME)
+    others = ("ranks", "min", "max", "factor", "dtype", "op", "transports", "registered", "peers")
+    for name in (*others, "rounds"):
+        if getattr(options, name) != getattr(defaults, name):
+            option = name if name == "ranks" else name.removesuffix("s")
+            raise UsageError(
+                f"--{option} is for what is timed; bench error takes --algorithm and --json, and "
+                f"goes through {', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks"
+            )
+    if not options.algorithms:
+        raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
+    if options.json is not None:
+        check_writable(options.json)
+    if options.algorithms == defaults.algorithms:
+        return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")
+    named = tuple("direct" if name == "auto" else name for name in options.algorithms)
+    for name in named:  # that there is one, and that it is right
+        program("all_reduce", name, RANKS[0], 0, 0, None)
+    return named
+
+
+def bench(options: Options, console: Console) -> int:
+    algorithms = check(options)
+    rows: list[Row] = []
+    for algorithm in algorithms:
+        console.print(f"adding by {algorithm}", soft_wrap=True)
+        rows += [row for n in RANKS for row in measure(algorithm, n)]
+    show(rows, console)
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        except OSError as error:  # it was writable before
+            raise RingdpError(f"ringdp: cannot write {options.json}: {error.strerror}") from None
+    return 0
+
+
+def measure(algorithm: str, n: int) -> list[Row]:
+    """A row for each dtype and kind of inputs. Raises ScheduleError where it is wrong for n."""
+    programs = [program("all_reduce", algorithm, n, rank, 0, None) for rank in range(n)]
+    rows = []
+    for dtype in DTYPES:
+        for inputs, make in INPUTS.items():
+            g = torch.Generator().manual_seed(n)
+            buffers = [make(g).to(torch_dtype(dtype)) for _ in range(n)]
+            exact = torch.stack(buffers).double().sum(0)
+            simulate(programs, buffers)
+            found = ulps(buffers[0], exact)
+            best = ulps(exact.to(torch_dtype(dtype)), exact)
+            rows.append(
+                Row(
+                    algorithm=algorithm,
+                    dtype=dtype,
+                    ranks=n,
+                    inputs=inputs,
+                    mean=round(found.mean().item(), 4),
+                    max=round(found.max().item(), 4),
+                    rounded_right=round((found <= best).double().mean().item(), 4),
+                    same_on_all_ranks=all(torch.equal(b, buffers[0]) for b in buffers),
+                )
+            )
+    return rows
+
+
+def ulps(found: Tensor, exact: Tensor) -> Tensor:
+    """|found - exact| in units in the last place of found's dtype; both finite, exact in float64.
+
+    2^(e - p) where 2^(e-1) <= |exact| < 2^e and the dtype has p bits; the least there is for 0 and
+    for what is subnormal.
+    """
+    limits = torch.finfo(found.dtype)
+    unit = torch.ldexp(torch.full_like(exact, limits.eps / 2), torch.frexp(exact).exponent)
+    least = limits.smallest_normal * limits.eps
+    unit = torch.where(exact == 0, least, unit.clamp(min=least))
+    return (found.double() - exact).abs() / unit
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(120, console.width), highlight=False)
+    console.print(
+        f"\nErrors of all_reduce against float64 in ulps: mean and greatest of {ELEMENTS:,} sums.",
+        soft_wrap=True,
+    )
+    for inputs in INPUTS:
+        made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for heading in (f"{inputs} inputs", "", *(f"{n} ranks" for n in RANKS)):
+            made.add_column(
+                heading, justify="right" if "ranks" in heading else "left", no_wrap=True
+            )
+        for dtype in DTYPES:
+            of_dtype = [r for r in rows if (r.dtype, r.inputs) == (dtype, inputs)]
+            for algorithm in dict.fromkeys(r.algorithm for r in of_dtype):
+                cells = [_cell(r) for r in of_dtype if r.algorithm == algorithm]
+                made.add_row(dtype, algorithm, *cells)
+            made.add_section()
+        console.print(made)
+
+
+def _cell(row: Row) -> str:
+    return f"{row.mean:.2f} {row.max:,.2f}" if row.max < 1000 else f"{row.mean:.2f} {row.max:,.0f}"

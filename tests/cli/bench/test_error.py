@@ -1,0 +1,85 @@
+"""The error ledger: ulps by hand, bounds that hold for every algorithm, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringdp.cli.bench.error import DTYPES, RANKS, measure, ulps
+from ringdp.cli.main import main
+
+ALGORITHMS = ("ring", "two_way_ring", "direct", "halving", "doubling", "tree", "hierarchical")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact", "found", "off"),
+    [
+        (torch.float32, 1.0, 1.0, 0.0),
+        (torch.float32, 1.0, 1 + 2**-23, 1.0),
+        (torch.float32, 2.0, 2 + 2**-22, 1.0),
+        (torch.float32, 1.5 + 2**-25, 1.5, 0.25),
+        (torch.bfloat16, -3.0, -3 + 2**-6, 1.0),
+        (torch.float16, 0.0, 2**-24, 1.0),
+        (torch.float16, 2**-20, 2**-20 + 2**-24, 1.0),
+    ],
+)
+def test_ulps_worked_out_by_hand(dtype, exact, found, off):
+    value = torch.tensor([found], dtype=torch.float64)
+    assert value.to(dtype).double() == value, "the example is of this dtype"
+    assert ulps(value.to(dtype), torch.tensor([exact], dtype=torch.float64)).tolist() == [off]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_sum_is_within_its_bound(algorithm):
+    for n in (2, 3, 8):
+        for row in measure(algorithm, n):
+            assert row.same_on_all_ranks
+            if row.inputs == "positive":
+                assert row.max <= 2 * (n - 1)
+                assert row.mean <= row.max
+            if n == 2:
+                assert (row.max, row.rounded_right) == (0.5, 1.0), "one addition, rounded once"
+
+
+def test_direct_rounds_16_bits_once_and_halving_adds_least():
+    direct, ring, halving = (
+        {(r.dtype, r.inputs): r for r in measure(name, 16)}
+        for name in ("direct", "ring", "halving")
+    )
+    for dtype in ("float16", "bfloat16"):
+        assert direct[dtype, "positive"].max <= 0.5 + 15 * 2**-13, "float32's errors, then one"
+        assert ring[dtype, "positive"].max > 2
+    for dtype in DTYPES:
+        assert halving[dtype, "positive"].mean < ring[dtype, "positive"].mean
+
+
+def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "error.json"
+    assert main(["bench", "error", "--algorithm", "doubling", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert {(r["algorithm"], r["ranks"]) for r in rows} == {("doubling", n) for n in RANKS}
+    shown = capsys.readouterr().out
+    (line,) = [s for s in shown.splitlines() if s.split()[:2] == ["bfloat16", "doubling"]][:1]
+    means = [r["mean"] for r in rows if (r["dtype"], r["inputs"]) == ("bfloat16", "positive")]
+    assert [float(word) for word in line.split()[2::2]] == [float(f"{m:.2f}") for m in means]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", "4"], "--ranks is for what is timed; bench error takes --algorithm and"),
+        (["--peer", "gloo"], "--peer is for what is timed"),
+        (["--algorithm", ""], "--algorithm is empty; allowed"),
+        (["--algorithm", "fast"], "fast"),
+        (["--json", "/no/f"], "--json: cannot write /no/f"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, capsys):
+    assert main(["bench", "error", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
