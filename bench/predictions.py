@@ -6,9 +6,11 @@ import json
 from statistics import median
 
 from bench.link import LinkRow
+from bench.plan import COLLECTIVES, Run, Timed
 from bench.required import RESULTS
+from ringdp.cli.bench.error import Row
 
-LINK = RESULTS / "link.json"
+LINK, PLAN, ERROR = (RESULTS / f"{name}.json" for name in ("link", "plan", "error"))
 
 
 def link_rows() -> list[LinkRow]:
@@ -26,4 +28,60 @@ def link() -> str:
         f"{ranks[-1]} ranks, {' or '.join(dict.fromkeys(r.algorithm for r in rows))}, takes "
         f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as long as predicted, {median(ratios):.2f} at "
         f"the median of {len(rows)} cases (`bench/link.py`)."
+    )
+
+
+def plan_runs() -> list[Run]:
+    return [Run(**run) for run in json.loads(PLAN.read_text())["runs"]]
+
+
+def plan() -> str:
+    """From `python -m bench.plan`."""
+    runs = plan_runs()
+    assert all(r.held == r.held_predicted and r.sent == r.sent_predicted for r in runs)
+    stages = sorted({r.stage for r in runs})
+    lines = [
+        "| ranks | over | " + " | ".join(f"stage {s}" for s in stages) + " |",
+        "|---:|---|" + "---:|" * len(stages),
+    ]
+    for ranks, network in dict.fromkeys((r.ranks, r.network) for r in runs):
+        row = [r for r in runs if (r.ranks, r.network) == (ranks, network)]
+        cells = [
+            f"{r.predicted:.0f} / {r.median:.0f} ({r.predicted / r.median - 1:+.0%})" for r in row
+        ]
+        lines.append(f"| {ranks} | {network} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _collectives()])
+
+
+def _collectives() -> str:
+    timed = [Timed(**row) for row in json.loads(PLAN.read_text())["collectives"]]
+    parts = []
+    for name in COLLECTIVES:
+        off = sorted(
+            t.predicted / t.median - 1 for t in timed if t.collective == name and not t.fitted
+        )
+        parts.append(f"{off[0]:+.0%} to {off[-1]:+.0%} of `{name}` ({median(off):+.0%})")
+    return f"Of sizes that were not fitted the predictions are off by {', '.join(parts)}."
+
+
+def error() -> str:
+    """From `ringdp bench error --json bench/results/error.json`."""
+    rows = [Row(**row) for row in json.loads(ERROR.read_text())]
+
+    def greatest(algorithm: str, dtype: str) -> float:
+        (row,) = (
+            r
+            for r in rows
+            if (r.algorithm, r.dtype, r.ranks, r.inputs) == (algorithm, dtype, 64, "positive")
+        )
+        return row.max
+
+    cells = [
+        f"{greatest('direct', dtype):.2f} by `direct`, {greatest('ring', dtype):.2f} by the ring "
+        f"and {greatest('halving', dtype):.2f} by `halving` in {dtype}"
+        for dtype in ("float32", "bfloat16")
+    ]
+    return (
+        "`ringdp bench error` counts how far sums are from float64's, by algorithm, dtype and "
+        f"ranks. Of 64 positive numbers, at most this many ulps: {'; '.join(cells)}."
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.guard import Row
 from bench.kernel_table import table as kernels
-from bench.predictions import link
+from bench.predictions import error, link, plan
 from bench.required import (
     REQUIRED,
     RESULTS,
@@ -191,6 +191,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "guard": guard,
     "link": link,
+    "plan": plan,
+    "error": error,
 }
 
 

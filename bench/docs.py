@@ -1,0 +1,94 @@
+"""Runs the code in docs/ and writes beneath each block what it prints.
+
+    python -m bench.docs
+
+A chapter's blocks run from its top to its end, in a directory of their own:
+
+    ```python          in one namespace for the chapter; after a first line `# NAME.py`, that file
+    ```sh              `ringdp ...`, or `torchrun --nproc-per-node N NAME.py`
+    ```text            what the block above printed, to the letter; of ranks, rank 0's
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import jobs
+from ringdp.cli.main import main as ringdp
+
+ROOT = Path(__file__).parent.parent / "docs"
+BLOCK = re.compile(r"```(python|sh)\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
+TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py)")
+
+Launch = Callable[[int, Path], str]  # what rank 0 of so many prints when they run that file
+
+
+def chapters() -> list[Path]:
+    return sorted(ROOT.glob("*.md"))
+
+
+def render(text: str, launch: Launch) -> str:
+    """The chapter with what its blocks print now. Raises what a block raises."""
+    namespace: dict[str, object] = {"__name__": "chapter"}
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            return BLOCK.sub(lambda match: _shown(match, namespace, launch), text)
+        finally:
+            os.chdir(before)
+
+
+def _shown(match: re.Match[str], namespace: dict[str, object], launch: Launch) -> str:
+    kind, code = match[1], match[2]
+    named = re.match(r"# (\S+\.py)\n", code)
+    if kind == "sh":
+        said = "".join(_command(line, launch) for line in code.splitlines())
+    elif named:
+        Path(named[1]).write_text(code)
+        said = ""
+    else:
+        said = printed(lambda: exec(code, namespace))
+    shown = f"```{kind}\n{code}```\n"
+    return shown + (f"\n```text\n{said}```\n" if said else "")
+
+
+def _command(line: str, launch: Launch) -> str:
+    if run := TORCHRUN.fullmatch(line):
+        return launch(int(run[1]), Path(run[2]).absolute())
+    words = line.split()
+    assert words[0] == "ringdp", line
+
+    def act() -> None:
+        assert ringdp(words[1:]) == 0, line
+
+    return printed(act)
+
+
+def printed(act: Callable[[], object]) -> str:
+    """Trailing blanks aside, which editors take away."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        act()
+    return "".join(f"{line.rstrip()}\n" for line in said.getvalue().splitlines())
+
+
+def script(path: Path) -> str:
+    """On a rank: run the file as a program, in its directory."""
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        return printed(lambda: runpy.run_path(str(path), run_name="__main__"))
+    finally:
+        os.chdir(before)
+
+
+if __name__ == "__main__":
+    for chapter in chapters():
+        chapter.write_text(render(chapter.read_text(), lambda n, path: jobs.run(n, script, path)))
