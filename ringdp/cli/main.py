@@ -26,6 +26,8 @@ from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
 from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
 from ringdp.cli.plan import command as planning
+from ringdp.cli.plan.options import Options as PlanOptions
+from ringdp.cli.plan.table import show_published
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
 from ringdp.schedule.cost import Machine
@@ -232,10 +234,8 @@ def plan(
     if published == (model is not None):
         raise UsageError("plan takes either --model or --published")
     console = Console(highlight=False)
-    if model is None:
-        return planning.show_published(console)
-    options = planning.Options(
-        model=model,
+    options = PlanOptions(
+        model=model or "",
         ranks=ranks,
         per_node=per_node,
         stages=parse_stages(stage),
@@ -252,6 +252,10 @@ def plan(
         algorithm=algorithm,
         json=json,
     )
+    if published and options != PlanOptions(model=""):
+        raise UsageError("plan --published takes no other option: its figures are of one setting")
+    if published:
+        return show_published(console)
     return planning.plan(options, console)
 
 

@@ -135,9 +135,21 @@ def read(path: Path) -> Report:
     try:
         found = json.loads(path.read_text())
         rows = [Row(**r) for r in found.pop("rows")]
-        return Report(**found, rows=rows)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} holds no results of `ringdp bench --json`: {error}") from error
+        report = Report(**found, rows=rows)
+    except OSError as error:
+        why = error.strerror
+    except (ValueError, TypeError, KeyError, AttributeError):
+        why = "it is something else"
+    else:
+        if isinstance(report.machine, dict) and all(map(_sound, rows)):
+            return report
+        why = "a row lacks its numbers, or the machine its description"
+    raise UsageError(f"{path} holds no results of `ringdp bench --json`: {why}")
+
+
+def _sound(row: Row) -> bool:
+    numbers = (row.ranks, row.bytes, row.p50_us, row.min_us, row.bound_us)
+    return all(isinstance(x, int | float) and x >= 0 for x in numbers) and row.p50_us > 0
 
 
 def best_peer(rows: Iterable[Row], row: Row) -> Row | None:

@@ -115,7 +115,8 @@ def from_file(path: Path) -> Network:
         max(sizes),
     )
     transport = rows[0].transport
-    cores = None if transport == "nccl" else int(report.machine.get("cores", "0"))
+    said = str(report.machine.get("cores"))
+    cores = None if transport == "nccl" else int(said) if said.isdecimal() else 0
     fitted = {collective: _fit(own) for collective, own in of.items()}
     return Network(
         _fit(rows), f"fitted to {len(rows)} {transport} rows of {path}", covers, cores, fitted

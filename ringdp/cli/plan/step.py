@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        return self.communication - self.exposed
+        return max(self.communication - self.exposed, 0.0)  # their rounding may differ
 
     @property
     def total(self) -> float:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.main import main
-from ringdp.cli.plan.command import Options, check, precision
+from ringdp.cli.plan.command import check, precision
 from ringdp.cli.plan.models import read
+from ringdp.cli.plan.options import Options
 from ringdp.cli.plan.published import DEEPSPEED, ZERO, figures
 from ringdp.cli.plan.stages import EXACT, held, largest, recommend, row
 
 HERE = Path(__file__).with_name("models_here.py")
 BENCH = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
+
+OTHER = BENCH.with_name("error.json")
 
 
 def planned(**given):
@@ -86,6 +89,16 @@ def test_json_says_what_the_tables_say(tmp_path, capsys):
     assert f"Recommended: {found['recommendation']}." in shown
 
 
+def test_a_small_model_is_shown_in_small_units(capsys):
+    asked = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--stage", "3", "--memory", "1M"]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    total = sum(held(planned(model=f"{HERE}:net", ranks=2)[0], 3, 2))
+    assert "Held by a rank, kB" in shown
+    assert f" {total / 1e3:,.3f} " in shown
+    assert "µs predicted" in shown
+
+
 def test_published_is_shown(capsys):
     assert main(["plan", "--published"]) == 0
     shown = capsys.readouterr().out
@@ -96,6 +109,7 @@ def test_published_is_shown(capsys):
 REFUSED = {
     "nothing": ([], "plan takes either --model or --published"),
     "both": (["--model", "gpt2", "--published"], "plan takes either"),
+    "published and more": (["--published", "--ranks", "8"], "--published takes no other option"),
     "unknown model": (["--model", "gpt9"], "--model is 'gpt9'; allowed: gpt2"),
     "ranks 0": (["--model", "gpt2", "--ranks", "0"], "--ranks is 0; allowed"),
     "part of a node": (["--model", "gpt2", "--ranks", "12"], "a multiple of --per-node"),
@@ -103,7 +117,8 @@ REFUSED = {
     "precision": (["--model", "gpt2", "--precision", "int8"], "--precision is 'int8'; allowed"),
     "reduce": (["--model", "gpt2", "--reduce", "int8"], "--reduce is 'int8'; allowed"),
     "network": (["--model", "gpt2", "--network", "wet"], "--network is 'wet'; allowed"),
-    "no file": (["--model", "gpt2", "--network", "/no.json"], "/no.json holds no results"),
+    "no file": (["--model", "gpt2", "--network", "/no.json"], "--json`: No such file"),
+    "another file": (["--model", "gpt2", "--network", str(OTHER)], "--json`: it is something else"),
     "device": (["--model", "gpt2", "--device", "tpu"], "--device is 'tpu'; allowed: a100"),
     "utilisation": (["--model", "gpt2", "--utilisation", "2"], "--utilisation is 2.0; allowed"),
     "flops": (["--model", "gpt2", "--flops", "nan"], "--flops is nan; allowed"),

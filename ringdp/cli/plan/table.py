@@ -1,0 +1,132 @@
+"""The tables of `ringdp plan`, and those of `ringdp plan --published`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ringdp.cli.plan.hardware import Network
+from ringdp.cli.plan.models import Model
+from ringdp.cli.plan.options import Options
+from ringdp.cli.plan.published import figures
+from ringdp.cli.plan.stages import Row, Setting
+from ringdp.schedule.cost import Machine
+
+MOST_WIDTH = 100  # characters that the tables need; a file gets them
+LEFT_OUT = (
+    "Left out: activations, the gradients of the unit whose backward runs, attention's own flops "
+    "(2 a parameter and token forward, 4 backward), launches, the input."
+)
+
+
+class Unit(NamedTuple):
+    name: str
+    size: float
+
+
+BYTES = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3))
+SECONDS = (Unit("ms", 1e-3), Unit("µs", 1e-6))
+
+
+def show(
+    console: Console,
+    options: Options,
+    model: Model,
+    setting: Setting,
+    rows: Sequence[Row],
+    says: str,
+) -> None:
+    if not console.is_terminal:
+        console = Console(file=console.file, width=MOST_WIDTH, highlight=False)
+    rate = "given" if options.flops else f"{options.device} × {options.utilisation:g}, assumed"
+    network = setting.network
+    fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
+    hides = "" if network.beside(setting.ranks) else _not_beside(network)
+    for line in (
+        f"{model.name}: {model.elements:,} parameters in {len(model.parts)} units, "
+        f"{options.precision}",
+        f"{setting.ranks} rank{'s' * (setting.ranks > 1)}, {setting.tokens:,} tokens each; "
+        f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
+        f"{setting.algorithm} over {network.source}{hides}",
+        *(fits or [_terms(network.machine)]),
+    ):
+        console.print(line, soft_wrap=True)
+    of_bytes = _unit(BYTES, max(r.total for r in rows))
+    of_sent = _unit(BYTES, max(r.sent for r in rows))
+    of_times = _unit(SECONDS, max(r.step.total for r in rows))
+    console.print(f"\nHeld by a rank, {of_bytes.name}", soft_wrap=True)
+    held = _table(
+        "stage", "params", "gathered", "grads", "buckets", "optimizer", "total", "fits", "largest"
+    )
+    for r in rows:
+        cells = [f"{b / of_bytes.size:,.3f}" for b in (*r.memory, r.total)]
+        held.add_row(str(r.stage), *cells, "yes" if r.fits else "no", _largest(r.largest))
+    console.print(held)
+    console.print(
+        f"One step of a rank: {of_sent.name} sent, {of_times.name} predicted", soft_wrap=True
+    )
+    times = _table("stage", "sent", "compute", "wire", "hidden", "exposed", "optimizer", "step", "")
+    for r in rows:
+        s = r.step
+        parts = (s.compute, s.communication, s.hidden, s.exposed, s.optimizer, s.total)
+        label = "extrapolated" if r.extrapolated else ""
+        cells = [f"{x / of_times.size:,.2f}" for x in parts]
+        times.add_row(str(r.stage), f"{r.sent / of_sent.size:,.3f}", *cells, label)
+    console.print(times)
+    for reasons in dict.fromkeys("; ".join(r.extrapolated) for r in rows if r.extrapolated):
+        console.print(f"Extrapolated: {reasons}.", soft_wrap=True)
+    console.print(LEFT_OUT, soft_wrap=True)
+    console.print(f"Recommended: {says}.", soft_wrap=True)
+
+
+def _terms(machine: Machine) -> str:
+    units = ("s", "s/B", "s/B", "s/B")
+    named = zip(("α", "β", "γ", "bus"), machine, units, strict=True)
+    return ", ".join(f"{name} {x:.3g} {unit}" for name, x, unit in named if x)
+
+
+def _not_beside(network: Network) -> str:
+    return f"; the {network.cores} cores that compute move the bytes, so nothing is hidden"
+
+
+def _table(*headings: str) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def _unit(units: Sequence[Unit], most: float) -> Unit:
+    """The largest of them in which that is at least one, or the last."""
+    return next((unit for unit in units if most >= unit.size), units[-1])
+
+
+def _largest(elements: int) -> str:
+    if elements >= 10_000_000:
+        return f"{elements / 1e9:,.2f}e9"
+    return f"{elements:,}" if elements else "none"
+
+
+def show_published(console: Console) -> int:
+    """The published tables, each figure beside both formulas."""
+    for source, group in groupby(figures(), key=lambda f: f.source):
+        made = _table("stage", "published", "their formula", "ringdp, bf16")
+        for f in group:
+            figures_of = (f"{f.published:g}", f"{f.theirs:.2f}", f"{f.engine:.2f}")
+            made.add_row(str(f.stage), *figures_of)
+        console.print(f"\n{source}", soft_wrap=True)
+        console.print(made)
+    console.print(
+        "ZeRO's formula is the engine's for 2-byte parameters with 12 bytes of state an element. "
+        "In bf16 the engine holds gradients for its optimizer in float32, and in stages 0 and 1 "
+        "the reduced bucket too. DeepSpeed's stage 2 counts every gradient whole, the engine's "
+        "one bucket; in stage 3 both hold 18 bytes an element over n, DeepSpeed and one layer, "
+        "the engine and two units gathered, one bucket. ZeRO's rows leave these out.",
+        soft_wrap=True,
+    )
+    return 0
