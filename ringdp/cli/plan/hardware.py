@@ -92,7 +92,10 @@ def network(given: str, device: str, *, within: bool, alpha: float | None) -> Ne
     gamma = 3 / has.bandwidth
     if within:
         return Network(Machine(alpha, 1 / has.link, gamma), f"{device}'s links within its node")
-    return Network(Machine(alpha, 1 / rate, gamma), f"{given.strip()}/s a rank between nodes")
+    return Network(
+        Machine(alpha, 1 / rate, gamma),
+        f"{given.strip()}/s a rank, as if all messages crossed nodes",
+    )
 
 
 def from_file(path: Path) -> Network:
