@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from tests.browser import Dom, open_page
 from tests.forks import Forks
 from tests.ranks import Pool
 
@@ -45,3 +48,9 @@ def forks() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.close()
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Callable[..., Dom]:
+    """browse(page, "#round=3", script="..."): the page's DOM once its scripts have run."""
+    return partial(open_page, tmp_path)

@@ -28,6 +28,7 @@ from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
 from ringdp.cli.plan import command as planning
 from ringdp.cli.plan.options import Options as PlanOptions
 from ringdp.cli.plan.table import show_published
+from ringdp.cli.timeline import command as timeline
 from ringdp.cli.train import run
 from ringdp.errors import RingdpError, UsageError
 from ringdp.schedule.cost import Machine
@@ -257,6 +258,19 @@ def plan(
     if published:
         return show_published(console)
     return planning.plan(options, console)
+
+
+@app.command()
+def report(
+    trace: Annotated[Path, typer.Argument(help="of ringdp.trace or `ringdp train --trace`")],
+    html: Annotated[Path, typer.Option(help="write the page here")],
+    network: Annotated[
+        str | None,
+        typer.Option(help="a bench's .json with α β γ for predictions; else fitted to the run"),
+    ] = None,
+) -> int:
+    """Make one page of a trace: timeline, memory, predicted and measured collectives, replays."""
+    return timeline.report(trace, html, network, Console(highlight=False))
 
 
 @app.command()

@@ -1,0 +1,112 @@
+"""What a trace costs: training steps and small collectives with one running and without, in turn.
+
+    torchrun --nproc-per-node 2 -m bench.trace --json bench/results/trace.json
+
+Ranks are pinned to a core each. A round is STEPS steps of every stage with a trace, and as many
+without; a step's time is the slowest rank's. Off, nothing in Python is added to a call: methods of
+the engine are wrapped only while a trace runs. csrc looks at one flag of its thread for each row or
+tile, and at one of the communicator for each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import ringdp
+from ringdp.cli import gpt
+from ringdp.tape import recorder
+
+SHAPE = gpt.Shape(context=128)  # the demo's model: little to compute for each collective
+ROWS = 4
+STAGES = (0, 3)
+ROUNDS, STEPS, CALLS = 14, 4, 2000  # the first round warms up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = ringdp.init()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    work = {f"step of stage {stage}, ms": (stepper(stage, comm), STEPS, 1e3) for stage in STAGES}
+    small = torch.ones(1024)
+    work["all_reduce of 4 KiB, µs"] = (lambda: calls(comm, small), 1, 1e6 / CALLS)
+    found = compared(comm, work, arguments.rounds)
+    if comm.rank == 0:
+        for name, row in found.items():
+            print(name, json.dumps(row, ensure_ascii=False))
+        if arguments.json:
+            whole = {"ranks": comm.size, "rounds": arguments.rounds, "rows": found}
+            arguments.json.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+
+
+def stepper(stage: int, comm: ringdp.Communicator) -> Callable[[], object]:
+    model = gpt.build(SHAPE, seed=0)
+    ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (ROWS, SHAPE.context + 1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        gpt.next_byte_loss(model, tokens).backward()
+        optimizer.step()
+
+    return step
+
+
+def calls(comm: ringdp.Communicator, tensor: torch.Tensor) -> None:
+    for _ in range(CALLS):
+        comm.all_reduce(tensor)
+
+
+def compared(
+    comm: ringdp.Communicator,
+    work: dict[str, tuple[Callable[[], object], int, float]],
+    rounds: int,
+) -> dict[str, dict[str, float]]:
+    times: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for round_ in range(rounds + 1):
+        for name, (act, repeats, unit) in work.items():
+            for traced in (bool(round_ % 2), not round_ % 2):
+                if traced:
+                    recorder.start()
+                for _ in range(repeats):
+                    comm.barrier()
+                    start = time.perf_counter()
+                    act()
+                    if round_:
+                        times[name, traced].append((time.perf_counter() - start) * unit)
+                if traced:
+                    recorder.stop()
+    return {name: row(comm, times[name, False], times[name, True]) for name in work}
+
+
+def row(comm: ringdp.Communicator, off: list[float], on: list[float]) -> dict[str, float]:
+    """Of the slowest rank's times. `slower`: the medians' ratio less one, and the minima's."""
+    both = torch.tensor([off, on], dtype=torch.float64)
+    comm.all_reduce(both, "max")
+    off, on = both.tolist()
+    return {
+        "off_min": round(min(off), 3),
+        "off_median": round(statistics.median(off), 3),
+        "on_min": round(min(on), 3),
+        "on_median": round(statistics.median(on), 3),
+        "slower": round(statistics.median(on) / statistics.median(off) - 1, 4),
+        "slower_minima": round(min(on) / min(off) - 1, 4),
+        "samples": len(off),
+    }
+
+
+if __name__ == "__main__":
+    main()

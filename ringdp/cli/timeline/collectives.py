@@ -1,0 +1,150 @@
+"""The collectives of a run, each over all its ranks, and what the cost model says of them.
+
+measured   from the last rank's begin to the last one's end
+late       from the first rank's begin to the last one's: somebody came late, or was busy
+predicted  by `schedule.cost`, with the α β γ of `Model`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from ringdp.cli.timeline.read import Run
+from ringdp.errors import UsageError
+from ringdp.schedule import Schedule, Transfer
+from ringdp.schedule.cost import Machine, Price, closed, fit, price, seconds
+from ringdp.tape.chrome import Event
+
+Key = tuple[str, int]  # communicator, number
+
+
+class Kind(NamedTuple):
+    """What collectives have in common that should take equally long."""
+
+    collective: str
+    algorithm: str
+    ranks: int
+    bytes: int
+
+
+class Whole(NamedTuple):
+    """One collective. `spans`: by rank, its span's event. Times in µs."""
+
+    key: Key
+    kind: Kind
+    spans: dict[int, Event]
+
+    @property
+    def measured(self) -> float:
+        return max(map(end, self.spans.values())) - self._last
+
+    @property
+    def late(self) -> float:
+        return self._last - min(float(e["ts"]) for e in self.spans.values())
+
+    @property
+    def late_rank(self) -> int:
+        return max(self.spans, key=lambda rank: float(self.spans[rank]["ts"]))
+
+    @property
+    def _last(self) -> float:
+        return max(float(e["ts"]) for e in self.spans.values())
+
+
+class Model(NamedTuple):
+    """α β γ and the bus, and where they come from."""
+
+    machine: Machine
+    source: str
+
+
+def end(event: Event) -> float:
+    return float(event["ts"]) + float(event["dur"])
+
+
+def match(run: Run) -> list[Whole]:
+    """In the order in which they began."""
+    sizes = {
+        (rank, c["name"]): len(c["ranks"])
+        for rank, part in run.parts.items()
+        for c in part.get("communicators", ())
+    }
+    found: dict[Key, Whole] = {}
+    for event in run.events:
+        if event.get("cat") != "collective":
+            continue
+        about, rank = event["args"], event["pid"]
+        key = about["comm"], about["number"]
+        if key not in found:
+            size = sizes.get((rank, about["comm"]), run.ranks)
+            kind = Kind(about["collective"], about["algorithm"], size, about["bytes"])
+            found[key] = Whole(key, kind, {})
+        found[key].spans[rank] = event
+    return sorted(found.values(), key=lambda w: min(float(e["ts"]) for e in w.spans.values()))
+
+
+def schedules(run: Run) -> dict[tuple[str, str, int], Schedule]:
+    """What the run's algorithms do, by collective, name and ranks; with root 0 only."""
+    return {
+        (s["collective"], s["algorithm"], s["ranks"]): Schedule(
+            s["ranks"],
+            s["chunks"],
+            tuple(tuple(map(_transfer, transfers)) for transfers in s["rounds"]),
+        )
+        for part in run.parts.values()
+        for s in part.get("schedules", ())
+        if s["root"] == 0
+    }
+
+
+def _transfer(numbers: Sequence[int]) -> Transfer:
+    src, dst, read, write, reduce = numbers
+    return Transfer(src, dst, read, write, reduce=bool(reduce))
+
+
+def prices(kinds: Iterable[Kind], told: Mapping[Any, Schedule]) -> dict[Kind, Price]:
+    """Of those that have one."""
+    found = {}
+    for kind in kinds:
+        plan = told.get(kind[:3])
+        try:
+            found[kind] = price(plan) if plan else closed(*kind[:3])  # type: ignore[arg-type]
+        except UsageError:
+            continue
+    return found
+
+
+def medians(wholes: Sequence[Whole]) -> dict[Kind, float]:
+    """µs, of those that every rank has ended."""
+    times: dict[Kind, list[float]] = {}
+    for whole in wholes:
+        if len(whole.spans) == whole.kind.ranks:
+            times.setdefault(whole.kind, []).append(whole.measured)
+    return {kind: median(found) for kind, found in times.items()}
+
+
+def model(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Model | None:
+    """Of the link that was emulated; else fitted to the run itself, so good for its shape only."""
+    links = [
+        c["link"] for part in run.parts.values() for c in part.get("communicators", ()) if c["link"]
+    ]
+    if links:
+        machine = Machine(links[0]["latency"], 1 / links[0]["bandwidth"], 0.0)
+        return Model(machine, "the emulated link's α and β")
+    rows = [
+        (priced[kind], kind.bytes, us / 1e6)
+        for kind, us in medians(wholes).items()
+        if kind in priced and us > 0 and kind.bytes > 0 and any(priced[kind])
+    ]
+    if not rows:
+        return None
+    return Model(fit(rows), "fitted to this run's own medians: it tells of odd ones, not of speed")
+
+
+def predicted(kind: Kind, model: Model | None, priced: Mapping[Kind, Price]) -> float | None:
+    """µs; None where there is no price."""
+    if model is None or kind not in priced:
+        return None
+    return seconds(priced[kind], model.machine, kind.bytes) * 1e6

@@ -1,0 +1,40 @@
+"""`ringdp report`: read a trace, digest it, write the page, and say the main figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ringdp.cli.options import check_writable
+from ringdp.cli.timeline.digest import digest, share
+from ringdp.cli.timeline.page import fill
+from ringdp.cli.timeline.read import read
+from ringdp.errors import RingdpError, UsageError
+
+
+def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
+    """Raises UsageError for bad input, RingdpError where the page cannot be written."""
+    if bench is not None and not bench.endswith(".json"):
+        raise UsageError(f"--network is {bench!r}; allowed: a .json file of `ringdp bench --json`")
+    with console.status(f"reading {trace}") as status:
+        run = read(trace)
+        check_writable(page, "--html")
+        text = fill(digest(run, bench, status.update), f"{trace.name}: {run.ranks} ranks")
+        status.update(f"writing {page}")
+        try:
+            page.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RingdpError(f"ringdp: cannot write {page}: {error.strerror}") from None
+    for rank in sorted(run.parts):
+        _, compute, moves, hidden, exposed = share(run, rank)
+        console.print(
+            f"rank {rank}: computed {compute / 1e3:.1f} ms, communicated {moves / 1e3:.1f} ms, "
+            f"of which {hidden / 1e3:.1f} hidden and {exposed / 1e3:.1f} waited for",
+            soft_wrap=True,
+        )
+    for why in run.missing.values():
+        console.print(Text(why, style="bold red"), soft_wrap=True)
+    console.print(f"{page}: {len(text):,} bytes", soft_wrap=True)
+    return 0

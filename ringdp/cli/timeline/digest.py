@@ -1,0 +1,202 @@
+"""A trace as the page wants it: names once, numbers in lists, times in µs with one decimal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ringdp.cli.plan.hardware import network
+from ringdp.cli.timeline import collectives
+from ringdp.cli.timeline.collectives import Key, Kind, Model, Whole, end
+from ringdp.cli.timeline.read import Run
+from ringdp.cli.timeline.spans import Interval, length, overlap, union
+from ringdp.errors import UsageError
+from ringdp.schedule import Schedule, html, schedule
+from ringdp.tape.chrome import Event
+
+COMPUTE = ("forward", "backward", "recompute", "step")
+CATEGORIES = ("parameters", "gathered", "gradients", "buckets", "optimizer")
+FORMULA = {"gathered": "gathered_peak"}  # where the formula's name is another
+
+
+class Share(NamedTuple):
+    """Of one rank's time, µs. Hidden: what it did not wait for."""
+
+    rank: int
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+
+
+def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str, Any]:
+    """`bench`: a file with α β γ, instead of those that `collectives.model` finds."""
+    tell("matching collectives")
+    wholes = collectives.match(run)
+    told = collectives.schedules(run)
+    priced = collectives.prices({w.kind for w in wholes}, told)
+    model = collectives.model(run, wholes, priced)
+    if bench is not None:
+        machine, source, _ = network(bench, "h100", within=False, alpha=None)
+        model = Model(machine, source)
+    names = Names()
+    tell("laying out lanes")
+    lanes = [*_lanes(run, names)]
+    tell("laying out chunks")
+    chunks = _chunks(run, wholes, names)
+    return {
+        "ranks": run.ranks,
+        "notes": [*_notes(run)],
+        "names": names.all,
+        "lanes": lanes,
+        "shares": [share(run, rank)._asdict() for rank in sorted(run.parts)],
+        "memory": [*_memory(run)],
+        "collectives": [_collective(w, model, priced, run) for w in wholes],
+        "chunks": chunks,
+        "model": model and {**model.machine._asdict(), "source": model.source},
+        "replays": _replays(wholes, told, tell),
+    }
+
+
+class Names:
+    """Texts as numbers."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self._places.setdefault(text, len(self._places))
+
+    @property
+    def all(self) -> list[str]:
+        return list(self._places)
+
+
+def share(run: Run, rank: int) -> Share:
+    def of(*categories: str) -> list[Interval]:
+        return union(
+            (float(e["ts"]), end(e))
+            for e in run.events
+            if e["pid"] == rank and e.get("cat") in categories
+        )
+
+    compute, moves, waits = of(*COMPUTE), of("collective"), of("wait")
+    exposed = length(overlap(moves, waits))
+    busy = length(compute) - length(overlap(compute, waits))
+    return Share(rank, busy, length(moves), length(moves) - exposed, exposed)
+
+
+def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
+    titles, spans = {}, dict[tuple[int, int], list[Event]]()
+    for event in run.events:
+        lane = event["pid"], event.get("tid", 0)
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            titles[lane] = event["args"]["name"]
+        elif event["ph"] == "X" and event["cat"] != "chunk":
+            spans.setdefault(lane, []).append(event)
+    for lane in sorted(spans):
+        spans[lane].sort(key=lambda e: (e["ts"], -e["dur"]))
+        yield {
+            "rank": lane[0],
+            "title": titles.get(lane, ""),
+            "spans": [
+                [names(e["name"]), names(e["cat"]), _us(e["ts"]), _us(e["dur"]), _where(e, names)]
+                for e in spans[lane]
+            ],
+        }
+
+
+def _where(event: Event, names: Names) -> int:
+    """Where the user called it, as a name; -1: nowhere."""
+    return names(event["args"]["at"]) if "at" in event["args"] else -1
+
+
+def _collective(
+    whole: Whole, model: Model | None, priced: Mapping[Kind, Any], run: Run
+) -> dict[str, Any]:
+    guess = collectives.predicted(whole.kind, model, priced)
+    return {
+        **whole.kind._asdict(),
+        "comm": whole.key[0],
+        "number": whole.key[1],
+        "name": next(iter(whole.spans.values()))["name"],
+        "at": next(iter(whole.spans.values()))["args"]["at"],
+        "begin": _us(min(e["ts"] for e in whole.spans.values())),
+        "measured": _us(whole.measured),
+        "late": _us(whole.late),
+        "lateRank": whole.late_rank,
+        "predicted": None if guess is None else _us(guess),
+        "whole": len(whole.spans) == whole.kind.ranks,
+        "failed": any(e["args"].get("failed") for e in whole.spans.values()),
+    }
+
+
+def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float]]]:
+    """Of every collective: [rank, name, begin, duration, round, piece, waited, bytes]."""
+    comms = {
+        (rank, c["lane"]): c["name"]
+        for rank, part in run.parts.items()
+        for c in part.get("communicators", ())
+    }
+    places: dict[Key, int] = {w.key: i for i, w in enumerate(wholes)}
+    found: list[list[list[float]]] = [[] for _ in wholes]
+    for e in run.events:
+        if e.get("cat") != "chunk":
+            continue
+        about = e["args"]
+        at = places.get((comms.get((e["pid"], e["tid"]), ""), about["number"]))
+        if at is not None:
+            row = [e["pid"], names(e["name"]), _us(e["ts"]), _us(e["dur"]), about["round"]]
+            found[at].append([*row, about["piece"], about.get("waited_us", 0), about["bytes"]])
+    return found
+
+
+def _memory(run: Run) -> Iterable[dict[str, Any]]:
+    for rank, part in sorted(run.parts.items()):
+        for engine in part.get("engines", ()):
+            points = [
+                [_us(e["ts"]), *(e["args"][c] for c in CATEGORIES)]
+                for e in run.events
+                if e["ph"] == "C" and e["pid"] == rank and e["name"] == engine["counter"]
+            ]
+            formula = engine["formula"]
+            yield {
+                "rank": rank,
+                "stage": engine["stage"],
+                "points": sorted(points),
+                "formula": [formula[FORMULA.get(c, c)] for c in CATEGORIES],
+            }
+
+
+def _notes(run: Run) -> Iterable[str]:
+    yield from run.missing.values()
+    for rank, part in sorted(run.parts.items()):
+        if part["lost"]:
+            yield f"rank {rank} had no room for {part['lost']:,} spans"
+        if part["clock_error_us"]:
+            yield (
+                f"rank {rank} is on another host, {part['host']}: its times are right to "
+                f"{part['clock_error_us']:.1f} µs"
+            )
+
+
+def _replays(
+    wholes: list[Whole], told: Mapping[Any, Schedule], tell: Callable[[str], None]
+) -> dict[str, str]:
+    """A page for each algorithm of an all_reduce, by `algorithm on ranks`."""
+    pages: dict[str, str] = {}
+    kinds = {w.kind[:3] for w in wholes if w.kind.collective == "all_reduce"}
+    for collective, algorithm, ranks in sorted(kinds):
+        tell(f"replaying {algorithm} on {ranks} ranks")
+        try:
+            plan = told.get((collective, algorithm, ranks)) or schedule(
+                "all_reduce", algorithm, ranks
+            )
+            pages[f"{algorithm} on {ranks}"] = html(plan, "all_reduce")
+        except UsageError:  # too many slots for a page, or a library's own algorithm
+            continue
+    return pages
+
+
+def _us(value: float) -> float:
+    return round(float(value), 1)

@@ -1,0 +1,34 @@
+"""The page of a report: page/page.html with its scripts and the digest put in, packed.
+
+The digest is JSON, deflated and in base64, which every browser of today unpacks by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+PARTS = Path(__file__).with_name("page")
+SCRIPTS = ("common", "timeline", "memory", "kinds", "chunks", "start")
+
+
+def fill(data: Mapping[str, Any], title: str) -> str:
+    packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)
+    parts = {
+        "title": escape(title),
+        "script": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
+        "data": base64.b64encode(packed).decode(),
+    }
+    before, *pieces = _text("page.html").split("{{")
+    return before + "".join(
+        parts[name] + rest for name, _, rest in (p.partition("}}") for p in pieces)
+    )
+
+
+def _text(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8")

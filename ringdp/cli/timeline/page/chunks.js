@@ -1,0 +1,95 @@
+// One collective, chunk by chunk, beside the replay of its algorithm.
+let chosen = 0, timer = null, cursor = null, replaying = "";
+
+function choose(i) {
+  stop();
+  chosen = Math.max(0, Math.min(data.collectives.length - 1, i));
+  byId("which").value = chosen;
+  byId("before").disabled = chosen === 0;
+  byId("after").disabled = chosen === data.collectives.length - 1;
+  const c = data.collectives[chosen], key = `${c.algorithm} on ${c.ranks}`;
+  const page = c.collective === "all_reduce" ? data.replays[key] : undefined;
+  byId("replay").hidden = !page;
+  byId("noReplay").hidden = Boolean(page);
+  if (page && replaying !== key) byId("replay").srcdoc = page;
+  if (page) replaying = key;
+  byId("chunkSays").textContent = `${c.name}, ${c.algorithm}, ${bytes(c.bytes)} bytes on ` +
+    `${c.ranks} ranks, at ${c.at}: ${us(c.measured)}` +
+    (c.predicted === null ? "" : `, predicted ${us(c.predicted)}`) +
+    `. Rank ${c.lateRank} came ${us(c.late)} after the first.` +
+    (c.failed ? " It failed." : c.whole ? "" : " Not every rank has ended it.");
+  drawChunks();
+}
+
+function extent() {
+  const spans = data.chunks[chosen];
+  const begin = Math.min(...spans.map((s) => s[2])), end = Math.max(...spans.map((s) => s[2] + s[3]));
+  return [begin, Math.max(end, begin + 0.1)];
+}
+
+function drawChunks() {
+  const spans = data.chunks[chosen], ranks = [...new Set(spans.map((s) => s[0]))].sort((a, b) => a - b);
+  const [g, width] = surface("chunks", 34 + ranks.length * 30);
+  g.fillStyle = ink("--soft");
+  if (!spans.length) {
+    g.fillText("This transport does not say what it does in between.", 0, 12);
+    return;
+  }
+  const [begin, end] = extent(), left = width > 600 ? 56 : 26, scale = (width - left) / (end - begin);
+  const rounds = 1 + Math.max(...spans.map((s) => s[4]));
+  ranks.forEach((rank, i) => g.fillText(width > 600 ? `rank ${rank}` : rank, 0, 18 + i * 30));
+  for (const [rank, name, from, duration, round, , waited] of spans) {
+    const x = left + (from - begin) * scale, y = 6 + ranks.indexOf(rank) * 30;
+    const w = Math.max(duration * scale, 0.7), part = Math.min(1, waited / (duration || 1));
+    g.fillStyle = color((360 * Math.max(0, round)) / rounds);
+    g.globalAlpha = 0.28;
+    g.fillRect(x, y, w, 24); // waiting for a peer
+    g.globalAlpha = 1;
+    g.fillRect(x + w * part, y, w * (1 - part), 24);
+    if (w > 60) {
+      g.fillStyle = dark.matches ? "#10141a" : "#fff";
+      g.save();
+      g.beginPath();
+      g.rect(x, y, w - 2, 24);
+      g.clip();
+      g.fillText(data.names[name], x + 3, y + 12);
+      g.restore();
+    }
+  }
+  g.fillStyle = ink("--soft");
+  g.fillText(`${us(end - begin)}; a color is a round, pale is waiting for a peer`, left, 20 + ranks.length * 30);
+  if (cursor !== null) {
+    g.fillStyle = ink("--text");
+    g.fillRect(left + (cursor - begin) * scale, 0, 2, ranks.length * 30 + 8);
+  }
+}
+
+// The round that the latest rank is in at that moment, shown in the algorithm's own replay.
+function follow(moment) {
+  const begun = data.chunks[chosen].filter((s) => s[2] <= moment);
+  const latest = new Map(begun.map((s) => [s[0], s[4]]));
+  const round = latest.size ? Math.min(...latest.values()) : -1;
+  byId("replay").contentWindow?.go?.(round);
+  return round;
+}
+
+function play() {
+  if (timer) return stop();
+  if (!data.chunks[chosen].length) return;
+  const [begin, end] = extent(), ticks = 80;
+  let tick = 0;
+  byId("play").textContent = "Stop";
+  timer = setInterval(() => {
+    cursor = begin + ((end - begin) * tick) / ticks;
+    follow(cursor);
+    drawChunks();
+    if (tick++ >= ticks) stop();
+  }, 50);
+}
+
+function stop() {
+  clearInterval(timer);
+  timer = cursor = null;
+  byId("play").textContent = "Play";
+  if (data) drawChunks();
+}

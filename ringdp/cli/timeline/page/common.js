@@ -1,0 +1,56 @@
+"use strict";
+// What all sections share: the data, colors, tables, canvases.
+const byId = (id) => document.getElementById(id);
+const HUES = { // by category
+  forward: 210, recompute: 190, backward: 262, step: 140, gather: 40, prefetch: 52, unshard: 30,
+  free: 75, reduce: 320, finish: 330, wait: 4, collective: 200,
+};
+const MEMORY = ["parameters", "gathered", "gradients", "buckets", "optimizer"];
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (hue) => `hsl(${hue} 58% ${dark.matches ? 58 : 52}%)`;
+const us = (t) => t >= 1e6 ? `${(t / 1e6).toFixed(3)} s` : t >= 1e3 ? `${(t / 1e3).toFixed(2)} ms`
+  : `${t.toFixed(1)} µs`;
+const bytes = (b) => b.toLocaleString("en");
+const median = (list) => list.toSorted((a, b) => a - b)[list.length >> 1];
+let data, first = 0, last = 1; // µs of all
+let view = [0, 1]; // what the timeline shows
+let rows = []; // of the timeline: lanes and what they hang on
+
+function make(tag, text, parent, kind) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (kind) made.className = kind;
+  parent.append(made);
+  return made;
+}
+
+function table(id, head, lines, pick) {
+  const where = byId(id);
+  where.replaceChildren();
+  const top = make("tr", undefined, make("thead", undefined, where));
+  for (const title of head) make("th", title, top).scope = "col";
+  const body = make("tbody", undefined, where);
+  lines.forEach((cells, i) => {
+    const line = make("tr", undefined, body, pick ? "pick" : "");
+    for (const cell of cells) make("td", cell, line);
+    if (pick) {
+      line.tabIndex = 0;
+      line.addEventListener("click", () => pick(i));
+      line.addEventListener("keydown", (e) => { if (e.key === "Enter") pick(i); });
+    }
+  });
+}
+
+// A canvas as wide as its place, and a context in CSS pixels.
+function surface(id, height) {
+  const canvas = byId(id), width = canvas.clientWidth, scale = devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const g = canvas.getContext("2d");
+  g.scale(scale, scale);
+  g.font = "12px system-ui, sans-serif";
+  g.textBaseline = "middle";
+  return [g, width];
+}

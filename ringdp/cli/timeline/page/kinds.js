@@ -1,0 +1,49 @@
+// Collectives of a kind: predicted and measured.
+let kinds = [];
+
+function groupKinds() {
+  const groups = new Map();
+  data.collectives.forEach((c, i) => {
+    const key = [c.collective, c.algorithm, c.ranks, c.bytes].join(" ");
+    if (!groups.has(key)) groups.set(key, { ...c, all: [] });
+    if (c.whole) groups.get(key).all.push(i);
+  });
+  kinds = [...groups.values()].filter((k) => k.all.length).map((k) => {
+    const of = (name) => k.all.map((i) => data.collectives[i][name]);
+    const slowest = k.all.reduce((a, b) =>
+      data.collectives[b].measured > data.collectives[a].measured ? b : a);
+    return { ...k, measured: median(of("measured")), late: median(of("late")), slowest };
+  });
+  kinds.sort((a, b) => b.measured * b.all.length - a.measured * a.all.length);
+}
+
+function drawKinds() {
+  const head = ["collective", "algorithm", "ranks", "bytes", "times", "measured", "predicted",
+    "measured / predicted", "late"];
+  table("kinds", head, kinds.map((k) => [k.collective, k.algorithm, k.ranks, bytes(k.bytes),
+    k.all.length, us(k.measured), k.predicted === null ? "–" : us(k.predicted),
+    k.predicted ? (k.measured / k.predicted).toFixed(2) : "–", us(k.late)]),
+  (i) => { choose(kinds[i].slowest); byId("which").scrollIntoView({ block: "center" }); });
+  const dots = kinds.filter((k) => k.predicted > 0 && k.measured > 0);
+  const height = dots.length ? 240 : 1, [g, width] = surface("scatter", height);
+  if (!dots.length) return;
+  const every = dots.flatMap((k) => [k.predicted, k.measured]);
+  const low = Math.log(Math.min(...every)) - 0.4, high = Math.log(Math.max(...every)) + 0.4;
+  const x = (t) => 8 + ((Math.log(t) - low) / (high - low)) * (width - 16);
+  const y = (t) => height - 8 - ((Math.log(t) - low) / (high - low)) * (height - 16);
+  g.strokeStyle = ink("--line");
+  g.strokeRect(0.5, 0.5, width - 1, height - 1);
+  g.beginPath();
+  g.moveTo(x(Math.exp(low)), y(Math.exp(low)));
+  g.lineTo(x(Math.exp(high)), y(Math.exp(high)));
+  g.stroke();
+  g.fillStyle = ink("--soft");
+  g.fillText("measured ↑", 8, 14);
+  g.fillText("predicted →", width - 72, height - 12);
+  for (const k of dots) {
+    g.beginPath();
+    g.arc(x(k.predicted), y(k.measured), 5, 0, 7);
+    g.fillStyle = color({ all_reduce: 210, all_gather: 40, reduce_scatter: 320 }[k.collective] ?? 140);
+    g.fill();
+  }
+}

@@ -1,0 +1,38 @@
+// Bytes by category over time, and the formula.
+function drawMemory() {
+  const one = data.memory[byId("engine").selectedIndex];
+  const height = 220, [g, width] = surface("memory", one ? height : 1);
+  if (!one) return;
+  const { points, formula } = one, sum = (list) => list.reduce((a, b) => a + b, 0);
+  const allowed = sum(formula), peaks = MEMORY.map((_, c) => Math.max(...points.map((p) => p[c + 1])));
+  const most = Math.max(allowed, ...points.map((p) => sum(p.slice(1)))) * 1.06 || 1;
+  const begin = points[0][0], end = Math.max(points.at(-1)[0], begin + 1);
+  const x = (t) => ((t - begin) / (end - begin)) * width, y = (b) => height - (b / most) * height;
+  for (let c = MEMORY.length - 1; c >= 0; c--) {
+    g.beginPath();
+    g.moveTo(0, height);
+    let before = null;
+    for (const p of points) {
+      const top = y(sum(p.slice(1, c + 2)));
+      if (before !== null) g.lineTo(x(p[0]), before);
+      g.lineTo(x(p[0]), top);
+      before = top;
+    }
+    g.lineTo(width, height);
+    g.fillStyle = color(210 + c * 58);
+    g.fill();
+  }
+  g.setLineDash([6, 4]);
+  g.strokeStyle = ink("--text");
+  g.lineWidth = 1.5;
+  g.beginPath();
+  g.moveTo(0, y(allowed));
+  g.lineTo(width, y(allowed));
+  g.stroke();
+  table("bytes", ["bytes", "peak", "formula", ""], MEMORY.map((name, c) =>
+    [name, bytes(peaks[c]), bytes(formula[c]), peaks[c] === formula[c] ? "=" : "≠"]));
+  [...byId("bytes").querySelectorAll("tbody td:first-child")].forEach((cell, c) => {
+    cell.style.boxShadow = `inset 4px 0 ${color(210 + c * 58)}`;
+    cell.style.paddingLeft = "9px";
+  });
+}

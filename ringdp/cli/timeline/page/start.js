@@ -1,0 +1,101 @@
+// Unpacks the data, fills in the page, and listens.
+function drawAll() {
+  drawTimeline();
+  drawMemory();
+  drawKinds();
+  if (data.collectives.length) drawChunks();
+}
+
+function listen() {
+  const canvas = byId("timeline");
+  const clicks = {
+    in: () => zoom(0.5), out: () => zoom(2), left: () => move(-0.3), right: () => move(0.3),
+    fit: () => show(first, last), step: nextStep, play,
+    before: () => choose(chosen - 1), after: () => choose(chosen + 1),
+  };
+  for (const [id, act] of Object.entries(clicks)) byId(id).addEventListener("click", act);
+  const keys = {
+    ArrowLeft: clicks.left, ArrowRight: clicks.right, "+": clicks.in, "=": clicks.in,
+    "-": clicks.out, 0: clicks.fit,
+  };
+  canvas.addEventListener("keydown", (e) => {
+    if (!keys[e.key] || e.ctrlKey || e.metaKey) return;
+    e.preventDefault();
+    keys[e.key]();
+  });
+  let held = null;
+  canvas.addEventListener("pointerdown", (e) => {
+    held = [e.offsetX, ...view];
+    tell(spanAt(e.offsetX, e.offsetY));
+  });
+  canvas.addEventListener("pointermove", (e) => {
+    if (!held) return tell(spanAt(e.offsetX, e.offsetY));
+    const by = ((held[0] - e.offsetX) / canvas.clientWidth) * (held[2] - held[1]);
+    show(held[1] + by, held[2] + by);
+  });
+  for (const end of ["pointerup", "pointerleave", "pointercancel"]) {
+    canvas.addEventListener(end, () => { held = null; });
+  }
+  canvas.addEventListener("wheel", (e) => {
+    e.preventDefault();
+    const at = view[0] + (e.offsetX / canvas.clientWidth) * (view[1] - view[0]);
+    zoom(e.deltaY > 0 ? 1.25 : 0.8, at);
+  }, { passive: false });
+  byId("which").addEventListener("change", (e) => choose(Number(e.target.value)));
+  byId("engine").addEventListener("change", drawMemory);
+  addEventListener("resize", drawAll);
+  dark.addEventListener("change", drawAll);
+}
+
+function fillIn() {
+  const spans = data.lanes.flatMap((l) => l.spans);
+  first = spans.reduce((a, s) => Math.min(a, s[2]), Infinity);
+  last = spans.reduce((a, s) => Math.max(a, s[2] + s[3]), -Infinity);
+  if (!spans.length) [first, last] = [0, 1];
+  view = [first, last];
+  for (const note of data.notes) make("p", note, byId("notes"), "warn");
+  const used = new Set(spans.map((s) => data.names[s[1]]));
+  for (const [category, hue] of Object.entries(HUES)) {
+    if (!used.has(category)) continue;
+    const key = make("span", undefined, byId("legend"), "key");
+    make("i", undefined, key).style.background = color(hue);
+    key.append(category === "wait" ? "waiting: exposed" : category);
+  }
+  table("shares", ["rank", "computes", "communicates", "hidden", "exposed"], data.shares.map((s) =>
+    [s.rank, us(s.compute), us(s.communication), us(s.hidden), us(s.exposed)]));
+  for (const m of data.memory) make("option", `rank ${m.rank}, stage ${m.stage}`, byId("engine"));
+  const model = data.model;
+  byId("model").textContent = model === null ? "No collective has a price."
+    : `α ${us(model.alpha * 1e6)} a message; β ${(model.beta * 1e9).toFixed(3)}, ` +
+      `γ ${(model.gamma * 1e9).toFixed(3)}, bus ${(model.bus * 1e9).toFixed(3)} ns a byte; ${model.source}.`;
+  data.collectives.forEach((c, i) => {
+    make("option", `${c.name} · ${c.algorithm} · ${bytes(c.bytes)} B · at ${us(c.begin - first)}`,
+      byId("which")).value = i;
+  });
+}
+
+async function unpack() {
+  const packed = Uint8Array.from(atob(byId("data").textContent), (c) => c.charCodeAt(0));
+  byId("state").textContent = `Unpacking ${bytes(packed.length)} bytes …`;
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  data = JSON.parse(await new Response(stream).text());
+}
+
+async function start() {
+  await unpack();
+  byId("main").hidden = false;
+  fillIn();
+  groupKinds();
+  listen();
+  const reduces = data.collectives.findLastIndex((c) => c.collective === "all_reduce" && c.bytes > 1e4);
+  drawAll();
+  if (data.collectives.length) choose(Math.max(0, reduces));
+  byId("state").textContent = `${data.ranks} ranks, ${us(last - first)}, ` +
+    `${bytes(data.collectives.length)} collectives, ` +
+    `${bytes(data.chunks.reduce((n, c) => n + c.length, 0))} chunks.`;
+}
+
+start().catch((error) => {
+  byId("state").textContent = `This page cannot be shown: ${error}`;
+  byId("state").className = "warn";
+});

@@ -1,0 +1,120 @@
+// The timeline: lanes of every rank, zoomed and moved.
+const LANE = 20, HEAD = 16;
+
+function layOut() {
+  let y = HEAD;
+  rows = [];
+  let rank = null;
+  for (const lane of data.lanes) {
+    if (lane.rank !== rank) {
+      rank = lane.rank;
+      rows.push({ y, title: `rank ${rank}` });
+      y += 18;
+    }
+    const open = [];
+    let deep = 1;
+    lane.depths = lane.spans.map(([, , begin, duration]) => {
+      while (open.length && open.at(-1) <= begin + 0.05) open.pop();
+      open.push(begin + duration);
+      deep = Math.max(deep, open.length);
+      return open.length - 1;
+    });
+    lane.longest = Math.max(0, ...lane.spans.map((s) => s[3]));
+    rows.push({ y, lane, deep });
+    y += 14 + Math.min(deep, 4) * LANE;
+  }
+  return y;
+}
+
+// The spans of a lane that show, by place: spans are in order of their begin.
+function* shown(lane) {
+  let low = 0, high = lane.spans.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (lane.spans[middle][2] < view[0] - lane.longest) low = middle + 1; else high = middle;
+  }
+  for (let i = low; i < lane.spans.length && lane.spans[i][2] <= view[1]; i++) yield i;
+}
+
+function box(row, i, width) {
+  const [, , begin, duration] = row.lane.spans[i], scale = width / (view[1] - view[0]);
+  const y = row.y + 14 + Math.min(row.lane.depths[i], 3) * LANE;
+  return [(begin - view[0]) * scale, y, Math.max(duration * scale, 0.7), LANE - 2];
+}
+
+function drawTimeline() {
+  const height = layOut(), [g, width] = surface("timeline", height);
+  for (const row of rows) {
+    g.fillStyle = ink(row.lane ? "--soft" : "--text");
+    g.fillText(row.lane ? row.lane.title : row.title, 0, row.y + 7);
+    if (!row.lane) continue;
+    let drawn = -1;
+    for (const i of shown(row.lane)) {
+      const [name, category] = row.lane.spans[i], [x, y, w, h] = box(row, i, width);
+      if (w < 1 && x < drawn && row.lane.depths[i] === 0) continue; // it would not be seen
+      drawn = x + w;
+      g.fillStyle = color(HUES[data.names[category]] ?? 0);
+      g.fillRect(x, y, w, h);
+      if (w > 46) {
+        g.save();
+        g.beginPath();
+        g.rect(Math.max(x, 0), y, w - 3, h);
+        g.clip();
+        g.fillStyle = dark.matches ? "#10141a" : "#fff";
+        g.fillText(data.names[name], Math.max(x, 0) + 4, y + h / 2);
+        g.restore();
+      }
+    }
+  }
+  byId("range").textContent = `${us(view[0] - first)} – ${us(view[1] - first)}`;
+}
+
+function spanAt(x, y) {
+  const width = byId("timeline").clientWidth;
+  for (const row of rows) {
+    if (!row.lane || y < row.y || y > row.y + 14 + Math.min(row.deep, 4) * LANE) continue;
+    for (const i of [...shown(row.lane)].reverse()) {
+      const [left, top, w, h] = box(row, i, width);
+      if (x >= left - 2 && x <= left + w + 2 && y >= top && y <= top + h) return [row.lane, i];
+    }
+  }
+  return null;
+}
+
+function tell(found) {
+  if (!found) return;
+  const [lane, i] = found, [name, category, begin, duration, at] = lane.spans[i];
+  const where = at < 0 ? "" : `, called at ${data.names[at]}`;
+  byId("timelineSays").textContent = `rank ${lane.rank}, ${lane.title}: ${data.names[name]} ` +
+    `(${data.names[category]}), from ${us(begin - first)} for ${us(duration)}${where}.`;
+}
+
+function show(begin, end) {
+  const wide = Math.min(Math.max(end - begin, 1), last - first);
+  const from = Math.min(Math.max(begin, first), last - wide);
+  view = [from, from + wide];
+  drawTimeline();
+}
+
+function zoom(factor, at = (view[0] + view[1]) / 2) {
+  show(at - (at - view[0]) * factor, at + (view[1] - at) * factor);
+}
+
+const move = (share) => show(...view.map((t) => t + share * (view[1] - view[0])));
+
+// From one optimizer step to the next: rank by rank they are alike, so the first rank's count.
+function nextStep() {
+  const rank = data.lanes[0]?.rank, ends = [];
+  for (const lane of data.lanes) {
+    if (lane.rank !== rank) continue;
+    for (const [, category, begin, duration] of lane.spans) {
+      if (data.names[category] === "step") ends.push(begin + duration);
+    }
+  }
+  ends.sort((a, b) => a - b);
+  if (ends.length < 2) return;
+  const whole = view[1] - view[0] > 0.99 * (last - first);
+  let i = whole ? 0 : ends.findIndex((t) => t > view[0] + 1);
+  if (i < 0 || i + 1 >= ends.length) i = 0;
+  show(ends[i], ends[i + 1]);
+}

@@ -1,0 +1,56 @@
+"""A trace of ours, read and checked: what is none is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ringdp.errors import UsageError
+from ringdp.tape.chrome import VERSION, Event, problems
+
+WRITTEN_BY = "allowed: a file of ringdp.trace or of `ringdp train --trace`"
+
+
+class Run(NamedTuple):
+    """A trace: `parts` are what each rank said of itself, by rank."""
+
+    ranks: int
+    missing: Mapping[str, str]  # why a rank's part is not there
+    parts: Mapping[int, Mapping[str, Any]]
+    events: list[Event]
+
+
+def read(path: Path) -> Run:
+    """Raises UsageError for whatever is no trace of ours."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}{_parts_beside(path)}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text; {WRITTEN_BY}") from None
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        cut = text[:1] == "{" and not text.rstrip().endswith("}")
+        why = "is cut off" if cut else "is no JSON"
+        raise UsageError(f"{path} {why} ({error}); {WRITTEN_BY}") from None
+    about = document.get("ringdp") if isinstance(document, dict) else None
+    if not isinstance(about, dict) or about.get("version") != VERSION:
+        raise UsageError(f"{path} is no trace of this version of ringdp; {WRITTEN_BY}")
+    for problem in problems(document):
+        raise UsageError(f"{path} is damaged: {problem}; {WRITTEN_BY}")
+    try:
+        parts = {int(rank): dict(part) for rank, part in about["parts"].items()}
+        return Run(int(about["ranks"]), dict(about["missing"]), parts, document["traceEvents"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged: {error!r} in what it says of itself") from None
+
+
+def _parts_beside(path: Path) -> str:
+    """What ranks have left where rank 0 ended before it made one file of it."""
+    found = sorted(p.name for p in path.parent.glob(f"{path.name}.*.part")) if path.name else []
+    if not found:
+        return f"; {WRITTEN_BY}"
+    return f": rank 0 ended before it merged {', '.join(found)}; {WRITTEN_BY}"

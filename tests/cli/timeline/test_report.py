@@ -1,0 +1,196 @@
+"""`ringdp report`: its figures, its page in a real browser, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.main import main
+from ringdp.cli.timeline.collectives import Model, match, medians, prices, schedules
+from ringdp.cli.timeline.digest import digest, share
+from ringdp.cli.timeline.page import PARTS, fill
+from ringdp.cli.timeline.read import read
+from ringdp.cli.timeline.spans import length, overlap, union
+from ringdp.schedule.cost import Machine, closed, seconds
+from tests.browser import needs_browser
+from tests.cli.timeline.made import HELD, LATE, STEP, trace
+
+
+def test_intervals():
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert overlap([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == [(1, 2), (3, 4), (5, 5.5)]
+    assert length([(1, 2), (3, 5)]) == 3
+
+
+def test_hidden_and_exposed(tmp_path: Path):
+    run = read(trace(tmp_path))
+    assert share(run, 0) == (0, 2 * 1600, 2 * 600, 2 * 400, 2 * 200)
+    assert share(run, 1) == (1, 2 * 1600, 2 * (600 - LATE), 2 * (400 - LATE), 2 * 200)
+
+
+def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
+    run = read(trace(tmp_path))
+    wholes = match(run)
+    assert [w.key for w in wholes] == [("1.2", 0), ("1.2", 1)]
+    assert [(w.measured, w.late, w.late_rank) for w in wholes] == [(600 - LATE, LATE, 1)] * 2
+    kind = ("all_reduce", "ring", 2, 4000)
+    assert medians(wholes) == {kind: 600 - LATE}
+    priced = prices({w.kind for w in wholes}, schedules(run))
+    assert priced == {kind: closed("all_reduce", "ring", 2)}
+    found = digest(run, None, lambda _: None)
+    assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)  # its own fit
+    model = Model(Machine(1e-6, 1e-9, 0.0), "")
+    assert seconds(priced[kind], model.machine, 4000) * 1e6 == pytest.approx(2 + 4)
+
+
+def test_what_the_page_is_given(tmp_path: Path):
+    found = digest(read(trace(tmp_path, {"2": "rank 2 (process 9) ended"})), None, lambda _: None)
+    assert found["notes"] == ["rank 2 (process 9) ended"]
+    assert [(x["rank"], x["title"], len(x["spans"])) for x in found["lanes"]] == [
+        (rank, *lane)
+        for rank in (0, 1)
+        for lane in (("main thread", 8), ("reductions of stage 2", 2))
+    ]
+    assert [len(c) for c in found["chunks"]] == [6, 6]
+    texts = {found["names"][chunk[1]] for chunk in found["chunks"][0]}
+    assert texts == {"send", "recv_reduce_copy_send", "recv"}
+    for engine in found["memory"]:
+        assert engine["points"] == [[0.0, *HELD.values()], [float(STEP), *HELD.values()]]
+        assert engine["formula"] == list(HELD.values())
+    assert list(found["replays"]) == ["ring on 2"]
+
+
+REFUSED = {
+    "missing": (None, "cannot read {}: No such file or directory; allowed: a file of ringdp.trace"),
+    "empty": ("", "{} is no JSON"),
+    "words": ("hello", "{} is no JSON"),
+    "bytes": (b"\xff\xfe\x00", "{} is no text"),
+    "a list": ("[]", "{} is no trace of this version of ringdp"),
+    "another's": ('{"traceEvents": []}', "{} is no trace of this version of ringdp"),
+    "newer": ('{"traceEvents": [], "ringdp": {"version": 99}}', "{} is no trace of this version"),
+    "no ranks": ('{"traceEvents": [], "ringdp": {"version": 1}}', "{} is damaged: KeyError"),
+    "events": ('{"traceEvents": [{"ph": "Q"}], "ringdp": {"version": 1}}', "ph is 'Q'"),
+}
+
+
+@pytest.mark.parametrize(("content", "says"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_one_line(tmp_path: Path, capsys, content, says: str):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(path, tmp_path, capsys, says.format(path))
+
+
+def refused(path: Path, at: Path, capsys, says: str, *more: str) -> None:
+    assert main(["report", str(path), "--html", str(at / "page.html"), *more]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.strip() == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+    assert not (at / "page.html").exists()
+
+
+def test_other_bad_input_is_one_line(tmp_path: Path, capsys):
+    path = trace(tmp_path)
+    text = path.read_text()
+    (tmp_path / "half.json").write_text(text[: len(text) // 2])
+    refused(tmp_path / "half.json", tmp_path, capsys, "half.json is cut off")
+    refused(path, tmp_path / "nowhere", capsys, "--html: cannot write")
+    refused(path, tmp_path, capsys, "--network is '400Gb'; allowed: a .json", "--network", "400Gb")
+    (tmp_path / "other.json.ab12.rank1.part").write_text("{}")
+    says = "rank 0 ended before it merged other.json.ab12.rank1.part"
+    refused(tmp_path / "other.json", tmp_path, capsys, says)
+
+
+def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["report", str(trace(tmp_path)), "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 0: computed 3.2 ms, communicated 1.2 ms, of which 0.8 hidden" in said
+    parts = [file.read_text() for file in PARTS.iterdir()]
+    assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
+    assert "default-src 'none'" in page.read_text()
+
+
+DRIVE = """(async () => {
+    const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+    while (byId("main").hidden && !byId("state").className.includes("warn")) await wait(20);
+    const found = {}, text = (id) => byId(id).textContent;
+    const cells = (id) => [...byId(id).querySelectorAll("tbody tr")].map(
+        (row) => [...row.children].map((cell) => cell.textContent));
+    found.state = text("state");
+    found.shares = cells("shares");
+    found.kinds = cells("kinds");
+    found.bytes = cells("bytes");
+    found.whole = text("range");
+    byId("step").click();
+    found.step = text("range");
+    byId("in").click();
+    found.zoomed = text("range");
+    byId("right").click();
+    found.moved = text("range");
+    byId("timeline").dispatchEvent(new KeyboardEvent("keydown", { key: "0" }));
+    found.all = text("range");
+    const forward = rows.find((row) => row.lane), width = byId("timeline").clientWidth;
+    const [x, y, w] = box(forward, 1, width);
+    tell(spanAt(x + w / 2, y + 3));
+    found.span = text("timelineSays");
+    byId("kinds").querySelector("tbody tr").click();
+    found.chosen = text("chunkSays");
+    byId("before").click();
+    found.first = byId("before").disabled;
+    while (!byId("replay").contentWindow?.go) await wait(20);
+    follow(extent()[0] + 1);
+    found.round = byId("replay").contentDocument.getElementById("round").textContent;
+    follow(extent()[1]);
+    found.last = byId("replay").contentDocument.getElementById("round").textContent;
+    byId("play").click();
+    found.playing = text("play");
+    await wait(6000);
+    found.played = text("play");
+    document.body.style.margin = 0;
+    found.fits = [400, 1280].map((wide) => {
+        document.body.style.width = document.body.style.maxWidth = `${wide}px`;
+        dispatchEvent(new Event("resize"));
+        const over = [...document.querySelectorAll("main > *")].filter(
+            (e) => e.getBoundingClientRect().right > wide + 1 || e.scrollWidth > wide + 1 &&
+                !e.classList.contains("scroll"));
+        return [over.map((e) => e.id || e.tagName), byId("timeline").clientWidth];
+    });
+    const out = document.createElement("pre");
+    out.id = "found";
+    out.textContent = JSON.stringify(found);
+    document.body.append(out);
+})().catch((error) => { document.title = `ERROR ${error}`; });"""
+
+
+@needs_browser
+def test_the_page_in_a_browser(browse, tmp_path: Path):
+    run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
+    dom = browse(fill(digest(run, None, lambda _: None), "<b>{{data}}"), script=DRIVE)
+    found = json.loads(dom.texts["found"])
+    assert found["state"] == "2 ranks, 3.80 ms, 2 collectives, 12 chunks."
+    assert dom.texts["notes"] == "rank 2 (process 9) ended"
+    assert found["shares"] == [
+        ["0", "3.20 ms", "1.20 ms", "800.0 µs", "400.0 µs"],
+        ["1", "3.20 ms", "1.00 ms", "600.0 µs", "400.0 µs"],
+    ]
+    (kind,) = found["kinds"]
+    assert kind == [
+        *("all_reduce", "ring", "2", "4,000", "2"),
+        *("500.0 µs", "500.0 µs", "1.00", "100.0 µs"),
+    ]
+    assert found["bytes"] == [[k, f"{v:,}", f"{v:,}", "="] for k, v in HELD.items()]
+    assert found["whole"] == found["all"] == "0.0 µs – 3.80 ms"
+    assert found["step"] == "1.80 ms – 3.80 ms"
+    assert found["zoomed"] == "2.30 ms – 3.30 ms"
+    assert found["moved"] == "2.60 ms – 3.60 ms"
+    assert found["span"].startswith("rank 0, main thread: backward root (backward), from 500.0 µs")
+    assert "4,000 bytes on 2 ranks, at train.py:7: 500.0 µs, predicted 500.0" in found["chosen"]
+    assert found["first"] is True
+    assert (found["round"], found["last"]) == ("round 0 of 0–1", "round 1 of 0–1")
+    assert (found["playing"], found["played"]) == ("Stop", "Play")
+    assert found["fits"] == [[[], 376], [[], 1256]]
