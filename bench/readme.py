@@ -33,6 +33,7 @@ ALL_REDUCE = RESULTS / "all_reduce.json"
 TORCH_BACKEND = RESULTS / "torch_backend.json"
 ZERO_STEP = RESULTS / "zero_step.json"
 GUARD = RESULTS / "guard.json"
+TRACE = RESULTS / "trace.json"
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
     "all_gather": "the same for all_gather",
@@ -180,6 +181,21 @@ def zero_step() -> str:
     return "\n".join(lines)
 
 
+def trace() -> str:
+    """From `python -m bench.trace`."""
+    if not TRACE.exists():
+        return "Not measured."
+    found = json.loads(TRACE.read_text())
+    lines = [
+        f"| {found['ranks']} ranks, medians | without a trace | with one | slower |",
+        "|---|" + "---:|" * 3,
+    ]
+    for name, row in found["rows"].items():
+        times = [f"{row[when]:,.3g}" for when in ("off_median", "on_median")]
+        lines.append(f"| {name} | {' | '.join(times)} | {row['slower']:.1%} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "stages": stages,
     "all_reduce": all_reduce,
@@ -190,6 +206,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "zero_step": zero_step,
     "kernels": kernels,
     "guard": guard,
+    "trace": trace,
     "link": link,
     "plan": plan,
     "error": error,

@@ -68,6 +68,18 @@ def test_five_lines_run_under_torchrun(tmp_path: Path, name: str):
 
 
 @pytest.mark.process
+def test_a_run_is_traced_and_reported(tmp_path: Path):
+    (block,) = [b for b in BLOCKS if "ringdp.trace(" in b]
+    (command,) = re.findall(r"(?m)^ringdp (report run.json .*?) +#", TEXT)
+    (tmp_path / "your_script.py").write_text(block)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*launch, "your_script.py"], check=True, timeout=60, cwd=tmp_path)
+    ours = str(Path(sys.executable).with_name("ringdp"))
+    subprocess.run([ours, *command.split()], check=True, timeout=60, cwd=tmp_path)
+    assert "<canvas" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.process
 def test_torch_runs_over_the_backend(tmp_path: Path):
     (block,) = [b for b in BLOCKS if "init_process_group" in b]
     script = tmp_path / "your_script.py"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringdp.cli.plan.hardware import network
+from ringdp.cli.plan.hardware import from_file
 from ringdp.cli.timeline import collectives
 from ringdp.cli.timeline.collectives import Key, Kind, Model, Whole, end
 from ringdp.cli.timeline.read import Run
@@ -37,8 +38,8 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     priced = collectives.prices({w.kind for w in wholes}, told)
     model = collectives.model(run, wholes, priced)
     if bench is not None:
-        machine, source, _ = network(bench, "h100", within=False, alpha=None)
-        model = Model(machine, source)
+        measured = from_file(Path(bench))
+        model = Model(measured.machine, measured.source)
     names = Names()
     tell("laying out lanes")
     lanes = [*_lanes(run, names)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.main import main
+from ringdp.cli.plan.hardware import from_file
 from ringdp.cli.timeline.collectives import Model, match, medians, prices, schedules
 from ringdp.cli.timeline.digest import digest, share
 from ringdp.cli.timeline.page import PARTS, fill
@@ -61,6 +62,15 @@ def test_what_the_page_is_given(tmp_path: Path):
         assert engine["points"] == [[0.0, *HELD.values()], [float(STEP), *HELD.values()]]
         assert engine["formula"] == list(HELD.values())
     assert list(found["replays"]) == ["ring on 2"]
+
+
+def test_predictions_from_a_bench(tmp_path: Path):
+    bench = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
+    found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
+    machine = from_file(bench).machine
+    assert found["model"]["alpha"] == machine.alpha
+    guess = seconds(closed("all_reduce", "ring", 2), machine, 4000) * 1e6
+    assert found["collectives"][0]["predicted"] == pytest.approx(guess, abs=0.05)
 
 
 REFUSED = {
