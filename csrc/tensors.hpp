@@ -64,13 +64,14 @@ class Tensors {
       if (seen.shape[d] != 1 && seen.strides && seen.strides[d] != elements) return std::nullopt;
       elements *= seen.shape[d];
     }
-    if ((!seen.data && elements) || negative(object)) return std::nullopt;
     auto* data = static_cast<std::byte*>(seen.data) + seen.byte_offset;
+    if ((elements && freed(object, data, seen.bits / 8)) || negative(object)) return std::nullopt;
     return Plain{data, dtype, elements, std::size_t(elements) * seen.bits / 8};
   }
 
  private:
   static constexpr std::int32_t kCpu = 1;
+  static constexpr std::uintptr_t kHigh = std::uintptr_t(1) << 40;  // no tensor's offset in bytes
 
   static int code(const DlTensor& t) {
     enum { integer = 0, natural = 1, floating = 2, brain = 4, boolean = 6 };
@@ -88,6 +89,18 @@ class Tensors {
       case integer << 8 | 16: return 9;
     }
     return -1;
+  }
+
+  // A storage without memory lies at 0, and an element of it as many bytes behind that as before it.
+  static bool freed(PyObject* tensor, const std::byte* data, std::size_t size) {
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    if (address >= kHigh) return false;
+    static PyObject* const name = PyUnicode_InternFromString("storage_offset");
+    PyObject* const answer = PyObject_CallMethodNoArgs(tensor, name);
+    const auto offset = answer ? PyLong_AsSize_t(answer) : 0;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return address == offset * size;
   }
 
   // torch's lazy negation, of which DLPack does not tell.

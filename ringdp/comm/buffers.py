@@ -33,8 +33,9 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
     data = tensor.detach()
     if tensor.device.type != "meta" and lacks_memory(data):
         raise UsageError(
-            f"a tensor of shape {tuple(tensor.shape)} has no memory: it is a fake one, or its "
-            "storage was freed or cut; allowed: a tensor whose elements are in memory"
+            f"a tensor of shape {tuple(tensor.shape)} has no memory of its own: it is a fake one, "
+            "or stands for others (a DTensor, or one that torch.func made), or its storage was "
+            "freed or cut; allowed: a tensor whose elements are in memory"
         )
     home = None
     if not data.is_contiguous() or data.is_conj() or data.is_neg():
@@ -52,6 +53,8 @@ def lacks_memory(tensor: Tensor) -> bool:
     """Whether elements lie nowhere, or behind the end of the tensor's storage."""
     if tensor.numel() == 0:
         return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return tensor.untyped_storage().nbytes() < end or tensor.data_ptr() == 0

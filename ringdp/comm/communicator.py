@@ -25,6 +25,7 @@ from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
 from ringdp.comm.reductions import Reductions
 from ringdp.comm.taped import Taped
+from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import ENDED, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
@@ -41,6 +42,7 @@ _all: WeakSet[Communicator] = WeakSet()
 Connect = Callable[[str, Sequence[int], Arena | None], Transport]
 
 
+@uncompiled
 class Communicator(Reductions, Moves, Messages, Taped):
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`.
 
@@ -203,8 +205,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
         root: int = 0,
     ) -> How:
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
-        if tensor.layout is not torch.strided:
-            raise UsageError(f"{collective}: tensor is {tensor.layout}; allowed: a dense one")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            found = "nested" if tensor.is_nested else tensor.layout
+            raise UsageError(f"{collective}: tensor is {found}; allowed: a dense one")
         if not 0 <= tag < TAGS:
             raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
         if not 0 <= root < self.size:

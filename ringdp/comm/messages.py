@@ -21,6 +21,7 @@ from ringdp.comm.buffers import flat, flat_output
 from ringdp.comm.call import ANYBODY, call_site, fingerprint
 from ringdp.comm.guard import Guard
 from ringdp.comm.job import Issuer
+from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.transport.records import Call
@@ -43,6 +44,7 @@ class Received(Work):
         return int(self._sender)
 
 
+@uncompiled
 class Messages(Issuer):
     """The methods of a Communicator that two of its ranks call."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ringdp.comm.buffers import empty, fill, flat, flat_output, overlap, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import own_bounds, own_part, pair_bounds, shard_bounds, whole_bounds
+from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
@@ -23,6 +24,7 @@ from ringdp.transport.base import shard_bounds as even_bounds
 ALL_GATHER = DIRECT.index("all_gather")
 
 
+@uncompiled
 class Moves(Issuer):
     """The methods of a Communicator that move elements between ranks, and change none."""
 

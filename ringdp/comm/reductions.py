@@ -23,6 +23,7 @@ from torch import Tensor
 from ringdp.comm.buffers import fill, flat, flat_output, overlap, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, ReduceOp, Run
 from ringdp.comm.programs import shard_bounds, whole_bounds
+from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
@@ -33,6 +34,7 @@ ALL_REDUCE, REDUCE_SCATTER = DIRECT.index("all_reduce"), DIRECT.index("reduce_sc
 BITWISE = ("band", "bor", "bxor")
 
 
+@uncompiled
 class Reductions(Issuer):
     """The methods of a Communicator that combine the elements of all ranks."""
 

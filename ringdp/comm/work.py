@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from ringdp.comm.guard import Guard
+from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import CommunicationError
 from ringdp.transport.records import Call
 
@@ -15,6 +16,7 @@ SLICE = 0.1  # seconds between looks at Ctrl-C
 _finishing = threading.Lock()
 
 
+@uncompiled
 class Work:
     """Returned by every collective. `wait` is what makes the result visible to the caller."""
 

@@ -196,3 +196,28 @@ def overlapping(comm: Communicator) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_tensors_may_overlap(ranks, n: int):
     ranks(n)(overlapping)
+
+
+def compiled(comm: Communicator) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        comm.all_reduce(y)
+        work = comm.broadcast(y, 1, async_op=True)
+        z = y + 1
+        work.wait()
+        return z + y
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    fast = torch.compile(step, backend=keep)
+    for _ in range(3):  # the first call, the same again, and what is compiled from there on
+        assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0 * comm.size + 1))
+    assert len(graphs) == 3  # y, z and z + y
+
+
+def test_a_collective_ends_a_graph_of_torch_compile(ranks):
+    ranks(2)(compiled)

@@ -121,11 +121,15 @@ def after_a_good_call(comm: Communicator) -> list[str]:
         fake = torch.ones(3)
     calls: list[Callable[[], Any]] = [
         lambda: comm.all_reduce(freed(3, 0)),
-        lambda: comm.all_reduce(freed(5, 2)),
+        lambda: comm.all_reduce(freed(3, 2)),
+        lambda: torch.vmap(comm.all_reduce)(torch.ones(2, 3)),
+        lambda: torch.func.grad(lambda x: comm.all_reduce(x) or x.sum())(torch.ones(3)),
         lambda: comm.all_gather(freed(6, 0), three),
         lambda: comm.all_gather(six, freed(3, 0)),
+        lambda: comm.all_gather(six, freed(3, 1)),
         lambda: comm.all_reduce(torch._to_functional_tensor(three)),
         lambda: comm.all_reduce(fake),
+        lambda: comm.all_reduce(torch.nested.nested_tensor([three[:1], three[1:]])),
         lambda: comm.all_reduce(three, tag=1 << 70),
         lambda: comm.all_reduce(three, "sum\0"),  # type: ignore[arg-type]
     ]
@@ -141,7 +145,7 @@ def after_a_good_call(comm: Communicator) -> list[str]:
 
 
 def test_a_call_that_looks_like_an_earlier_one_is_refused_too(ranks):
-    words = ["no memory"] * 6 + [str(1 << 70), "no op"]
+    words = ["no memory"] * 9 + ["nested", str(1 << 70), "no op"]
     for said in ranks(2)(after_a_good_call):
         for text, word in zip(said, words, strict=True):
             assert word in text
