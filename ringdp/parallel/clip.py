@@ -71,6 +71,7 @@ def finite(engine: Engine) -> bool:
 
 def _settled(engine: Engine) -> list[FlatUnit]:
     """Units whose `gradient` is what their `p.grad` are."""
+    engine.check_reduced("gradients are clipped or scaled")
     units = [u for u in engine.units if u.trainable]
     for unit in units:
         for p, view in zip(unit.parameters, unit.gradient_views(), strict=True):

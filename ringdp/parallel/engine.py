@@ -32,6 +32,7 @@ Note [nodes run in reverse]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -92,18 +93,23 @@ class Engine(Taped):
         self._held = self._closed = False  # held by full_parameters
         self.sync = True
         # An optimizer may step with a forward left open: by an exception, or without its backward.
+        me = weakref.proxy(self)  # these torch holds where no garbage collector looks
         self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_step(optimizer)),
-            register_optimizer_step_post_hook(lambda *_: self._after_step()),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: me._before_step(optimizer)),
+            register_optimizer_step_post_hook(lambda *_: me._after_step()),
         ]
+        weakref.finalize(self, _remove, self._handles)
         for module, indices in of.items():
             self._hook(module, indices)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held)
+        if stage.optimizer is Keep.SHARD:
+            self._handles += outside.guard_state(model, lambda: self._held)
         recorder.join(self)
 
     # ---- forward
 
     def _hook(self, module: nn.Module, indices: list[int]) -> None:
+        me = weakref.proxy(self)
         self._handles += [
             module.register_forward_pre_hook(
                 lambda *_: self._before_forward(indices), prepend=True
@@ -116,9 +122,7 @@ class Engine(Taped):
                 if p.requires_grad:
                     self._handles.append(
                         p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            lambda _p, index=index, name=entry.name: self._gradient_made(
-                                index, name
-                            )
+                            lambda _p, index=index, name=entry.name: me._gradient_made(index, name)
                         )
                     )
 
@@ -181,6 +185,7 @@ class Engine(Taped):
         self._awaiting[index] = len(trainable)
         if not unit.trainable:
             return
+        self.reducing.kept.settle(unit)
         self._accumulate[index] = any(p.grad is not None for p in trainable)
         for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
             if self._accumulate[index]:
@@ -224,7 +229,8 @@ class Engine(Taped):
                 self._reduce(unit.index)
         self._end_backward(learn=True)
         for unit in trained:
-            if not (self.sync or self._accumulate[unit.index]):
+            if not self.sync:
+                self.reducing.kept.show(unit, reduced=self._accumulate[unit.index])
                 continue
             for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
                 if p.requires_grad and gradient.numel():
@@ -233,7 +239,7 @@ class Engine(Taped):
     def _abandon_backward(self) -> None:
         """Clear what a backward that raised has left."""
         self._end_backward(learn=False)
-        self.reducing.drop()
+        self.reducing.kept.drop()
         for unit in self.units:
             for p in (*unit.parameters, *unit.computed):
                 p.grad = None
@@ -254,13 +260,18 @@ class Engine(Taped):
         self._rest(learn=False)
         ours = {id(p) for unit in self.units for p in unit.parameters}
         stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if self.reducing.waiting and any(id(p) in ours for p in stepped):
-            raise UsageError(
-                "the optimizer steps, but gradients made within no_sync() have not been reduced; "
-                "the last backward before a step must be outside of it"
-            )
+        if any(id(p) in ours for p in stepped):
+            self.check_reduced("the optimizer steps")
         for unit in self.units:
             outside.release(unit.parameters)
+
+    def check_reduced(self, what: str) -> None:
+        """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""
+        if self.reducing.kept.any_waits(self.units):
+            raise UsageError(
+                f"{what}, but gradients made within no_sync() have not been reduced; the last "
+                "backward before must be outside of it"
+            )
 
     def _after_step(self) -> None:
         for unit in self.units:
@@ -273,7 +284,10 @@ class Engine(Taped):
     def no_sync(self) -> Iterator[None]:
         """Backwards within it keep their gradients to themselves; the next one outside reduces all.
 
-        In every stage a rank then holds whole gradients, until that one, in the masters' dtype.
+        In every stage a rank then holds whole gradients, until that one, in the masters' dtype. So
+        it saves traffic, not memory. zero_grad(), the model's or the optimizer's, clears them, as
+        in torch's DDP (torch's FSDP2 keeps them); an optimizer's step, clipping, or a change of
+        p.grad before they are reduced raises UsageError.
         """
         before, self.sync = self.sync, False
         try:
@@ -314,7 +328,11 @@ class Engine(Taped):
         recorder.leave(self)
         if self._held or all(u.static for u in self.units):
             del self.model._ringdp_sharded
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
         self.gathering.comm.close()
         self.reducing.comm.close()
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,12 +51,23 @@ def shard(
     flat part of it that this rank owns, possibly empty: make the optimizer after this call, with
     any element-wise optimizer on `model.parameters()`. After `loss.backward()` the gradients are
     averaged over the ranks.
+
+    Stage 3 holds at most, beside its shards and activations: the root, the largest unit and
+    `prefetch_bytes` gathered (by default root + 2 units), one bucket of gradients, as large as the
+    largest unit, and what autograd has made of the gradients of one unit and the root. The root is
+    what lies in no unit, and stays from its forward to the end of its backward.
+    `Engine.memory_formula` gives the exact bytes of all but the last.
     """
+    _check(model, nn.Module, "model")
+    _check(precision, Precision | None, "precision")
+    _check(offload, Offload | None, "offload")
+    _check(comm, Communicator | None, "comm")
+    _check(init, Callable | None, "init")
     if getattr(model, "_ringdp_sharded", False):
         raise UsageError("this model is sharded already; shard() takes a model once")
     for name, value in (("prefetch_bytes", prefetch_bytes), ("persist_below", persist_below)):
-        if value is not None and value < 0:
-            raise UsageError(f"{name} is {value}; it must be at least 0")
+        if value is not None and (type(value) is not int or value < 0):
+            raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
     row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
     offload.check(row)
     if meta.pending(model):
@@ -86,6 +98,13 @@ def shard(
     )
     model._ringdp_sharded = True  # type: ignore[assignment]
     return engine
+
+
+def _check(value: object, allowed: Any, name: str) -> None:
+    if not isinstance(value, allowed):
+        kinds = getattr(allowed, "__args__", (allowed,))
+        names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+        raise UsageError(f"shard({name}={value!r}): allowed: {names}")
 
 
 def _build(

@@ -6,6 +6,7 @@
     buckets        gradients on their way to other ranks, at the worst moment (stages 2, 3)
     optimizer      the optimizer's state
 
+Stage 3's peak: shards + root + 2 units gathered + 1 bucket (see `prefetch.gathered_peak`).
 Bytes on the host count, too, where something is offloaded.
 It leaves out activations, and the gradients that autograd has made and the engine has not yet
 flattened: those of the unit whose backward runs, and of the root. The formulas are those of a step

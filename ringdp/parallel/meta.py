@@ -61,11 +61,15 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _fill(module: nn.Module, init: Init | None) -> None:
+    if isinstance(module, nn.RNNBase):
+        module._flat_weight_refs = []  # no tensor with weak references can be swapped
     for t in _own(module):
         made = torch.empty_like(t, device=DEVICE)
         if isinstance(t, nn.Parameter):
             made = nn.Parameter(made, t.requires_grad)
         torch.utils.swap_tensors(t, made)  # type: ignore[no-untyped-call]  # the object stays: ties and optimizers hold it
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
     with torch.no_grad():
         if init is not None:
             init(module)

@@ -2,17 +2,19 @@
 
 Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
 wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
-record a graph. Reading under no_grad, as optimizers do, goes through.
+record a graph. Reading under no_grad, as optimizers do, goes through; the model's state_dict, which
+would be one of slices, does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
 
@@ -46,6 +48,23 @@ def _refusal(args: Any, kwargs: Any) -> UsageError:
         "slice. Use it within that forward; read it whole within full_parameters(); or choose "
         "units so that it lies in the one whose forward uses it."
     )
+
+
+def guard_state(model: nn.Module, is_whole: Callable[[], bool]) -> list[RemovableHandle]:
+    """From now on state_dict and load_state_dict are refused unless the parameters are whole."""
+
+    def refuse(what: str, instead: str) -> None:
+        if not is_whole():
+            raise UsageError(
+                f"{what} of a sharded model: its parameters are this rank's flat slices. {instead}"
+            )
+
+    save = "Call it within full_parameters(), or use ringdp.save or ringdp.export."
+    load = "Call it within full_parameters(write=True), or use ringdp.load."
+    return [
+        model.register_state_dict_pre_hook(lambda *_: refuse("state_dict", save)),  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict", load)),  # type: ignore[no-untyped-call]
+    ]
 
 
 def name(parameter: nn.Parameter, text: str) -> None:

@@ -30,7 +30,8 @@ class Precision:
     param: dtype of parameters and activations in forward and backward. reduce: of gradients while
     they are reduced. output: what the model's floating outputs are cast to. keep_fp32: a module
     class, several, or a predicate; those modules (layer norms, say) compute as they were built, on
-    inputs cast to that, and their outputs are cast to `param`. cast_inputs: cast floating inputs of
+    inputs cast to that, and their outputs are cast to `param`. Buffers keep their dtype, so norms
+    over a batch have to be among them. cast_inputs: cast floating inputs of
     the model and of every unit to `param`.
     """
 
@@ -43,8 +44,9 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "output"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise UsageError(f"Precision({name}={dtype}): allowed: a floating dtype, or None")
+            floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if not (dtype is None or floating):
+                raise UsageError(f"Precision({name}={dtype!r}): allowed: a floating dtype, or None")
 
     def keeps(self, module: nn.Module) -> bool:
         return self.keep_fp32 is not None and matches(module, self.keep_fp32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringdp.comm import Communicator, Work
 from ringdp.kernels import flatten
+from ringdp.parallel.kept import Kept
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
@@ -29,7 +30,7 @@ class Reducing:
     ) -> None:
         self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
         self._pending: list[_Reduction] = []
-        self._unreduced: dict[int, Tensor] = {}  # unit -> sums of no_sync, in the masters' dtype
+        self.kept = Kept(ledger)
 
     def start(self, unit: FlatUnit, *, accumulate: bool) -> None:
         """Average the unit's new gradients over the ranks, and take them off the parameters.
@@ -37,7 +38,7 @@ class Reducing:
         The result goes to, or with `accumulate` on top of, the unit's own gradient. Where that
         cannot serve as the bucket, one other bucket exists at a time.
         """
-        if unit.index in self._unreduced:
+        if unit in self.kept:
             self.keep(unit)
         if unit.bucket is not None and not (accumulate and unit.widths.own):
             bucket = unit.bucket
@@ -46,9 +47,8 @@ class Reducing:
             bucket = self.ledger.empty(
                 "buckets", unit.plan.padded, unit.dtypes.reduce, unit.full.device
             )
-        if (kept := self._unreduced.pop(unit.index, None)) is not None:
+        if (kept := self.kept.pop(unit)) is not None:
             flatten([kept], bucket, scale=1 / self.comm.size, offsets=[0])
-            self.ledger.give("gradients", _size(kept))
         else:
             made = _made(unit)
             flatten(
@@ -70,29 +70,9 @@ class Reducing:
 
     def keep(self, unit: FlatUnit) -> None:
         """Add the unit's new gradients to those that wait for a reduction."""
-        made = _made(unit)
-        kept = self._unreduced.get(unit.index)
-        if kept is None:
-            kept = torch.empty(unit.plan.padded, dtype=unit.dtypes.master, device=unit.full.device)
-            flatten([g for g, _ in made], kept, offsets=[offset for _, offset in made])
-            self._unreduced[unit.index] = kept
-            self.ledger.take("gradients", _size(kept))
-        else:
-            for gradient, offset in made:
-                kept[offset : offset + gradient.numel()].view(gradient.shape).add_(gradient)
+        self.kept.add(unit, _made(unit))
         for p in unit.computed:
             p.grad = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether gradients of no_sync wait for a backward that reduces them."""
-        return bool(self._unreduced)
-
-    def drop(self) -> None:
-        """Forget the gradients of no_sync."""
-        for kept in self._unreduced.values():
-            self.ledger.give("gradients", _size(kept))
-        self._unreduced.clear()
 
     def finish(self) -> None:
         """Wait for all that has been started."""
@@ -114,7 +94,7 @@ class Reducing:
         else:
             unit.gradient.copy_(result, non_blocking=True)
         if bucket is not unit.bucket:
-            self.ledger.give("buckets", _size(bucket))
+            self.ledger.give("buckets", bucket.nbytes)
         return result.is_cuda and not unit.gradient.is_cuda
 
 
@@ -125,7 +105,3 @@ def _made(unit: FlatUnit) -> list[tuple[Tensor, int]]:
         for p, e in zip(unit.computed, unit.plan.entries, strict=True)
         if p.grad is not None
     ]
-
-
-def _size(buffer: Tensor) -> int:
-    return buffer.numel() * buffer.element_size()

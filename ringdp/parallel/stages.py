@@ -49,6 +49,6 @@ STAGES = (
 def stage_of(number: int) -> Stage:
     """The row of that number. Raises UsageError for any but 0..3."""
     for stage in STAGES:
-        if stage.number == number:
+        if type(number) is int and stage.number == number:
             return stage
     raise UsageError(f"stage is {number!r}; it must be 0 (DDP), 1, 2 or 3 (ZeRO)")

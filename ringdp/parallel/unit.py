@@ -200,6 +200,12 @@ class FlatUnit:
         spans = (self.plan.local(e, self.rank) for e in self.plan.entries)
         return [shard[begin:end] for begin, end in spans]
 
+    def at_rest(self, whole: Tensor) -> list[Tensor]:
+        """Of a padded buffer the part of every parameter that it has between steps, as views."""
+        if self.stage.optimizer is Keep.SHARD:
+            return self.slices(whole[self.part])
+        return self._views(whole)
+
     def gradient_views(self) -> list[Tensor]:
         """The gradient of each parameter, in the shape that it has between steps."""
         if self.stage.optimizer is Keep.SHARD:

@@ -55,7 +55,11 @@ def find_units(
         unit_at[name] = module if own else unit_at[name.rpartition(".")[0]]
         for p in module.parameters(recurse=False):
             owners.setdefault(p, set()).add(unit_at[name])
-            kinds.setdefault(p, kind(module, p))
+            if kinds.setdefault(p, here := kind(module, p)) != here:
+                raise UsageError(
+                    f"a parameter of {name or 'the model'} is tied to one that is to compute in "
+                    "another dtype; let keep_fp32 name both of their modules, or none"
+                )
     owned: dict[nn.Module, dict[Hashable, list[tuple[str, nn.Parameter]]]] = {model: {}}
     names = {m: name for name, m in model.named_modules() if m in chosen or m is model}
     for name, p in model.named_parameters():
@@ -80,8 +84,14 @@ def matches(module: nn.Module, rule: UnitRule) -> bool:
 def _chosen(model: nn.Module, rule: UnitRule | int | None) -> set[nn.Module]:
     if rule is None:
         return _listed(model)
-    if isinstance(rule, int):
+    if isinstance(rule, int) and not isinstance(rule, bool):
         return _at_most(model, rule)
+    several = isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule)
+    if isinstance(rule, int) or not (several or callable(rule)):  # a class is callable
+        raise UsageError(
+            f"unit={rule!r}: allowed: a module class, a tuple of them, a predicate of modules, or "
+            "a number of elements"
+        )
     return _matching(model, rule)
 
 

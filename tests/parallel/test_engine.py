@@ -3,6 +3,8 @@ gradients of one process within a bound."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -245,6 +247,24 @@ def test_stage_3_frees_what_it_gathered(ranks):
         assert root > 0
         assert block0 == 0, "the block before is freed"
         assert block1 > 0
+
+
+def forgotten(comm: Communicator) -> None:
+    """Nobody closes it: torch's hooks around every optimizer's step must not keep it."""
+    engine = ringdp.shard(net := model(), stage=3, comm=comm)
+    optimizer = torch.optim.SGD(net.parameters())
+    net(batch(0)).square().mean().backward()
+    optimizer.step()
+    gone = weakref.ref(engine)
+    del engine, net
+    gc.collect()
+    assert gone() is None
+    optimizer.step()
+    comm.barrier()
+
+
+def test_an_engine_goes_with_its_model(ranks):
+    ranks(2)(forgotten)
 
 
 def refusals(comm: Communicator) -> list[str]:

@@ -90,8 +90,7 @@ def fsdp2(comm: Communicator) -> None:
         model.set_requires_gradient_sync(False)
         sent = engine.sent_bytes()
         model(batch(comm, 9)).float().sum().backward()
-        reduced = engine.reducing.waiting
-        assert reduced
+        assert engine.reducing.kept.any_waits(engine.units)
         assert engine.sent_bytes() >= sent
         engine.close()
     for wrong in ({"mesh": 1}, {"reshard_after_forward": 2}, {"offload_policy": 3}):
@@ -161,8 +160,12 @@ def zero(comm: Communicator) -> None:
     held = sum(s["exp_avg"].numel() for s in optimizer.optim.state.values())
     total = sum(p.numel() for p in model.parameters())
     assert held <= total // comm.size + 16
-    with pytest.raises(UsageError, match="state_dict is not implemented"):
+    with pytest.raises(UsageError, match="load_state_dict are not implemented"):
         optimizer.state_dict()
+    with pytest.raises(UsageError, match="load_state_dict are not implemented"):
+        optimizer.load_state_dict({})
+    with pytest.raises(UsageError, match="add_param_group is not implemented"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 def test_zero_redundancy_optimizer(ranks):
@@ -205,7 +208,7 @@ def deepspeed(comm: Communicator) -> None:
         "stage3_param_persistence_threshold": 10,
         "stage3_max_live_parameters": 800,
     }
-    for stage, zero in ((1, {"allgather_bucket_size": 100}), (2, {}), (3, {}), (3, every)):
+    for stage, zero in ((1, {"allgather_bucket_size": 280}), (2, {}), (3, {}), (3, every)):
         assert configured(comm, stage, {"zero": zero})[0] == expected
     _, engine = configured(comm, 3, {"zero": {"stage3_max_live_parameters": 500}})
     assert engine.gathering.limit < 4 * 272

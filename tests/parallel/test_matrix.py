@@ -3,6 +3,7 @@ x precision: every pair of these meets in some row of the table. Bytes equal the
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -159,21 +160,25 @@ def test_stages_agree_and_bytes_equal_their_formulas(ranks, index):
                 assert getattr(run.memory, key) == getattr(run.formula, key), f"{where}: {key}"
 
 
-def ddp(comm: Communicator) -> tuple[list[float], list[Tensor]]:
+def ddp(comm: Communicator, row: Row) -> tuple[list[float], list[Tensor]]:
     model = ringdp.DistributedDataParallel(net(), process_group=comm)
     optimizer = ringdp.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        value = loss(model, 100 * step + comm.rank)
-        value.backward()
+        for i in range(row.micro):
+            with model.no_sync() if i < row.micro - 1 else nullcontext():
+                value = loss(model, 100 * step + 10 * i + comm.rank) / row.micro
+                value.backward()
+            losses.append(value.item())
         optimizer.step()
-        losses.append(value.item())
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-def test_the_wrapper_gives_the_same_bits(ranks):
-    stages = ranks(2)(all_stages, 0)
-    for rank, (losses, parameters) in enumerate(ranks(2)(ddp)):
-        assert losses == stages[rank][3].losses
-        assert all(map(torch.equal, parameters, stages[rank][3].parameters))
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_wrapper_gives_the_same_bits(ranks, n):
+    row = Row(n, True, BLOCK, 3, True, None, FLOAT)
+    stage_3 = ranks(n)(train, row, 3)
+    for found, (losses, parameters) in zip(stage_3, ranks(n)(ddp, row), strict=True):
+        assert losses == found.losses
+        assert all(map(torch.equal, parameters, found.parameters))

@@ -61,6 +61,12 @@ def from_meta(comm: Communicator, stage: int) -> None:
     assert set(values(fill)) == {2.0}
     fill.close()
 
+    with torch.device("meta"):
+        recurrent = nn.Sequential(nn.LSTM(8, 8))
+    engine = ringdp.shard(recurrent, stage=stage, comm=comm)
+    recurrent(batch(0))[0].sum().backward()
+    engine.close()
+
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -122,6 +122,14 @@ def test_a_wrong_scaler_is_told(options):
         LossScaler(None, **options)
 
 
+def test_a_weight_tied_to_one_of_another_dtype_is_told():
+    model = nn.Sequential(nn.Embedding(9, 9), nn.Linear(9, 9, bias=False))
+    model[1].weight = model[0].weight
+    precision = Precision(BF16, keep_fp32=nn.Linear)
+    with pytest.raises(ringdp.UsageError, match="a parameter of 1 is tied to one"):
+        ringdp.shard(model, stage=3, precision=precision, comm=ringdp.init())
+
+
 def test_offload_needs_something_to_offload():
     comm = ringdp.init()
     with pytest.raises(ringdp.UsageError, match="needs stage 3"):

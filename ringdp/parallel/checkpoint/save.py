@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,17 @@ from torch import Tensor
 
 from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import tensorfile
-from ringdp.parallel.checkpoint.index import Entry, Index, Part, commit, file_of
+from ringdp.parallel.checkpoint.index import (
+    Entry,
+    Index,
+    Part,
+    clean,
+    commit,
+    file_of,
+    new_directory,
+)
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, is_whole, pieces
+from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.replicas import gather_json
 
@@ -30,48 +39,46 @@ def save(
 
     Collective. Until it is complete, and if a rank dies at any moment, `path` holds what it held
     before. It must be on a disk that all ranks see. Raises CheckpointError on every rank if any of
-    them cannot write.
+    them cannot write, or has something that a checkpoint cannot hold.
     """
     path, comm = Path(path), engine.comm
     found = pieces(engine)
-    index = Index(
-        directory=gather_json(comm, f"data-{secrets.token_hex(8)}")[0],
-        ranks=comm.size,
-        stage=engine.stage.number,
-        tensors={},
-        scalars={},
-        groups=groups_of(optimizer, found) if optimizer else None,
-        extra=extra or {},
-    )
+    name = gather_json(comm, new_directory())[0]
+    directory = path / name
     try:
-        json.dumps([index.groups, index.extra])
-    except TypeError as e:
-        raise CheckpointError(f"extra, or an option of the optimizer, is not JSON: {e}") from e
-    tensors, shapes, scalars = _own(engine, optimizer, found)
-    directory = path / index.directory
-    problem = ""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tensorfile.write(file_of(directory, comm.rank), {k: t for k, (t, _) in tensors.items()})
-    except OSError as e:
-        problem = f"rank {comm.rank}: {e}"
+        with together(comm, "the checkpoint was not written"):
+            groups = groups_of(optimizer, found) if optimizer else None
+            tensors, shapes, scalars = _own(engine, optimizer, found)
+            _check_json([groups, extra, scalars])
+            directory.mkdir(parents=True, exist_ok=True)
+            tensorfile.write(file_of(directory, comm.rank), {k: t for k, (t, _) in tensors.items()})
+    except CheckpointError:
+        if comm.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)  # the disk may be full
+        raise
     facts = {
         key: [tensorfile.dtype_name(t.dtype), shapes[key], begin, begin + t.numel()]
         for key, (t, begin) in tensors.items()
     }
-    every = gather_json(comm, [problem, facts, scalars])
-    _raise([said for said, _, _ in every])
-    for rank, (_, theirs, values) in enumerate(every):
+    index = Index(name, comm.size, engine.stage.number, {}, {}, groups, extra or {})
+    for rank, (theirs, values) in enumerate(gather_json(comm, [facts, scalars])):
         index.scalars |= values
         for key, (dtype, shape, begin, end) in theirs.items():
             entry = index.tensors.setdefault(key, Entry(dtype, shape))
             entry.parts.append(Part(rank, begin, end))
-    if comm.rank == 0:
-        try:
+    with together(comm, "the checkpoint was not written"):
+        if comm.rank == 0:
             commit(path, index)
-        except OSError as e:
-            problem = f"rank 0: {e}"
-    _raise(gather_json(comm, problem))
+    with together(comm, "the checkpoint is written, but what it replaces could not be removed"):
+        if comm.rank == 0:
+            clean(path, index)
+
+
+def _check_json(values: Any) -> None:
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"extra, or the optimizer's, is not JSON: {e}") from e
 
 
 def _own(
@@ -105,15 +112,10 @@ def _own(
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    """Those of its state_dict."""
     return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name not in parameters and isinstance(value, Tensor)
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
     }
-
-
-def _raise(problems: list[str]) -> None:
-    said = [p for p in problems if p]
-    if said:
-        raise CheckpointError(f"the checkpoint was not written; {'; '.join(said)}")

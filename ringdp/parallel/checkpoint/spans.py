@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ringdp.errors import CheckpointError
+from ringdp.errors import CheckpointError, UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.stages import Keep
+from ringdp.parallel.unit import State
 
 
 class Piece(NamedTuple):
@@ -29,7 +30,11 @@ class Piece(NamedTuple):
 
 
 def pieces(engine: Engine) -> list[Piece]:
-    """Of every parameter, with every unit at rest."""
+    """Of every parameter, with every unit at rest. Raises UsageError where none can be."""
+    if any(unit.state is State.SUMMONED for unit in engine.units):
+        raise UsageError(
+            "within full_parameters() no checkpoint is saved or loaded; leave it first"
+        )
     engine.gathering.reshard_all()
     found = []
     for unit in engine.units:
@@ -47,7 +52,7 @@ def pieces(engine: Engine) -> list[Piece]:
 
 def is_whole(key: str, value: Tensor, parameter: Tensor) -> bool:
     """Whether it is one value for a parameter, not one for each element."""
-    if key == "step" or value.numel() != parameter.numel():
+    if key == "step" or value.shape != parameter.shape:
         if value.numel() != 1:
             raise CheckpointError(
                 f"the optimizer's state {key!r} has shape {list(value.shape)} for a parameter of "

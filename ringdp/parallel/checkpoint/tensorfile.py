@@ -8,6 +8,7 @@ Nothing in it is code, so nothing is unpickled.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,9 +41,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Raises CheckpointError if torch has no such dtype."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"no dtype for {name!r}; there are {list(_DTYPES)}")
+    return _DTYPES[name]
+
+
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors, and wait until the disk has them."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
     offset = 0
     for name, t in tensors.items():
         size = t.numel() * t.element_size()
@@ -73,25 +81,49 @@ class TensorFile:
             self._file = path.open("rb")
             length = int.from_bytes(self._file.read(8), "little")
             self.size = path.stat().st_size - 8 - length
-            self.header = json.loads(self._file.read(length)) if self.size >= 0 else {}
-        except (OSError, ValueError) as e:
+            if self.size < 0:
+                raise ValueError("it is cut off within its header")
+            self.header = json.loads(self._file.read(length))
+            if not isinstance(self.header, dict):
+                raise ValueError("its header is no JSON object")
+        except (OSError, ValueError, RecursionError) as e:
             raise CheckpointError(f"{path} cannot be read as safetensors: {e}") from e
         self._data = 8 + length
 
+    def dtype_and_elements(self, name: str) -> tuple[str, int]:
+        """What the header says of a tensor, all of whose bytes the file has."""
+        first, last, dtype = self._place(name)
+        return _NAMES[dtype], (last - first) // dtype.itemsize
+
     def read(self, name: str, begin: int, end: int) -> Tensor:
         """Elements begin..end of a tensor, as a 1-D tensor of its own."""
-        entry = self.header.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no tensor {name}")
-        dtype = _DTYPES[entry["dtype"]]
-        first, last = entry["data_offsets"]
+        first, last, dtype = self._place(name)
+        have = (last - first) // dtype.itemsize
+        if not 0 <= begin <= end <= have:
+            raise CheckpointError(f"{self.path}: elements {begin}..{end} of {name}, of {have}")
         out = torch.empty(end - begin, dtype=dtype)
-        if not 0 <= begin <= end <= (last - first) // dtype.itemsize or last > self.size:
-            raise CheckpointError(f"{self.path} ends within tensor {name}: it is cut off")
         if out.numel():
             self._file.seek(self._data + first + begin * dtype.itemsize)
-            self._file.readinto(out.view(torch.uint8).numpy().data)
+            got = self._file.readinto(out.view(torch.uint8).numpy().data)
+            if got != out.numel() * dtype.itemsize:
+                raise CheckpointError(f"{self.path} ends within tensor {name}: it is cut off")
         return out
+
+    def _place(self, name: str) -> tuple[int, int, torch.dtype]:
+        """The tensor's first byte among the data, the one after its last, and its dtype."""
+        if name not in self.header:
+            raise CheckpointError(f"{self.path} has no tensor {name}")
+        try:
+            entry = self.header[name]
+            dtype, (first, last) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+            whole = math.prod(entry["shape"]) * dtype.itemsize == last - first
+            if not (whole and 0 <= first <= last):
+                raise ValueError(f"{entry} contradicts itself")
+        except (ValueError, KeyError, TypeError) as e:
+            raise CheckpointError(f"{self.path}: tensor {name} has a broken header: {e}") from e
+        if last > self.size:
+            raise CheckpointError(f"{self.path} ends within tensor {name}: it is cut off")
+        return first, last, dtype
 
     def close(self) -> None:
         self._file.close()

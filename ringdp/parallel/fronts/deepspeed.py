@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,31 +20,42 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.units import UnitRule
 
-# Every key that is implemented, with its default; a dict is a section.
+
+class Key(NamedTuple):
+    """What may be said: true or false, a device, or a number, whole or not, of at least `least`."""
+
+    default: Any
+    kind: Literal["bool", "device", "whole", "number"]
+    least: float = 0
+
+
+_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
+
+# Every key that is implemented; a dict is a section.
 KEYS: dict[str, Any] = {
-    "train_batch_size": None,
-    "train_micro_batch_size_per_gpu": None,
-    "gradient_accumulation_steps": None,
-    "gradient_clipping": 0.0,
+    "train_batch_size": Key(None, "whole", 1),
+    "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
+    "gradient_accumulation_steps": Key(None, "whole", 1),
+    "gradient_clipping": Key(0.0, "number"),
     "fp16": {
-        "enabled": False,
-        "loss_scale": 0,  # 0: dynamic
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "min_loss_scale": 1,
+        "enabled": Key(False, "bool"),
+        "loss_scale": Key(0, "number"),  # 0: dynamic
+        "initial_scale_power": Key(16, "whole"),
+        "loss_scale_window": Key(1000, "whole", 1),
+        "min_loss_scale": Key(1, "number"),
     },
-    "bf16": {"enabled": False},
+    "bf16": {"enabled": Key(False, "bool")},
     "zero_optimization": {
-        "stage": 0,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": None,
-        "allgather_bucket_size": None,
-        "offload_optimizer": {"device": "none", "pin_memory": True},
-        "offload_param": {"device": "none", "pin_memory": True},
-        "stage3_prefetch_bucket_size": None,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": None,
+        "stage": Key(0, "whole"),
+        "overlap_comm": Key(True, "bool"),
+        "contiguous_gradients": Key(True, "bool"),
+        "reduce_bucket_size": Key(None, "whole", 1),
+        "allgather_bucket_size": Key(None, "whole", 1),
+        "offload_optimizer": _OFFLOAD,
+        "offload_param": _OFFLOAD,
+        "stage3_prefetch_bucket_size": Key(None, "whole"),
+        "stage3_param_persistence_threshold": Key(0, "whole"),
+        "stage3_max_live_parameters": Key(None, "whole"),
     },
 }
 
@@ -121,21 +133,31 @@ def initialize(
     prefetch = zero["stage3_prefetch_bucket_size"]
     offloads = [_offload(zero, key) for key in ("offload_param", "offload_optimizer")]
     batches = _batches(said, comm.size)
-    if optimizer is None:
-        raise UsageError("initialize: pass optimizer=, which makes one of the parameters")
+    if not callable(optimizer):
+        raise UsageError(
+            f"initialize(optimizer={optimizer!r}): allowed: what makes one of the parameters, such "
+            "as its class; they are other ones once the model is sharded"
+        )
     engine = shard(
         model,
         stage=zero["stage"],
-        unit=unit if unit is not None or not sizes else int(min(sizes)),
+        unit=unit if unit is not None or not sizes else min(sizes),
         precision=Precision(param),
         offload=Offload(*offloads),
-        prefetch_bytes=None if prefetch is None else int(prefetch) * itemsize,
-        persist_below=int(zero["stage3_param_persistence_threshold"]),
-        overlap=bool(zero["overlap_comm"]),
+        prefetch_bytes=None if prefetch is None else prefetch * itemsize,
+        persist_below=zero["stage3_param_persistence_threshold"],
+        overlap=zero["overlap_comm"],
         comm=comm,
     )
-    if (live := zero["stage3_max_live_parameters"]) is not None:
-        _bound(engine, int(live) * itemsize)
+    try:
+        if unit is not None and sizes:
+            _check_buckets(engine, min(sizes))
+        if engine.stage.number == 3 and (live := zero["stage3_max_live_parameters"]) is not None:
+            _bound(engine, live * itemsize)
+    except UsageError:
+        with engine.full_parameters():
+            engine.close()  # the model is as it was
+        raise
     dynamic = half["enabled"] and half["loss_scale"] == 0
     fixed = half["loss_scale"] if half["enabled"] and not dynamic else 1
     scaler = LossScaler(
@@ -143,7 +165,7 @@ def initialize(
         scale=2.0 ** half["initial_scale_power"] if dynamic else float(fixed),
         growth=2.0 if dynamic else 1.0,
         backoff=0.5 if dynamic else 1.0,
-        interval=int(half["loss_scale_window"]),
+        interval=half["loss_scale_window"],
         minimum=float(half["min_loss_scale"]),
     )
     made = optimizer(model.parameters())
@@ -151,24 +173,42 @@ def initialize(
     return trainer, made, None, None
 
 
-def _filled(where: str, given: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The values given, else the defaults; UsageError for a key that is not known."""
-    if unknown := sorted(set(given) - set(known)):
+def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
+    """The values given, else (and for null) the defaults; UsageError for what is not allowed."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{where} is {given!r}; allowed: a section with {', '.join(known)}")
+    if unknown := [str(key) for key in given if key not in known]:
         raise UsageError(
             f"{where}: {', '.join(unknown)} is not implemented; there are {', '.join(known)}"
         )
-    return {
-        key: _filled(f"{where}.{key}", given.get(key) or {}, default)
-        if isinstance(default, dict)
-        else given.get(key, default)
-        for key, default in known.items()
-    }
+    out: dict[str, Any] = {}
+    for name, key in known.items():
+        value, place = given.get(name), f"{where}.{name}"
+        if isinstance(key, dict):
+            out[name] = _filled(place, {} if value is None else value, key)
+        else:
+            out[name] = key.default if value is None else _value(place, value, key)
+    return out
+
+
+def _value(where: str, value: Any, key: Key) -> Any:
+    if key.kind == "device":
+        if value not in ("none", "cpu"):
+            raise UsageError(f"{where} is {value!r}; allowed: 'none', 'cpu'")
+        return value
+    if key.kind == "bool":
+        if not isinstance(value, bool):
+            raise UsageError(f"{where} is {value!r}; allowed: true, false")
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not key.least <= value < math.inf or (key.kind == "whole" and value % 1):
+        what = "a whole number" if key.kind == "whole" else "a number"
+        raise UsageError(f"{where} is {value!r}; allowed: {what} of at least {key.least:g}")
+    return int(value) if key.kind == "whole" else value
 
 
 def _offload(zero: dict[str, Any], key: str) -> bool:
     said = zero[key]
-    if said["device"] not in ("none", "cpu"):
-        raise UsageError(f"config: {key}.device={said['device']!r}; allowed: 'none', 'cpu'")
     if not said["pin_memory"]:
         raise UsageError(f"config: {key}.pin_memory=false is not implemented: it is pinned")
     return bool(said["device"] == "cpu")
@@ -197,6 +237,16 @@ def _batches(said: dict[str, Any], ranks: int) -> Batches:
             f"{ranks} ranks"
         )
     return Batches(micro, steps)
+
+
+def _check_buckets(engine: Engine, most: int) -> None:
+    """A unit is reduced and gathered in one piece, which the bucket sizes bound."""
+    for unit in engine.plan[len(engine.roots) :]:
+        if unit.elements > most:
+            raise UsageError(
+                f"config: a bucket size of {most:,} is asked for; unit {unit.name!r}"
+                f" has {unit.elements:,} elements. Allow as many, or choose smaller units"
+            )
 
 
 def _bound(engine: Engine, live: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ class MixedPrecision(Protocol):
     keep_low_precision_grads: bool
     cast_forward_inputs: bool
     cast_root_forward_inputs: bool
+    _module_classes_to_ignore: Sequence[type[nn.Module]]
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -37,9 +38,11 @@ class FullyShardedDataParallel(nn.Module):
 
     sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
     auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy, or None for one
-    unit. mixed_precision, cpu_offload: torch's classes. process_group: a Communicator. Parameters
-    and buffers take rank 0's values, whatever sync_module_states says. The other arguments tune
-    what is always on here, or are errors where they ask for more.
+    unit. mixed_precision, cpu_offload: torch's classes; with a policy, norms over a batch and what
+    else mixed_precision names compute in float32, as in torch. process_group: a Communicator.
+    Parameters and buffers take rank 0's values, whatever sync_module_states says, and stay the
+    model's own, whatever use_orig_params says. The other arguments tune what is always on here, or
+    are errors where they ask for more.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: object = None,
     ) -> None:
         super().__init__()
-        name = getattr(sharding_strategy, "name", "FULL_SHARD")
+        name = getattr(sharding_strategy, "name", sharding_strategy) or "FULL_SHARD"
         if name not in STAGES:
             raise UsageError(
                 f"FullyShardedDataParallel: sharding_strategy {name} is not implemented; "
@@ -72,21 +75,31 @@ class FullyShardedDataParallel(nn.Module):
             "FullyShardedDataParallel",
             {
                 "ignored_modules": (ignored_modules, None),
+                "backward_prefetch": (getattr(backward_prefetch, "name", None), "BACKWARD_PRE")
+                if backward_prefetch is not None
+                else (None, None),
                 "device_id": (device_id, None),
                 "limit_all_gathers": (limit_all_gathers, True),
                 "ignored_states": (ignored_states, None),
                 "device_mesh": (device_mesh, None),
             },
         )
+        if not (auto_wrap_policy is None or callable(auto_wrap_policy)):
+            raise UsageError(
+                f"FullyShardedDataParallel: auto_wrap_policy={auto_wrap_policy!r}; allowed: a "
+                "policy of torch's, such as ModuleWrapPolicy, or None"
+            )
         stage = STAGES[name]
-        offloads = bool(getattr(cpu_offload, "offload_params", False))
+        offloads = False
+        if cpu_offload is not None:
+            offloads = _field("cpu_offload", cpu_offload, "offload_params")
         units = _wrapped(module, auto_wrap_policy) if auto_wrap_policy else set()
         self.module = module
         self.engine = shard(
             module,
             stage=stage,
             unit=(lambda m: m in units) if units else WHOLE,
-            precision=_precision(mixed_precision),
+            precision=_precision(mixed_precision, wraps=auto_wrap_policy is not None),
             offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
             init=param_init_fn,
             comm=process_group,
@@ -158,9 +171,20 @@ def _wrapped(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
     return chosen
 
 
-def _precision(policy: MixedPrecision | None) -> Precision | None:
+def _field(argument: str, value: object, name: str) -> bool:
+    if not hasattr(value, name):
+        raise UsageError(
+            f"FullyShardedDataParallel: {argument}={value!r}; allowed: torch's class, with a {name}"
+        )
+    return bool(getattr(value, name))
+
+
+def _precision(policy: MixedPrecision | None, *, wraps: bool) -> Precision | None:
     if policy is None:
         return None
+    inner, root = (
+        _field("mixed_precision", policy, f"cast_{which}forward_inputs") for which in ("", "root_")
+    )
     refuse(
         "MixedPrecision",
         {
@@ -168,5 +192,9 @@ def _precision(policy: MixedPrecision | None) -> Precision | None:
             "keep_low_precision_grads": (policy.keep_low_precision_grads, False),
         },
     )
-    casts = policy.cast_forward_inputs or policy.cast_root_forward_inputs
-    return Precision(policy.param_dtype, policy.reduce_dtype, cast_inputs=casts)
+    return Precision(
+        policy.param_dtype,
+        policy.reduce_dtype,
+        keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
+        cast_inputs=inner or root,
+    )

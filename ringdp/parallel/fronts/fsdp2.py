@@ -81,9 +81,12 @@ def fully_shard(
             "ignored_params": (ignored_params, None),
         },
     )
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"fully_shard takes a module; this is a {type(module).__name__}")
     kind = type(offload_policy).__name__
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
+    refuse("CPUOffloadPolicy", {"pin_memory": (getattr(offload_policy, "pin_memory", True), True)})
     stage = 2 if reshard_after_forward is False else 3
     units = _taken_in(module)
     engine = shard(
@@ -113,6 +116,8 @@ def _taken_in(module: nn.Module) -> set[nn.Module]:
 def _precision(policy: MixedPrecision | None) -> Precision | None:
     if policy is None:
         return None
+    if not hasattr(policy, "output_dtype"):
+        raise UsageError(f"fully_shard: mp_policy={policy!r}; allowed: a MixedPrecisionPolicy")
     return Precision(
         policy.param_dtype,
         policy.reduce_dtype,

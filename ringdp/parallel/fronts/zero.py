@@ -106,9 +106,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for e, p in zip(plan.entries, tensors, strict=True):
             p.detach().view(-1).copy_(flat[e.offset : e.offset + e.elements])
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not implemented once it is made: the shards are laid out."""
+        if hasattr(self, "optim"):
+            raise UsageError(
+                "ZeroRedundancyOptimizer.add_param_group is not implemented; make it of all groups"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not implemented, see state_dict."""
+        self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """Not implemented: the state is in shards, which `ringdp.save` can write for stage 1."""
         raise UsageError(
-            "ZeroRedundancyOptimizer.state_dict is not implemented; use ringdp.shard(stage=1) and "
-            "ringdp.save, which any number of ranks can load"
+            "ZeroRedundancyOptimizer: state_dict and load_state_dict are not implemented; use "
+            "ringdp.shard(stage=1) and ringdp.save, which any number of ranks can load"
         )

@@ -1,0 +1,121 @@
+"""Gradients of no_sync: added up unreduced, unit by unit, until a backward that reduces them.
+
+Meanwhile a parameter's .grad is what was reduced before, else this rank's part of what it keeps: so
+that zero_grad finds something to clear. Where .grad is None or zero by the next backward, the
+parameter's sums are forgotten with it, as torch's DDP does. Anything else that was done to .grad
+meanwhile is an error, since the rest of the sums lies where the user cannot reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import UsageError
+from ringdp.kernels import flatten
+from ringdp.parallel.memory import Ledger
+from ringdp.parallel.unit import FlatUnit
+
+Made = Sequence[tuple[Tensor, int]]  # gradients, and where they lie in their unit
+
+
+class _Shown(NamedTuple):
+    """What a parameter's .grad was set to, None if it is frozen."""
+
+    gradient: Tensor | None
+    version: int  # that torch counts up when it is written in place
+    reduced: bool
+
+
+class Kept:
+    """The sums of all units, in the masters' dtype."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._sums: dict[int, Tensor] = {}
+        self._shown: dict[int, list[_Shown]] = {}
+
+    def __contains__(self, unit: FlatUnit) -> bool:
+        return unit.index in self._sums
+
+    def add(self, unit: FlatUnit, made: Made) -> None:
+        sums = self._sums.get(unit.index)
+        if sums is None:
+            sums = torch.empty(unit.plan.padded, dtype=unit.dtypes.master, device=unit.full.device)
+            flatten([g for g, _ in made], sums, offsets=[offset for _, offset in made])
+            self._sums[unit.index] = sums
+            self.ledger.take("gradients", sums.nbytes)
+            return
+        for gradient, offset in made:
+            sums[offset : offset + gradient.numel()].view(gradient.shape).add_(gradient)
+
+    def show(self, unit: FlatUnit, *, reduced: bool) -> None:
+        """Set every .grad; `reduced`: to what backwards outside of no_sync came to."""
+        views = unit.gradient_views() if reduced else unit.at_rest(self._sums[unit.index])
+        shown = []
+        for p, view in zip(unit.parameters, views, strict=True):
+            gradient = view.data.to(p.device) if p.requires_grad else None  # a version of its own
+            p.grad = gradient
+            shown.append(
+                _Shown(gradient, gradient._version if gradient is not None else 0, reduced)
+            )
+        self._shown[unit.index] = shown
+
+    def settle(self, unit: FlatUnit) -> None:
+        """Leave in .grad what was reduced, and forget the sums of what the user has cleared."""
+        shown = self._shown.pop(unit.index, None)
+        if shown is None:
+            return
+        cleared = [
+            _is_cleared(p.grad, was, entry.name)
+            for p, was, entry in zip(unit.parameters, shown, unit.plan.entries, strict=True)
+        ]
+        for p, was in zip(unit.parameters, shown, strict=True):
+            if not was.reduced:
+                p.grad = None
+        if all(cleared):
+            self.pop(unit)
+            return
+        for entry, clear in zip(unit.plan.entries, cleared, strict=True):
+            if clear:
+                self._sums[unit.index][entry.offset : entry.offset + entry.elements].zero_()
+
+    def any_waits(self, units: Sequence[FlatUnit]) -> bool:
+        """Whether some wait for a backward that reduces them."""
+        for unit in units:
+            if shown := self._shown.get(unit.index):
+                self.settle(unit)
+                if unit in self:
+                    self.show(unit, reduced=shown[0].reduced)
+        return bool(self._sums)
+
+    def pop(self, unit: FlatUnit) -> Tensor | None:
+        """The unit's sums, which are no longer kept."""
+        sums = self._sums.pop(unit.index, None)
+        if sums is not None:
+            self.ledger.give("gradients", sums.nbytes)
+        return sums
+
+    def drop(self) -> None:
+        """Forget all."""
+        self.ledger.give("gradients", sum(sums.nbytes for sums in self._sums.values()))
+        self._sums.clear()
+        self._shown.clear()
+
+
+def _is_cleared(gradient: Tensor | None, was: _Shown, name: str) -> bool:
+    """Raises UsageError for what is neither as it was nor cleared."""
+    if gradient is None:
+        return True
+    if gradient is was.gradient and gradient._version == was.version:
+        return False
+    if not gradient.any():
+        return True
+    raise UsageError(
+        f"the .grad of parameter {name} was changed while gradients of no_sync wait for their "
+        "reduction. Clear it, by zero_grad(), or leave it until a backward outside of no_sync; to "
+        "weigh micro-batches scale their losses."
+    )

@@ -1,0 +1,205 @@
+"""Wrong arguments of `shard` and of its fronts: an error that says what was found and what is
+allowed, and the model is as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import ringdp
+from ringdp import UsageError
+from ringdp.parallel import fronts
+
+
+@pytest.fixture(scope="module")
+def comm():
+    return ringdp.init()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": 3}, r"shard\(model=3\): allowed: Module"),
+        ({"stage": True}, "it must be 0"),
+        ({"stage": 3.0}, "it must be 0"),
+        ({"unit": "Linear"}, "unit='Linear': allowed: a module class"),
+        ({"unit": True}, "unit=True: allowed: a module class"),
+        ({"unit": [nn.Linear]}, "allowed: a module class"),
+        ({"unit": (nn.Linear, 3)}, "allowed: a module class"),
+        ({"unit": 0}, "must be at least 1"),
+        ({"precision": torch.bfloat16}, "allowed: Precision or None"),
+        ({"offload": True}, "allowed: Offload or None"),
+        ({"comm": 3}, "allowed: Communicator or None"),
+        ({"init": 3}, "allowed: Callable or None"),
+        ({"prefetch_bytes": "5"}, "prefetch_bytes is '5'; it must be an int"),
+        ({"persist_below": 5.5}, "persist_below is 5.5; it must be an int"),
+        ({"persist_below": -1}, "persist_below is -1; it must be an int"),
+    ],
+)
+def test_shard(comm, wrong, said):
+    model = net()
+    with pytest.raises(UsageError, match=said):
+        ringdp.shard(**({"model": model, "stage": 3, "comm": comm} | wrong))
+    ringdp.shard(model, stage=3, comm=comm).close()
+
+
+SECTIONS = (
+    (),
+    ("fp16",),
+    ("bf16",),
+    ("zero_optimization",),
+    ("zero_optimization", "offload_param"),
+    ("zero_optimization", "offload_optimizer"),
+)
+
+
+def nested(section: tuple[str, ...], value: Any) -> Any:
+    for name in reversed(section):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("unknown", ["hysteresis", "ratio", 3])
+def test_an_unknown_key_is_an_error_at_every_depth(comm, section, unknown):
+    where = ".".join(("config", *section))
+    config = nested(section, {unknown: 1})
+    with pytest.raises(UsageError, match=f"^{where}: {unknown} is not implemented"):
+        fronts.initialize(model=net(), config=config, optimizer=ringdp.AdamW, comm=comm)
+
+
+@pytest.mark.parametrize("section", SECTIONS[1:])
+@pytest.mark.parametrize("wrong", [True, 3, "cpu", []])
+def test_a_section_is_a_section(comm, section, wrong):
+    where = ".".join(("config", *section))
+    with pytest.raises(UsageError, match=f"^{where} is .*; allowed: a section with"):
+        fronts.initialize(
+            model=net(), config=nested(section, wrong), optimizer=ringdp.AdamW, comm=comm
+        )
+
+
+def leaves(keys: dict[str, Any], section: tuple[str, ...] = ()) -> list[tuple[Any, Any]]:
+    """Every key that there is, with its section."""
+    return [
+        found
+        for name, key in keys.items()
+        for found in (
+            leaves(key, (*section, name)) if isinstance(key, dict) else [((*section, name), key)]
+        )
+    ]
+
+
+@pytest.mark.parametrize(("place", "key"), leaves(fronts.deepspeed.KEYS), ids=str)
+def test_a_value_is_of_its_keys_kind(comm, place, key):
+    for wrong in (
+        "auto",
+        [],
+        -1,
+        key.least - 0.5,
+        float("nan"),
+        float("inf"),
+        *[True] * (key.kind != "bool"),
+    ):
+        with pytest.raises(UsageError, match=rf"^config\.{'.'.join(place)} is .*; allowed: "):
+            fronts.initialize(
+                model=net(), config=nested(place, wrong), optimizer=ringdp.AdamW, comm=comm
+            )
+
+
+SIZED = {"train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer", "said"),
+    [
+        (None, ringdp.AdamW, "config is None; allowed: a section with"),
+        ("ds.json", ringdp.AdamW, "config is 'ds.json'; allowed: a section with"),
+        ({}, ringdp.AdamW, "give train_batch_size or"),
+        ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, ringdp.AdamW, "is not micro"),
+        (SIZED, None, "optimizer=None.*allowed: what makes one"),
+        (SIZED | {"zero_optimization": {"stage": 7}}, ringdp.AdamW, "stage is 7"),
+        (SIZED | {"zero_optimization": {"reduce_bucket_size": 9}}, ringdp.AdamW, "unit '0' has 40"),
+    ],
+)
+def test_initialize(comm, config, optimizer, said):
+    model = net()
+    with pytest.raises(UsageError, match=said):
+        fronts.initialize(
+            model=model, config=config, optimizer=optimizer, unit=nn.Linear, comm=comm
+        )
+    sound = SIZED | {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "offload_param": None}
+    }
+    trainer, *_ = fronts.initialize(
+        model=model, config=sound, optimizer=ringdp.AdamW, unit=nn.Linear, comm=comm
+    )
+    assert trainer.engine.stage.number == 3
+    trainer.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sharding_strategy": 3}, "sharding_strategy 3 is not implemented"),
+        ({"cpu_offload": True}, "cpu_offload=True"),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
+        ({"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16"),
+        ({"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffer_dtype"),
+        ({"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy"),
+        ({"process_group": 3}, "allowed: Communicator"),
+        ({"device_id": 0}, "device_id=0"),
+    ],
+)
+def test_fully_sharded_data_parallel(comm, wrong, said):
+    with pytest.raises(UsageError, match=said):
+        fronts.FullyShardedDataParallel(net(), **({"process_group": comm} | wrong))
+
+
+def test_norms_over_a_batch_stay_in_float32_where_torch_keeps_them(comm):
+    for policy, kept in ((ModuleWrapPolicy({nn.Linear}), torch.float32), (None, torch.bfloat16)):
+        model = fronts.FullyShardedDataParallel(
+            net(),
+            comm,
+            auto_wrap_policy=policy,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            mixed_precision=MixedPrecision(torch.bfloat16),
+        )
+        (found,) = [
+            unit.dtypes.compute
+            for unit in model.engine.units
+            if any(entry.name == "1.weight" for entry in unit.plan.entries)
+        ]
+        assert found == kept
+        model.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"mp_policy": MixedPrecision()}, "allowed: a MixedPrecisionPolicy"),
+        ({"offload_policy": True}, "offload_policy is a bool"),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "pin_memory=False"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
+        ({"ignored_params": set()}, "ignored_params"),
+    ],
+)
+def test_fully_shard(comm, wrong, said):
+    with pytest.raises(UsageError, match=said):
+        fronts.fully_shard(net(), comm=comm, **wrong)
+    with pytest.raises(UsageError, match="takes a module; this is a list"):
+        fronts.fully_shard([net()], comm=comm)
+    fronts.fully_shard(net(), mp_policy=MixedPrecisionPolicy(), comm=comm).engine.close()

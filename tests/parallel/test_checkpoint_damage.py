@@ -1,0 +1,251 @@
+"""Checkpoints that are damaged, foreign or forged are refused on every rank with nothing changed;
+saves that fail leave nothing behind, and no save removes what is not its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringdp
+from ringdp import CheckpointError, Communicator, UsageError
+from ringdp.parallel.checkpoint.index import read_index
+from ringdp.parallel.checkpoint.tensorfile import TensorFile, write
+
+pytestmark = pytest.mark.process
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9))
+
+
+# ---- one file
+
+
+def test_a_damaged_file_is_told(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0)})
+    whole = path.read_bytes()
+    file = TensorFile(path)
+    assert file.read("a", 2, 4).tolist() == [2, 3]
+    assert file.read("b", 0, 2).tolist() == [True, True]
+    assert file.read("c", 0, 0).numel() == 0
+    assert file.dtype_and_elements("a") == ("F32", 6)
+    with pytest.raises(CheckpointError, match="no tensor d"):
+        file.read("d", 0, 1)
+    with pytest.raises(CheckpointError, match=r"elements 4\.\.7 of a, of 6"):
+        file.read("a", 4, 7)
+    assert json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["a"]["shape"] == [6]
+    for cut in (0, 4, 30, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError):
+            TensorFile(path).read("b", 0, 2)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        {},
+        {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4 << 40]},
+    ],
+)
+def test_a_forged_header_is_told(tmp_path, entry):
+    path = tmp_path / "x.safetensors"
+    text = json.dumps({"a": entry}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(CheckpointError):
+        TensorFile(path).dtype_and_elements("a")
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointError, match="cut off"):
+        TensorFile(path)
+
+
+# ---- the index
+
+WEIGHT = "parameter/0.weight"
+
+
+def put(*keys: Any, value: Any) -> Callable[[Any], Any]:
+    """A change of one place of an index."""
+
+    def change(index: Any) -> Any:
+        at = index
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = value
+        return index
+
+    return change
+
+
+FORGED = {
+    "a list": lambda _: [],
+    "format": put("format", value="torch"),
+    "more fields": put("more", value=1),
+    "a path upwards": put("directory", value="../other"),
+    "an absolute path": put("directory", value="/etc"),
+    "a path that starts well": put("directory", value="data-0123456789abcdef/../.."),
+    "no path": put("directory", value=None),
+    "no tensors": put("tensors", value=[]),
+    "a rank too many": put("tensors", WEIGHT, "parts", 0, 0, value=7),
+    "a rank that is none": put("tensors", WEIGHT, "parts", 0, 0, value="../0"),
+    "a hole": put("tensors", WEIGHT, "parts", 0, 2, value=3),
+    "an overlap": put("tensors", WEIGHT, "parts", 1, 1, value=0),
+    "backwards": put("tensors", WEIGHT, "parts", 0, 2, value=-1),
+    "too short": put("tensors", WEIGHT, "shape", value=[10, 10]),
+    "no shape": put("tensors", WEIGHT, "shape", value="99"),
+    "options": put("groups", 0, "options", "params", value=[]),
+    "names": put("groups", 0, "names", value=[[]]),
+    "extra": put("extra", value=3),
+}
+MISMATCHED = {
+    "dtype": put("tensors", WEIGHT, "dtype", value="F64"),
+    "no dtype": put("tensors", WEIGHT, "dtype", value="F31"),
+    "integers": put("tensors", WEIGHT, "dtype", value="I32"),
+    "parts swapped": lambda index: (
+        [part.__setitem__(0, 1 - part[0]) for part in index["tensors"][WEIGHT]["parts"]] and index
+    ),
+}
+
+
+def saved(comm: Communicator, path: str) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=3, unit=nn.Linear, comm=comm)
+    optimizer = torch.optim.NAdam(model.parameters())  # which keeps single values, too
+    model(torch.ones(4, 9)).sum().backward()
+    optimizer.step()
+    ringdp.save(path, engine, optimizer, extra={"save": 1})
+    engine.close()
+
+
+def refused(comm: Communicator, path: str, whole: str, stage: int) -> list[str]:
+    """What loading says of every damaged checkpoint; then the whole one is loaded."""
+    model = net(seed=1)
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=7.0)
+    said = []
+
+    def values() -> list[Any]:
+        with engine.full_parameters():
+            return [v.tolist() for v in model.state_dict().values()]
+
+    before = values()
+    for damaged in sorted(os.listdir(path)):
+        with pytest.raises(CheckpointError) as error:
+            ringdp.load(Path(path) / damaged, engine, optimizer)
+        said.append(str(error.value))
+        assert values() == before, damaged
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == 7.0
+    assert ringdp.load(whole, engine, optimizer) == {"save": 1}
+    assert values() != before
+    assert optimizer.param_groups[0]["lr"] != 7.0
+    found = {tuple(s[k].shape) for s in optimizer.state.values() for k in ("step", "mu_product")}
+    assert found <= {()}
+    engine.close()
+    return said
+
+
+def damage(whole: Path, path: Path) -> None:
+    """A directory for every way to damage a checkpoint."""
+
+    def copy(name: str) -> tuple[Path, Any]:
+        there = path / name
+        for file in [f for f in whole.rglob("*") if f.is_file()]:
+            (there / file.relative_to(whole)).parent.mkdir(parents=True, exist_ok=True)
+            (there / file.relative_to(whole)).write_bytes(file.read_bytes())
+        return there, json.loads((there / "index.json").read_text())
+
+    for name, change in (FORGED | MISMATCHED).items():
+        there, index = copy(name)
+        (there / "index.json").write_text(json.dumps(change(index)))
+    for rank in range(2):
+        for name in ("missing", "cut"):
+            there, index = copy(f"{name} {rank}")
+            file = there / index["directory"] / f"rank-0000{rank}.safetensors"
+            data = file.read_bytes()
+            file.unlink()
+            if name == "cut":
+                file.write_bytes(data[:-8])
+    there, _ = copy("index cut")
+    (there / "index.json").write_text((whole / "index.json").read_text()[:-9])
+
+
+def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    ranks(2)(saved, str(whole))
+    damage(whole, damaged)
+    for name in FORGED:
+        with pytest.raises(CheckpointError):
+            read_index(damaged / name)
+    for stage in (0, 3):
+        first, second = ranks(2)(refused, str(damaged), str(whole), stage)
+        assert first == second, "every rank says what any has met"
+        assert len(first) == len(FORGED) + len(MISMATCHED) + 5
+        missing = [text for text in first if "rank-00001" in text]
+        assert len(missing) >= 2
+
+
+# ---- what a save leaves
+
+
+def fails(comm: Communicator, path: str) -> None:
+    """Rank 0 has a buffer that no checkpoint can hold: all are told, and nothing is left."""
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    ringdp.save(path, engine, extra={"save": 1})
+    ringdp.export(Path(path) / "model.safetensors", engine)
+    before = sorted(os.listdir(path))
+    with pytest.raises(UsageError, match=r"state_dict of a sharded model.*ringdp\.save"):
+        model.state_dict()
+    with pytest.raises(UsageError, match=r"full_parameters\(write=True\), or use ringdp\.load"):
+        model.load_state_dict(net().state_dict())
+    with engine.full_parameters(write=True):
+        model.load_state_dict(net(seed=4).state_dict())
+        for attempt in (ringdp.save, ringdp.load):
+            with pytest.raises(UsageError, match="within full_parameters"):
+                attempt(path, engine)
+    ringdp.save(path, engine, extra={"save": 2})
+    ringdp.load(path, engine)
+    with engine.full_parameters():
+        assert torch.equal(model[0].weight, net(seed=4)[0].weight)
+    model.register_buffer("odd", torch.ones(2, dtype=torch.complex128))
+    for attempt in (
+        lambda: ringdp.save(path, engine),
+        lambda: ringdp.export(Path(path) / "model.safetensors", engine),
+        lambda: ringdp.export(Path(path) / "nowhere" / "model.safetensors", engine),
+    ):
+        with pytest.raises(CheckpointError, match="was not written; rank 0: "):
+            attempt()
+    with pytest.raises(CheckpointError, match=r"rank 1: extra, or the optimizer's, is not JSON"):
+        ringdp.save(path, engine, extra={"x": object()} if comm.rank == 1 else {})
+    comm.barrier()
+    after = sorted(os.listdir(path))
+    assert [n for n in after if "data-" not in n] == [n for n in before if "data-" not in n]
+    assert len(after) == len(before)
+    engine.close()
+
+
+def test_a_save_that_fails_leaves_nothing_and_none_removes_what_is_the_users(ranks, tmp_path):
+    own = [tmp_path / "data-train" / "x", tmp_path / "data-0123456789abcdeg" / "y"]
+    for file in own:
+        file.parent.mkdir()
+        file.touch()
+    stale = tmp_path / "data-0123456789abcdef"  # of a save that was killed
+    stale.mkdir()
+    ranks(2)(fails, str(tmp_path))
+    assert all(file.exists() for file in own)
+    assert not stale.exists()

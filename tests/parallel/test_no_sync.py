@@ -1,0 +1,124 @@
+"""Gradients that wait in no_sync: what zero_grad clears of them, and what is refused meanwhile. One
+process that adds up its gradients as torch does is the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Offload, UsageError
+
+pytestmark = pytest.mark.process
+
+WIDTH = 5
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH))
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()  # on every rank the same, which is then the average
+
+
+# Backwards, in no_sync or out of it, with what the user clears in between.
+Step = tuple[str, Any]
+LOOPS: dict[str, list[Step]] = {
+    "kept": [("kept", 0), ("kept", 1), ("reduced", 2)],
+    "cleared": [("kept", 0), ("none", None), ("reduced", 1)],
+    "cleared in place": [("kept", 0), ("zero", None), ("kept", 1), ("reduced", 2)],
+    "cleared between the kept": [("kept", 0), ("none", None), ("kept", 1), ("reduced", 2)],
+    "reduced before": [("reduced", 0), ("kept", 1), ("reduced", 2)],
+    "reduced before, cleared": [("reduced", 0), ("kept", 1), ("none", None), ("reduced", 2)],
+    "reduced before, in place": [("reduced", 0), ("kept", 1), ("zero", None), ("reduced", 2)],
+    "one parameter cleared": [("kept", 0), ("one", "2.weight"), ("kept", 1), ("reduced", 2)],
+    "the last of a unit": [("kept", 0), ("one", "0.weight"), ("one", "0.bias"), ("reduced", 1)],
+}
+
+
+def run(model: nn.Module, engine: ringdp.Engine | None, loop: list[Step]) -> None:
+    for what, value in loop:
+        if what == "kept" and engine is not None:
+            with engine.no_sync():
+                backward(model, value)
+        elif what in ("kept", "reduced"):
+            backward(model, value)
+        elif what == "one":
+            model.get_parameter(value).grad = None
+        else:
+            model.zero_grad(set_to_none=what == "none")
+
+
+def cleared(comm: Communicator, stage: int, apart: bool) -> None:
+    for name, loop in LOOPS.items():
+        model, twin = net(), net()
+        offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
+        engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
+        run(model, engine, loop)
+        run(twin, None, loop)
+        assert not engine.reducing.kept.any_waits(engine.units)
+        for unit in engine.units:
+            for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+                exact = twin.get_parameter(entry.name).grad
+                if stage:
+                    first = unit.rank * unit.plan.shard - entry.offset
+                    begin = min(max(first, 0), entry.elements)
+                    exact = exact.flatten()[begin : begin + view.numel()]
+                torch.testing.assert_close(view, exact, msg=f"{name}: {entry.name}")
+        m = engine.memory(torch.optim.SGD(model.parameters()))
+        assert m.gradients == engine.memory_formula().gradients
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
+)
+def test_zero_grad_clears_what_no_sync_keeps(ranks, stage, apart):
+    ranks(3)(cleared, stage, apart)
+
+
+def refused(comm: Communicator, stage: int) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def keep() -> None:
+        with engine.no_sync():
+            backward(model, 0)
+
+    def changed(change: Any) -> None:
+        keep()
+        for p in model.parameters():
+            change(p)
+        backward(model, 1)
+
+    def assign(p: Tensor) -> None:
+        p.grad = p.grad + 1 if p.numel() else None
+
+    for attempt, word in (
+        (lambda: ringdp.clip_grad_norm_(engine, 1.0), "gradients are clipped or scaled, but"),
+        (lambda: ringdp.LossScaler(engine).step(optimizer), "must be outside of it"),
+        (optimizer.step, "the optimizer steps, but"),
+        (lambda: changed(lambda p: p.grad.add_(1)), "was changed while gradients of no_sync wait"),
+        (lambda: changed(assign), "was changed while gradients of no_sync wait"),
+    ):
+        keep()
+        with pytest.raises(UsageError, match=word):
+            attempt()
+    model(torch.ones(1, WIDTH))  # a backward that raised is over
+    optimizer.zero_grad()
+    optimizer.step()  # nothing waits any more
+    backward(model, 1)
+    optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_cannot_be_done_while_gradients_wait_is_told(ranks, stage):
+    ranks(2)(refused, stage)
