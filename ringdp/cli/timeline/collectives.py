@@ -58,6 +58,7 @@ class Model(NamedTuple):
 
     machine: Machine
     source: str
+    fitted: Mapping[str, Machine] = {}  # to a collective's own rows, where there are any
 
 
 def end(event: Event) -> float:
@@ -147,4 +148,5 @@ def predicted(kind: Kind, model: Model | None, priced: Mapping[Kind, Price]) -> 
     """µs; None where there is no price."""
     if model is None or kind not in priced:
         return None
-    return seconds(priced[kind], model.machine, kind.bytes) * 1e6
+    machine = model.fitted.get(kind.collective, model.machine)
+    return seconds(priced[kind], machine, kind.bytes) * 1e6

@@ -39,7 +39,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     model = collectives.model(run, wholes, priced)
     if bench is not None:
         measured = from_file(Path(bench))
-        model = Model(measured.machine, measured.source)
+        model = Model(measured.machine, measured.source, measured.fitted)
     names = Names()
     tell("laying out lanes")
     lanes = [*_lanes(run, names)]

@@ -67,8 +67,9 @@ def test_what_the_page_is_given(tmp_path: Path):
 def test_predictions_from_a_bench(tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
     found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
-    machine = from_file(bench).machine
-    assert found["model"]["alpha"] == machine.alpha
+    measured = from_file(bench)
+    assert found["model"]["alpha"] == measured.machine.alpha
+    machine = measured.fitted.get("all_reduce", measured.machine)
     guess = seconds(closed("all_reduce", "ring", 2), machine, 4000) * 1e6
     assert found["collectives"][0]["predicted"] == pytest.approx(guess, abs=0.05)
 
