@@ -7,16 +7,16 @@ machine hits all of them. Alone means that rank 0 trains and the others sleep; a
 rank trains for itself at the same time, which shows what sharing the machine costs: no way to train
 together can take less. The time of a step is the slowest rank's.
 
-Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces take as
-long as backward computes:
+Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces, in our
+buckets, take as long as backward computes:
 
     silent         forward and backward of DDP on every rank alone: all but communication
     together       the same of the ranks together
     communication  the same all_reduces, and nothing else
     exposed = together - silent        hidden = communication - exposed
 
-The emulation copies what a network's hardware would move, on the cores that compute; that counts as
-exposed, too.
+The emulation copies what a network's hardware would move, on the cores that compute, for so long as
+`copies` says; that counts as exposed, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ from ringdp.transport.base import Link
 
 SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
-CAPS = (None, 25)  # MiB of a bucket, over the slow link: ours, and torch's
+CAPS = (None, 0.5, 25)  # MiB of a bucket, over the slow link: ours, less, and torch's
 LATENCY = 5e-5  # s, of the slow link
 ROUNDS, STEPS = 12, 3  # a round is STEPS steps of each; the first one warms up
 
@@ -51,7 +52,7 @@ ROUNDS, STEPS = 12, 3  # a round is STEPS steps of each; the first one warms up
 class Overlap:
     """What a slow link leaves to wait for. `bucket_mib`: of DDP's argument; None: the default."""
 
-    bucket_mib: int | None
+    bucket_mib: float | None
     mb_per_s: float
     ms: dict[str, float]  # medians
     hidden_share: float
@@ -72,7 +73,7 @@ def main() -> None:
         "apart": copy.deepcopy(model),
         "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "ringdp": ringdp.DistributedDataParallel(copy.deepcopy(model)),
-        "ringdp, 25 MiB": ringdp.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=25),
+        "ringdp, 2 MiB": ringdp.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=2),
     }
     steps = {name: stepper(m, comm.rank) for name, m in wrapped.items()}
     if comm.rank:
@@ -129,32 +130,40 @@ def overlapped(model: nn.Module, single: ringdp.Communicator, rounds: int) -> li
             both(net)
         return net
 
+    copies: list[float] = []  # s of CPU
+
     def communicate(net: nn.Module) -> None:
+        start = time.process_time()
         for finish in [bucket.start() for bucket in net.reducer.buckets]:
             finish()
+        copies.append(time.process_time() - start)
 
     local = copy.deepcopy(model)
     compute = interleaved({"forward": lambda: forward(local), "both": lambda: both(local)}, rounds)
     backward = statistics.median(compute["both"]) - statistics.median(compute["forward"])
     sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * elements(model)
     link = Link(LATENCY, sent / backward)
+    net = over(ringdp.init(link=link), None)
+    whole = statistics.median(interleaved({"": lambda: communicate(net)}, rounds)[""])
+    link = Link(LATENCY, link.bandwidth * whole / backward)
+    copies.clear()
+    steps: dict[str, Callable[[], object]] = {"silent": partial(both, over(single, None))}
+    for cap in CAPS:
+        together = over(ringdp.init(link=link), cap)
+        steps[f"communication {cap}"] = partial(communicate, together)
+        steps[f"together {cap}"] = partial(both, together)
+    times = interleaved(steps, rounds)
     found = []
     for cap in CAPS:
-        silent, net = over(single, cap), over(ringdp.init(link=link), cap)
         ms = {
-            name: 1e3 * statistics.median(seconds)
-            for name, seconds in interleaved(
-                {
-                    "communication": lambda net=net: communicate(net),
-                    "silent": lambda net=silent: both(net),
-                    "together": lambda net=net: both(net),
-                },
-                rounds,
-            ).items()
+            name: 1e3 * statistics.median(times[f"{name} {cap}"])
+            for name in ("communication", "together")
         }
+        ms["silent"] = 1e3 * statistics.median(times["silent"])
         exposed = ms["together"] - ms["silent"]
         hidden = ms["communication"] - exposed
-        ms |= {"backward": 1e3 * backward, "exposed": exposed, "hidden": hidden}
+        ms |= {"backward": 1e3 * backward, "copies": 1e3 * statistics.median(copies)}
+        ms |= {"exposed": exposed, "hidden": hidden}
         found.append(
             Overlap(
                 bucket_mib=cap,
@@ -211,6 +220,11 @@ def report(results: dict[str, dict[str, float]]) -> None:
             f"{name:<14} {t['min']:>9.1f} {t['median']:>10.1f} {t['max']:>8.1f} "
             f"{t['min'] / alone['min']:>14.2f} {t['median'] / alone['median']:>17.2f}"
         )
+    for name in ("torch", "alone", "apart"):
+        ours, bound = (
+            results[us]["median"] / results[name]["median"] for us in ("ringdp", "apart")
+        )
+        print(f"ringdp / {name}: {ours:.2f} at the median; without communication {bound:.2f}")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class Communicator(Reductions, Moves, Messages, Taped):
         """How many collectives this rank has called."""
         return self._issued
 
+    @property
+    def wired(self) -> bool:
+        """Whether bytes go over a network that knows none of our collectives: torch's, a `Link`."""
+        return self._transport.own is None
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor in the memory that the transport moves best.
 

@@ -10,16 +10,16 @@ from torch import nn
 
 from ringdp.comm import Communicator, over, world
 from ringdp.errors import ModelError, UsageError
-from ringdp.parallel.ddp.assign import CAPS, MIB
+from ringdp.parallel.ddp.assign import CAPS, MIB, WIRED
 from ringdp.parallel.ddp.reducer import Trainable
 
 
-def caps(one: float | None, several: Sequence[float]) -> tuple[int, ...]:
+def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tuple[int, ...]:
     """In bytes; both are in MiB, and `several` come first."""
     given = tuple(several) or (() if one is None else (one,))
     if any(cap < 0 for cap in given):
         raise UsageError(f"bucket_cap_mb is {given}; it must be at least 0")
-    return tuple(int(cap * MIB) for cap in given) or CAPS
+    return tuple(int(cap * MIB) for cap in given) or (WIRED if comm.wired else CAPS)
 
 
 def of_mesh(group: Any, mesh: Any) -> Any:

@@ -34,7 +34,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     process_group: a `ringdp.Communicator` or a torch.distributed group; by default what
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
-    bucket_cap_mb: MiB of gradients reduced at once; by default 2, the first 1 (torch: 25, 1).
+    bucket_cap_mb: MiB of gradients reduced at once; by default 25, over a wire 2; the first time 1.
     The other arguments are torch's of the same names; those of devices, of mixed_precision and of
     delayed reductions are refused. Raises ModelError (a RuntimeError) for a model
     that ranks don't share or that has nothing to train, UsageError (a ValueError) for an argument.
@@ -83,13 +83,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module, self.device_mesh = module, device_mesh
         self.dim, self.device_ids, self.output_device = dim, None, None
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.settings = Settings(
-            caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or ()),
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
-        self.bucket_bytes_cap = self.settings.caps[-1]  # torch.compile cuts graphs by it
         synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = synced is not False
         self.require_backward_grad_sync = True
@@ -102,11 +95,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._buffer_hook: BufferHook | None = None
         trainable = arguments.trainables(module, self.parameters_to_ignore)
         self.reducer: Reducer | None = None
-        self.comm: Communicator | None = arguments.communicator(process_group)
+        comm = arguments.communicator(process_group)
+        self.comm: Communicator | None = comm
+        self.settings = Settings(
+            caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or (), comm),
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        self.bucket_bytes_cap = self.settings.caps[-1]  # torch.compile cuts graphs by it
         if init_sync:
-            replicas.check_equal(self.comm, [(t.name, t.parameter) for t in trainable])
+            replicas.check_equal(comm, [(t.name, t.parameter) for t in trainable])
             buffers = broadcast_buffers is not False or forward_sync_buffers is not None
-            self._broadcast(self.comm, buffers=buffers)
+            self._broadcast(comm, buffers=buffers)
         self._reducer()
 
     # ---- what it works on
