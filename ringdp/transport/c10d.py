@@ -3,8 +3,7 @@
 A thread runs the rows in order. What it sends goes out beside them, so it waits only for what it
 receives. Failures go through the group's store: a dead rank is seen by those that wait for it,
 since its connections end, and soon by all. Backends cannot stop waiting, so the threads of a
-communicator that has failed are left alone until their peers end. Unlike in shared memory, a short
-message is lost if its sender's process ends before it was received.
+communicator that has failed are left alone until their peers or this process end.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import NONE, Program
-from ringdp.transport import wire
+from ringdp.transport import threads, wire
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
@@ -41,12 +41,11 @@ from ringdp.transport.base import (
 from ringdp.transport.records import Call, RankRecord
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.told import Told, somebody
+from ringdp.transport.wire import COLLECTIVE, CUT, ENDS, rest_tag, tag_of
 
 SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
+SHORTEST = timedelta(milliseconds=1)
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
-# A backend's tags have 31 bits: that of collectives, one without messages, users', long rests'.
-COLLECTIVE, ENDS, USERS, RESTS = 0, 1, 2, 1 << 30
-TAGS = RESTS - USERS
 
 
 class _Job(NamedTuple):
@@ -100,6 +99,8 @@ class C10dTransport:
         self._told = Told(store, self.rank, self.ranks)
         self._watched = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
+        threads.at_exit(self)
         self._spawn(self._loop)
 
     def start(
@@ -122,15 +123,15 @@ class C10dTransport:
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
-        tag, rest, ticket = _tag(kind), next(self._rests), self._ticket()
+        tag, rest, ticket = tag_of(kind), next(self._rests), self._ticket()
 
         def begin() -> None:
             with self._talking(to):
-                parts = wire.send(self._group, buffer, to, (rest, kind, 0), tag, _rest_tag(rest))
+                parts = wire.send(self._group, buffer, to, (rest, kind, 0), tag, rest_tag(rest))
             self._sent += buffer.nbytes
             if buffer.nbytes <= SHORT:
                 self._end(ticket)
-                self._spawn(partial(_hold, parts))
+                self._sending.add(self._spawn(partial(_hold, parts)))
             else:
                 self._spawn(partial(self._until_all, [(part, to) for part in parts], ticket))
 
@@ -141,7 +142,7 @@ class C10dTransport:
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
     ) -> int:
         self.check(buffer)
-        tag, who, ticket = _tag(kind), -1 if sender is None else sender, self._ticket()
+        tag, who, ticket = tag_of(kind), -1 if sender is None else sender, self._ticket()
 
         def begin() -> None:
             if sender is None:
@@ -157,7 +158,7 @@ class C10dTransport:
             if (found, size) != (kind, buffer.nbytes):
                 expected = MESSAGE, kind, buffer.nbytes
                 raise Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
-            message.take(buffer, peer, _rest_tag(rest), lambda part: self._until(part, peer))
+            message.take(buffer, peer, rest_tag(rest), lambda part: self._until(part, peer))
             source[0] = peer
             self._end(ticket)
 
@@ -230,11 +231,19 @@ class C10dTransport:
             self._told.leave()
             self._jobs.put(None)
 
+    def end(self) -> None:
+        """See `Ending`. Gloo ends every wait of a group when one has timed out."""
+        self.close()
+        if os.getpid() == self._process and self.ranks > 1:
+            threads.join(list(self._sending))
+            with suppress(RuntimeError):
+                neighbour = (self.rank + 1) % self.ranks
+                self._group.recv([torch.empty(1)], neighbour, CUT).wait(SHORTEST)
+
     # --- on threads of its own
 
-    def _spawn(self, act: Callable[[], None]) -> None:
-        run = partial(self._attempt, act)
-        threading.Thread(target=run, daemon=True, name="ringdp-c10d").start()
+    def _spawn(self, act: Callable[[], None]) -> threading.Thread:
+        return threads.spawn(partial(self._attempt, act), "ringdp-c10d")
 
     def _attempt(self, act: Callable[[], None]) -> None:
         try:
@@ -338,14 +347,3 @@ def _hold(parts: list[wire.Pending]) -> None:
     with suppress(RuntimeError):
         for part in parts:
             part.wait(wire.LONG)
-
-
-def _tag(kind: int) -> int:
-    tag = kind >> 24
-    if tag >= TAGS:
-        raise UsageError(f"tag is {tag}; over torch.distributed tags are 0..{TAGS - 1}")
-    return USERS + tag
-
-
-def _rest_tag(number: int) -> int:
-    return RESTS + number % (1 << 30)

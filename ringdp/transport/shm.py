@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import Program
+from ringdp.transport import threads
 from ringdp.transport.arena import Arena, arena_bytes
 from ringdp.transport.base import (
     DIRECT,
@@ -126,6 +127,7 @@ class ShmTransport:
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
         cores = self._mail, self._core
         self._stop = weakref.finalize(self, _stop, cores, self.kept, self._process, kept)
+        threads.at_exit(self)
 
     def start(
         self,
@@ -237,6 +239,8 @@ class ShmTransport:
 
     def close(self) -> None:
         self._stop()
+
+    end = close  # see `Ending`
 
     def check(self, buffer: Tensor) -> None:
         """Raise UsageError for a tensor that shared memory does not move, or in a forked child."""

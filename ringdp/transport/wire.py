@@ -16,9 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ringdp.errors import UsageError
 from ringdp.transport.base import Stamp
 
 HEAD, INLINE = 24, 1000  # bytes
+# A backend's tags have 31 bits: collectives', two without messages, users', long rests'.
+COLLECTIVE, ENDS, CUT, USERS, RESTS = 0, 1, 2, 3, 1 << 30
+TAGS = RESTS - USERS
 LONG = timedelta(days=365)  # who waits here has a timeout of its own
 
 
@@ -84,3 +88,16 @@ class Incoming:
 def as_bytes(buffer: Tensor) -> Tensor:
     dense = buffer.as_strided((buffer.numel(),), (1,))  # which a single element need not be
     return dense.view(torch.uint8)
+
+
+def tag_of(kind: int) -> int:
+    """A user's, from a message's kind. Raises UsageError for one that has no room."""
+    tag = kind >> 24
+    if tag >= TAGS:
+        raise UsageError(f"tag is {tag}; over torch.distributed tags are 0..{TAGS - 1}")
+    return USERS + tag
+
+
+def rest_tag(number: int) -> int:
+    """Of the second part of that message."""
+    return RESTS + number % (1 << 30)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import ringdp
 from ringdp import Communicator
@@ -75,3 +77,40 @@ def test_they_end_and_nothing_stays(forks: Forks, end):
     before = set(os.listdir("/dev/shm"))
     assert [code for code, _ in forks(3, end)] == ENDS[end]
     assert not {f for f in set(os.listdir("/dev/shm")) - before if "ringdp" in f}
+
+
+WAITING = """
+import torch, torch.distributed as dist
+import ringdp
+
+dist.init_process_group("ringdp")
+groups = [dist.new_group() for _ in range(8)]
+x = torch.ones(9)
+with ringdp.init(transport="c10d") as closed:
+    closed.send(x, 1) if closed.rank == 0 else closed.recv(x)
+comm = ringdp.init(transport="c10d")
+comm.barrier()
+if comm.rank == 0:
+    message = comm.irecv(x.clone(), 1)
+    futures = [dist.all_reduce(x.clone(), group=g, async_op=True).get_future() for g in groups]
+"""
+
+
+def test_threads_are_back_before_the_interpreter_is_gone(tmp_path):
+    """Else those that wait for messages and for futures abort the process while it ends."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | job | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [0, 0], ended

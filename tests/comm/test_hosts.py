@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 
 pytestmark = pytest.mark.process
 
-PORT, SECONDS = 29471, 150.0  # in namespaces nobody else uses the port; only a hang takes so long
+PORT, SECONDS = 29471, 60.0  # in namespaces nobody else uses the port; only a hang takes so long
 NAMES = [f"ringdp{os.getpid()}{host}" for host in "ab"]
 CABLES = [f"rdp{os.getpid() % 10**7}{host}" for host in "ab"]  # at most 15 characters
 ADDRESSES = ["10.97.31.1", "10.97.31.2"]
@@ -72,34 +74,40 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
     transports = ["c10d"]
     if find_spec("cupy_backends") is not None and not torch.version.cuda:
         transports.append("nccl-host")
-    nodes = []
+    nodes, outputs = [], [tmp_path / name for name in hosts]
     for node, (name, cable) in enumerate(zip(hosts, CABLES, strict=True)):
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=2",
-            "--nproc-per-node=1",
-        ]
-        torchrun += [
-            f"--node-rank={node}",
-            f"--master-addr={ADDRESSES[0]}",
-            f"--master-port={PORT}",
-        ]
-        nodes.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *torchrun, str(script), *transports],
-                env=os.environ | {"GLOO_SOCKET_IFNAME": cable, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        torchrun += ["--nproc-per-node=1", f"--node-rank={node}"]
+        torchrun += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
+        with outputs[node].open("w") as output:
+            nodes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, *torchrun, str(script), *transports],
+                    env=os.environ
+                    | {
+                        "GLOO_SOCKET_IFNAME": cable,
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONFAULTHANDLER": "1",
+                    },
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
-        )
     try:
-        said = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+        until = time.monotonic() + SECONDS
+        while any(node.poll() is None for node in nodes) and time.monotonic() < until:
+            time.sleep(0.05)
     finally:
+        late = [name for name, node in zip(hosts, nodes, strict=True) if node.poll() is None]
+        for name in late:  # who hangs says where
+            running = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in reversed(running.stdout.split()):
+                os.kill(int(pid), signal.SIGABRT)
         for node in nodes:
-            node.kill()
+            node.wait()
+    said = [output.read_text() for output in outputs]
+    assert not late, "\n".join(said)
     ended = [line.split() for text in said for line in text.splitlines() if line.endswith("ends")]
     assert sorted(words[1] for words in ended) == ["0", "1"], "\n".join(said)
     assert len({words[3] for words in ended}) == 2, "two networks"

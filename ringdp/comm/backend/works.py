@@ -17,6 +17,7 @@ from torch.distributed import Work as TorchWork
 
 from ringdp.comm.messages import Received
 from ringdp.comm.work import Work
+from ringdp.transport.threads import spawn
 
 UNLIMITED = timedelta(0)  # torch's way to say: as long as the group's timeout
 Finish = Callable[[], None]
@@ -32,8 +33,7 @@ class Watcher:
     def watch(self, work: GroupWork, future: torch.futures.Future[Any]) -> None:
         self._given.put((work, future))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, daemon=True, name="ringdp-futures")
-            self._thread.start()
+            self._thread = spawn(self._loop, "ringdp-futures")
 
     def stop(self) -> None:
         """Once what has been given is over."""

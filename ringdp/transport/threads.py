@@ -1,0 +1,51 @@
+"""Threads that wait outside Python, which must be back before the interpreter is gone.
+
+One that comes back later finds nothing to come back to, and std::terminate ends the process with
+SIGABRT, after all has gone well. So at exit everything that such threads wait for ends first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
+
+PATIENCE = 1.0  # seconds for all threads; who is late waits for what cannot come any more
+
+
+class Ending(Protocol):
+    def end(self) -> None:
+        """Make whoever waits in this object come back, with an error. Called at exit."""
+
+
+_endings: WeakSet[Ending] = WeakSet()
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+def at_exit(ending: Ending) -> None:
+    _endings.add(ending)
+
+
+def spawn(run: Callable[[], None], name: str) -> threading.Thread:
+    """A thread that does not keep the process from its end, and is gone before the interpreter."""
+    thread = threading.Thread(target=run, daemon=True, name=name)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _end() -> None:
+    for ending in list(_endings):
+        ending.end()
+    join(list(_threads))
+
+
+def join(threads: list[threading.Thread]) -> None:
+    """Wait for them, together at most PATIENCE."""
+    until = time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
