@@ -10,7 +10,6 @@
 // whatever is there: messages that nobody has asked for yet wait in the receiver's own memory. So no
 // message is stuck behind another, and only what is longer than a slab waits for its receiver.
 //
-// The file is sparse and mapped at the first message; a channel takes memory when it is first used.
 // Whoever waits moves everything of this rank along; for what nobody waits for, a thread does.
 #pragma once
 
@@ -18,6 +17,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "channels.hpp"
 #include "progress.hpp"
 
 namespace ringdp {
@@ -26,25 +26,11 @@ constexpr std::uint64_t kMessage = ~0ull;  // as the number in a Stamp: its `dig
 
 class Mailbox {
  public:
-  static std::size_t size(int ranks, int depth, std::size_t slab) {
-    return std::size_t(ranks) * ranks * channel_size(depth, slab);
-  }
-
-  // Keeps a duplicate of `fd`.
+  // `fd`: of a file of `Channels::size` bytes, of which it keeps a duplicate.
   Mailbox(Progress& progress, int fd, int rank)
-      : progress_(progress), segment_(progress.segment()), rank_(rank), ranks_(segment_.ranks()),
-        depth_(segment_.depth()), slab_(segment_.slab()), out_(ranks_), reserved_(ranks_) {
-    struct stat status;
-    if (fstat(fd, &status) != 0 || std::size_t(status.st_size) != size(ranks_, depth_, slab_))
-      throw std::runtime_error("the file for messages has another size than this job's");
-    fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (fd_ < 0) throw std::runtime_error(std::string("no descriptor: ") + std::strerror(errno));
-  }
-  ~Mailbox() {
-    close();
-    if (base_) munmap(base_, size(ranks_, depth_, slab_));
-    ::close(fd_);
-  }
+      : progress_(progress), segment_(progress.segment()), channels_(segment_, fd, rank), rank_(rank),
+        ranks_(segment_.ranks()), slab_(segment_.slab()), out_(ranks_) {}
+  ~Mailbox() { close(); }
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
@@ -53,7 +39,7 @@ class Mailbox {
   std::uint64_t send(const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
                      bool background) {
     std::lock_guard lock(mutex_);
-    reserve(to);
+    channels_.reserve(to);
     const auto ticket = ++tickets_;
     pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
     if (bytes <= slab_) {
@@ -72,7 +58,7 @@ class Mailbox {
                         std::int64_t* source, bool background) {
     std::lock_guard lock(mutex_);
     for (int r = 0; r < ranks_; ++r)
-      if (r == from || from < 0) reserve(r);
+      if (r == from || from < 0) channels_.reserve(r);
     const auto ticket = ++tickets_;
     pending_[ticket] = {data, bytes, kind, from, source};
     posted_.push_back(ticket);
@@ -128,12 +114,6 @@ class Mailbox {
  private:
   enum Type : std::uint32_t { kWhole = 1, kAnnounce, kReady, kPart };
 
-  struct alignas(kLine) Envelope {
-    std::uint32_t type, size;  // size: of the payload behind it
-    std::uint64_t id;          // of a message in parts, its sender's ticket
-    std::uint64_t kind, bytes;  // of the whole message
-  };
-
   struct Request {
     std::byte* data;
     std::uint64_t bytes, kind;
@@ -159,34 +139,6 @@ class Mailbox {
 
   static constexpr int kSpins = 2000, kYields = 2200, kLook = 64;
 
-  static std::size_t channel_size(int depth, std::size_t slab) {
-    return sizeof(Cursors) + depth * (sizeof(Envelope) + slab);
-  }
-  std::byte* channel(int src, int dst) {
-    return base_ + (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
-  }
-  Cursors& cursors(int src, int dst) { return *reinterpret_cast<Cursors*>(channel(src, dst)); }
-  Envelope& slot(int src, int dst, std::uint64_t message) {
-    return *reinterpret_cast<Envelope*>(channel(src, dst) + sizeof(Cursors) +
-                                        message % depth_ * (sizeof(Envelope) + slab_));
-  }
-
-  // Memory for both channels of a pair: if there is none, that is an error here, not a SIGBUS later.
-  void reserve(int peer) {
-    if (!base_) {
-      void* at = mmap(nullptr, size(ranks_, depth_, slab_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-      if (at == MAP_FAILED)
-        throw std::runtime_error(std::string("mmap for messages: ") + std::strerror(errno));
-      madvise(at, size(ranks_, depth_, slab_), MADV_DONTFORK);
-      base_ = static_cast<std::byte*>(at);
-    }
-    if (reserved_[peer]) return;
-    for (std::byte* at : {channel(rank_, peer), channel(peer, rank_)})
-      if (const int error = posix_fallocate(fd_, at - base_, channel_size(depth_, slab_)))
-        throw std::runtime_error(std::string("no shared memory for messages: ") + std::strerror(error));
-    reserved_[peer] = true;
-  }
-
   bool dead() { return stop_ || failed_ || progress_.peers().reported(); }
 
   // Runs what may find a failure, and tells the others of it.
@@ -205,39 +157,24 @@ class Mailbox {
     bool moved = false;
     attempt([&] {
       for (int r = 0; r < ranks_; ++r)
-        if (reserved_[r]) moved |= take(r) | push(r);
+        if (channels_.reserved(r)) moved |= take(r) | push(r);
     });
     return moved;
   }
 
   bool take(int from) {
-    Cursors& c = cursors(from, rank_);
-    auto tail = c.tail.load(std::memory_order_relaxed);  // only we write it
-    const auto first = tail;
-    // acquire: the slots' contents, written before the release of `head`, are visible now
-    for (const auto head = c.head.load(std::memory_order_acquire); tail != head; ++tail) {
-      const Envelope e = slot(from, rank_, tail);  // a copy: what is checked is what is used
-      open(from, e, reinterpret_cast<const std::byte*>(&slot(from, rank_, tail) + 1));
-      // release: our reads of the slot come before the sender's next write to it
-      c.tail.store(tail + 1, std::memory_order_release);
-    }
-    return tail != first;
+    return channels_.take(
+        from, [&](const Envelope& e, const std::byte* payload) { open(from, e, payload); });
   }
 
   bool push(int to) {
     bool moved = false;
-    Cursors& c = cursors(rank_, to);
     auto& queue = out_[to];
     for (; !queue.empty(); moved = true) {
-      const auto head = c.head.load(std::memory_order_relaxed);  // only we write it
-      // acquire: pairs with `take`, so that the receiver has done with the slot that we refill
-      if (head - c.tail.load(std::memory_order_acquire) >= std::uint64_t(depth_)) break;
       Out& next = queue.front();
       const auto some = std::min<std::uint64_t>(next.left, slab_);
-      Envelope& e = slot(rank_, to, head);
-      e = {next.type, std::uint32_t(some), next.id, next.kind, next.bytes};
-      put_(&e + 1, next.data, some);
-      c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
+      if (!channels_.push(to, {next.type, std::uint32_t(some), next.id, next.kind, next.bytes}, next.data))
+        break;
       progress_.peers().sent_bytes.fetch_add(some, std::memory_order_relaxed);
       next.data += some, next.left -= some;
       if (next.left) continue;
@@ -327,9 +264,7 @@ class Mailbox {
         ++left;
         continue;
       }
-      // acquire: its last messages, which came after our last look
-      Cursors& c = cursors(r, rank_);
-      if (c.head.load(std::memory_order_acquire) != c.tail.load(std::memory_order_relaxed)) return;
+      if (!channels_.empty(r)) return;  // its last messages, which came after our last look
       const bool closed = segment_.record(r).pid.load(std::memory_order_relaxed) < 0;
       if (!closed || gone < 0) gone = r;
       if (!closed) left = -ranks_;  // one that has died, and not just left, may have been the sender
@@ -373,12 +308,10 @@ class Mailbox {
 
   Progress& progress_;
   Segment& segment_;
-  int rank_, ranks_, depth_;
+  Channels channels_;
+  int rank_, ranks_;
   std::size_t slab_;
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
-  int fd_ = -1;
-  std::byte* base_ = nullptr;
-  Put put_;
 
   std::mutex mutex_;
   std::condition_variable work_;
@@ -388,7 +321,6 @@ class Mailbox {
   std::uint64_t tickets_ = 0;
   std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: what has not ended
   std::vector<std::deque<Out>> out_;                    // by receiver
-  std::vector<char> reserved_;                          // by peer
   std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
   std::list<Arrived> arrived_;                          // messages without a buffer
   std::map<std::uint64_t, const std::byte*> announced_;  // by ticket: what waits for a READY

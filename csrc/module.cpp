@@ -122,7 +122,7 @@ NB_MODULE(_core, m) {
            nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag").none(), nb::arg("number"),
            nb::arg("frame").none());
 
-  m.def("mailbox_size", &Mailbox::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
+  m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");
   nb::class_<Mailbox>(m, "Mailbox")
       .def(nb::init<Progress&, int, int>(), nb::keep_alive<1, 2>(), nb::arg("progress"),

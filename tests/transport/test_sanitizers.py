@@ -76,7 +76,7 @@ HEAD = "c.head.store(head + 1, std::memory_order_release)"
 RELEASES = (  # the store that publishes, and what runs over it
     ("interpreter.hpp", HEAD),
     ("direct.hpp", "laid.store(tile + 1, std::memory_order_release)"),
-    ("mailbox.hpp", HEAD),
+    ("channels.hpp", HEAD),
 )
 
 
