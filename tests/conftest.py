@@ -7,10 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.browser import Dom, open_page
 from tests.forks import Forks
 from tests.ranks import Pool
+
+settings.register_profile("any load", deadline=None)  # tests do not time anything
+settings.load_profile("any load")
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ class Accounts:
             gathered_peak=peak["gathered"],
             gradients=now["gradients"],
             buckets=peak["buckets"],
-            optimizer=memory.state_bytes(optimizer),
+            optimizer=memory.state_bytes(optimizer.state.values()),
         )
 
     def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:

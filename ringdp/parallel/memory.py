@@ -18,8 +18,8 @@ that wait in no_sync the masters' size of their unit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,11 +125,11 @@ class Ledger:
         return torch.empty(elements, dtype=dtype, device=device)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state, which may be views of one."""
+def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of the tensors in what an optimizer keeps of parameters, which may be views of one."""
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-        for state in optimizer.state.values()
+        for state in states
         for value in state.values()
         if isinstance(value, Tensor)
     }

@@ -1,5 +1,6 @@
 """What a trace sees of an engine: when it gathers, prefetches, frees and reduces which unit, when a
-unit's forward and backward run, and what the rank holds of each category.
+unit's forward and backward run, and what the rank holds of each category. An engine that does
+nothing while the trace runs is not in it.
 
     forward     from the unit's parameters being there to its outputs
     backward    from a gradient of its outputs to the last of its parameters', or to where autograd
@@ -21,9 +22,9 @@ from torch.optim.optimizer import (
 
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.around import Around
-from ringdp.parallel.memory import state_bytes
+from ringdp.parallel.held import Held
 from ringdp.parallel.unit import FlatUnit
-from ringdp.tape.recorder import Recorder, join
+from ringdp.tape.recorder import Args, Recorder, join
 
 Group = Sequence[int]  # units of one module
 
@@ -57,9 +58,8 @@ class Watcher:
         self._backwards: dict[int, int] = {}  # by a group's first unit: since when
         self._prefetching = False
         self._optimizer: torch.optim.Optimizer | None = None
-        self._states = self._state_bytes = 0
-        self._counter = f"memory of engine {len(recorder.facts.get('engines', ()))}"
-        self._introduce()
+        self._held = held = Held(engine, recorder, self._facts)
+        self._label()
         self._around = around = Around()
         around.after(engine, "_before_forward", self._forward_begins)
         around.before(engine, "_after_forward", self._forward_ends)
@@ -78,36 +78,35 @@ class Watcher:
             lambda since, unit: span(f"reduce {_name(unit)}", "reduce", since, unit=unit.index),
         )
         for change in ("take", "give"):
-            around.after(engine.ledger, change, lambda *_: self._count())
-        self._count()
+            around.after(engine.ledger, change, lambda *_: held.count())
 
     def end(self) -> None:
         self._around.off()
-        self.recorder.count(self._counter, dict.fromkeys(self._memory(), 0))
+        self._held.end()
 
-    def _introduce(self) -> None:
+    def _label(self) -> None:
         engine = self.engine
         engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
         engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
-        self.recorder.fact(
-            "engines",
-            {
-                "counter": self._counter,
-                "stage": engine.stage.number,
-                "gathers": engine.gathering.comm._name,
-                "reductions": engine.reducing.comm._name,
-                "units": [
-                    {"name": _name(u), "elements": u.plan.elements, "bytes": u.bytes}
-                    for u in engine.units
-                ],
-                "formula": engine.memory_formula()._asdict(),
-                "traffic": engine.traffic_formula(),
-            },
-        )
+
+    def _facts(self) -> Args:
+        engine = self.engine
+        return {
+            "stage": engine.stage.number,
+            "gathers": engine.gathering.comm._name,
+            "reductions": engine.reducing.comm._name,
+            "units": [
+                {"name": _name(u), "elements": u.plan.elements, "bytes": u.bytes}
+                for u in engine.units
+            ],
+            "formula": engine.memory_formula()._asdict(),
+            "traffic": engine.traffic_formula(),
+        }
 
     # --- compute
 
     def _forward_begins(self, indices: Group) -> None:
+        self._held.introduce()
         if indices is self.engine.roots:
             self._forwards.clear()  # of one that raised
         self._forwards.append((indices, monotonic_ns()))
@@ -186,22 +185,11 @@ class Watcher:
 
     def _steps(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._held.steps(optimizer)
 
     def _stepped(self) -> None:
-        """The state is weighed when there is more of it: a look at every tensor takes its time."""
-        optimizer = self._optimizer
-        if optimizer is not None and len(optimizer.state) != self._states:
-            self._states = len(optimizer.state)
-            self._state_bytes = state_bytes(optimizer)
-            self._count()
-
-    def _memory(self) -> dict[str, int]:
-        now = self.engine.ledger.now
-        held = {name: now[name] for name in ("parameters", "gathered", "gradients", "buckets")}
-        return {**held, "optimizer": self._state_bytes}
-
-    def _count(self) -> None:
-        self.recorder.count(self._counter, self._memory())
+        if self._optimizer is not None:
+            self._held.stepped(self._optimizer)
 
     def _named(self, group: Group) -> str:
         return _name(self.engine.units[group[0]])

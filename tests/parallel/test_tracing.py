@@ -89,6 +89,48 @@ def check_memory(read: Read, rank: int, held: dict[str, int]) -> None:
     }
 
 
+def trains_one_of_two(comm: ringdp.Communicator, path: Path) -> list[dict[str, int]]:
+    """Three engines: one does nothing, two have optimizers that have stepped before the trace."""
+    idle, *busy = (ringdp.shard(net(), stage=3, unit=Block, comm=comm) for _ in range(3))
+    optimizers = [
+        torch.optim.AdamW(busy[0].model.parameters()),
+        torch.optim.SGD(busy[1].model.parameters(), lr=0.1, momentum=0.9),
+    ]
+
+    def step() -> None:
+        for engine, optimizer in zip(busy, optimizers, strict=True):
+            engine.model(torch.ones(4, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    with ringdp.trace(path):
+        step()
+    held = [e.memory(o)._asdict() for e, o in zip(busy, optimizers, strict=True)]
+    for engine in (idle, *busy):
+        engine.close()
+    return held
+
+
+def test_each_engine_that_does_something_has_its_own_bytes(ranks, tmp_path):
+    held = ranks(2)(trains_one_of_two, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    for rank, of in enumerate(held):
+        engines = read.about["parts"][str(rank)]["engines"]
+        assert [e["optimizers"] for e in engines] == [["AdamW"], ["SGD"]]
+        for engine, expected in zip(engines, of, strict=True):
+            points = [
+                e
+                for e in read.events
+                if e["ph"] == "C" and e["pid"] == rank and e["name"] == engine["counter"]
+            ]
+            first, *_, last = sorted(points, key=lambda e: e["ts"])
+            kept = {k: expected[k] for k in ("parameters", "gradients", "optimizer")}
+            assert {k: first["args"][k] for k in kept} == kept  # from the trace's start on
+            assert first["ts"] < min(s["ts"] for s in read.spans("forward", rank))
+            assert set(last["args"].values()) == {0}
+
+
 def test_backward_follows_forward_and_blocks_lie_in_the_root(ranks, tmp_path):
     ranks(2)(trains, 3, tmp_path / "run.json")
     read = Read(tmp_path / "run.json")

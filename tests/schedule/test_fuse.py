@@ -54,7 +54,7 @@ def results(programs: list[Program], depth: int) -> list[list[int]]:
     return [b.tolist() for b in buffers]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(schedules(), st.data())
 def test_fused_equals_plain_at_the_depth_that_is_predicted(plan, data):
     plain = [project(plan, r) for r in range(plan.ranks)]
