@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ringdp.cli import show as showing
 from ringdp.cli.bench import command as benching
@@ -22,6 +21,7 @@ from ringdp.cli.bench import kernels as kernel_bench
 from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
 from ringdp.cli.bench.rows import OURS
+from ringdp.cli.console import plain
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
 from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
@@ -101,7 +101,7 @@ def train(
         reference=reference,
         sample=sample,
     )
-    return run(options, Console(highlight=False))
+    return run(options, plain())
 
 
 @app.command()
@@ -187,10 +187,10 @@ def bench(
         json=json,
     )
     if collective == error_bench.NAME:
-        return error_bench.bench(options, Console(highlight=False))
+        return error_bench.bench(options, plain())
     if collective == kernel_bench.NAME:
-        return kernel_bench.bench(options, Console(highlight=False))
-    return benching.bench(options, Console(highlight=False))
+        return kernel_bench.bench(options, plain())
+    return benching.bench(options, plain())
 
 
 @app.command()
@@ -234,7 +234,7 @@ def plan(
     """Say before a run what each stage holds and sends, how long a step takes, and what fits."""
     if published == (model is not None):
         raise UsageError("plan takes either --model or --published")
-    console = Console(highlight=False)
+    console = plain()
     options = PlanOptions(
         model=model or "",
         ranks=ranks,
@@ -270,7 +270,7 @@ def report(
     ] = None,
 ) -> int:
     """Make one page of a trace: timeline, memory, predicted and measured collectives, replays."""
-    return timeline.report(trace, html, network, Console(highlight=False))
+    return timeline.report(trace, html, network, plain())
 
 
 @app.command()
@@ -289,7 +289,7 @@ def doctor(
     """Say what is installed and works here; or what the ranks of a running job do, and wait for."""
     if (pid is not None) + (job is not None) + json > 1:
         raise UsageError("doctor takes one of --pid, --job and --json")
-    console = Console()
+    console = plain()
     if pid is not None:
         return doctor_job.show_process(pid, console)
     if job is not None:

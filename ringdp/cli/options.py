@@ -79,7 +79,13 @@ def check(options: Options) -> None:
     if options.trace is not None:
         if options.modes:
             raise UsageError("--trace is given with --mode; allowed: with --stage")
+        if options.trace.exists() and not (options.trace.is_file() or options.trace.is_dir()):
+            raise UsageError(  # the trace would take its place
+                f"--trace: {options.trace} is a device or a pipe; allowed: a file"
+            )
         check_writable(options.trace, "--trace")
+        if options.json is not None and options.json.resolve() == options.trace.resolve():
+            raise UsageError(f"--json and --trace are both {options.trace}; allowed: two files")
 
 
 def between(name: str, value: int, least: int, most: int) -> None:

@@ -134,13 +134,19 @@ class Trace:
 
 def _unwritable(path: Path) -> str | None:
     existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as e:
+    why = None
+    if existed and not (path.is_file() or path.is_dir()):
+        why = "it is a device or a pipe"  # a file would take its place
+    else:
+        try:
+            with path.open("a"):
+                pass
+        except OSError as e:
+            why = e.strerror
+    if why is not None:
         return (
-            f"trace: cannot write {path}: {e.strerror}; allowed: a file in a directory that exists "
-            "and is writable"
+            f"trace: cannot write {path}: {why}; allowed: a file in a directory that exists and is "
+            "writable"
         )
     if not existed:
         path.unlink()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
 
@@ -144,6 +145,10 @@ def _check(model: nn.Module) -> None:
         raise UsageError("the model has no trainable parameter")
     first_name, first = parameters[0]
     for name, p in parameters:
+        if is_lazy(p):
+            raise UsageError(
+                f"parameter {name} has no shape yet; give its lazy module a batch first"
+            )
         if not p.is_floating_point():
             raise UsageError(f"parameter {name} is {p.dtype}; parameters must be floats")
         if p.device != first.device:

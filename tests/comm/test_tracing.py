@@ -166,10 +166,11 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def refused(comm: ringdp.Communicator, path: Path) -> list[str]:
+def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
     said = []
     for start in (
         lambda: ringdp.trace("/nowhere/run.json").start(),
+        lambda: ringdp.trace(pipe).start(),
         lambda: ringdp.trace(path).stop(),
     ):
         with pytest.raises(ringdp.UsageError) as found:
@@ -183,12 +184,14 @@ def refused(comm: ringdp.Communicator, path: Path) -> list[str]:
 
 
 def test_mistakes_are_told_on_every_rank(ranks, tmp_path):
-    for said in ranks(2)(refused, tmp_path / "run.json"):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for said in ranks(2)(refused, tmp_path / "run.json", pipe):
         assert said[0] == (
             "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
             "a directory that exists and is writable"
         )
-        assert said[1] == "this trace does not run; start it first"
+        assert said[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
+        assert said[2] == "this trace does not run; start it first"
     assert (tmp_path / "run.json").exists()
 
 

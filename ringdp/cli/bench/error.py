@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options
+from ringdp.cli.console import plain
 from ringdp.cli.options import check_writable
 from ringdp.comm.programs import program
 from ringdp.errors import RingdpError, UsageError
@@ -134,7 +135,7 @@ def ulps(found: Tensor, exact: Tensor) -> Tensor:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     if not console.is_terminal:
-        console = Console(file=console.file, width=max(120, console.width), highlight=False)
+        console = plain(console.file, max(120, console.width))
     console.print(
         f"\nErrors of all_reduce against float64 in ulps: mean and greatest of {ELEMENTS:,} sums.",
         soft_wrap=True,

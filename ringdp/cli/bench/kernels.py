@@ -24,6 +24,7 @@ from rich.table import Table
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe
 from ringdp.cli.bench.options import MOST_BYTES, Options
+from ringdp.cli.console import plain
 from ringdp.cli.options import between, check_writable
 from ringdp.errors import RingdpError, UsageError
 
@@ -170,7 +171,7 @@ def table(report: Report) -> Table:
 
 def show(report: Report, console: Console) -> None:
     if not console.is_terminal:
-        console = Console(file=console.file, width=max(120, console.width), highlight=False)
+        console = plain(console.file, max(120, console.width))
     console.print(
         f"\nkernels on {report.device}. A size is that of one float32 buffer, in bytes; µs is the "
         "median of a call; GB/s is what must move over that; a copy of the same size, in turn with "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +22,7 @@ from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, sec
 OURS = ("shm", "c10d", "nccl-host", "nccl")  # transports of ringdp; a peer's is its name
 LIBRARYS = "nccl"  # the algorithm that is NCCL's own, on its transports
 DEFAULT = "direct"  # what "auto" is priced as
+MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # what a file may say
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def read(path: Path) -> Report:
         report = Report(**found, rows=rows)
     except OSError as error:
         why = error.strerror
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         why = "it is something else"
     else:
         if isinstance(report.machine, dict) and all(map(_sound, rows)):
@@ -148,8 +149,18 @@ def read(path: Path) -> Report:
 
 
 def _sound(row: Row) -> bool:
-    numbers = (row.ranks, row.bytes, row.p50_us, row.min_us, row.bound_us)
-    return all(isinstance(x, int | float) and x >= 0 for x in numbers) and row.p50_us > 0
+    """Every field is what Row says; none of what is fitted is out of this world."""
+    kinds = all(_is(getattr(row, f.name), str(f.type)) for f in fields(Row))
+    return kinds and 1 <= row.ranks <= MOST_RANKS and row.p50_us >= LEAST_US
+
+
+def _is(value: object, kind: str) -> bool:
+    if value is None:
+        return kind.endswith("None")
+    if kind in ("str", "bool"):
+        return type(value).__name__ == kind
+    of = int if kind == "int" else (int, float)
+    return isinstance(value, of) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
 def best_peer(rows: Iterable[Row], row: Row) -> Row | None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ringdp.cli.bench.cases import CASES, itemsize
 from ringdp.cli.bench.rows import Report, Row, best_peer
+from ringdp.cli.console import plain
 
 MOST_WIDTH = 10_000  # characters: no terminal is wider
 
@@ -79,7 +80,7 @@ def show(console: Console, report: Report, op: str) -> None:
     wide = table(rows, op, wide=True)
     needs = Measurement.get(console, console.options.update(width=MOST_WIDTH), wide).maximum
     if not console.is_terminal:
-        console = Console(file=console.file, width=max(needs, console.width), highlight=False)
+        console = plain(console.file, max(needs, console.width))
     first = rows[0]
     peers = any(not row.ours for row in rows)
     versus = "; × peer is the best peer's median over ours" if peers else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ringdp.errors import RingdpError, UsageError
 from ringdp.parallel.precision import Precision
 from ringdp.schedule.cost import CLOSED
 
+MOST_FLOPS, MOST_ALPHA, LEAST_UTILISATION = 1e24, 60.0, 1e-6
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 USED = ("all_reduce", "reduce_scatter", "all_gather")
 ALGORITHMS = [a for c, a in CLOSED if c == USED[0] and all((u, a) in CLOSED for u in USED)]
@@ -60,12 +60,14 @@ def check(options: Options) -> Setting:
         _one_of("--reduce", options.reduce, PRECISIONS)
     _one_of("--device", options.device, DEVICES)
     _one_of("--algorithm", options.algorithm, ALGORITHMS)
-    if not 0 < options.utilisation <= 1:
-        raise UsageError(f"--utilisation is {options.utilisation}; allowed: above 0, at most 1")
-    if options.flops is not None and not 0 < options.flops < math.inf:
-        raise UsageError(f"--flops is {options.flops}; allowed: above 0, finite")
-    if options.alpha is not None and not 0 <= options.alpha < math.inf:
-        raise UsageError(f"--alpha is {options.alpha}; allowed: at least 0 s, finite")
+    if not LEAST_UTILISATION <= options.utilisation <= 1:
+        raise UsageError(
+            f"--utilisation is {options.utilisation}; allowed: {LEAST_UTILISATION:g} to 1"
+        )
+    if options.flops is not None and not 1 <= options.flops <= MOST_FLOPS:
+        raise UsageError(f"--flops is {options.flops}; allowed: 1 to {MOST_FLOPS:g} a second")
+    if options.alpha is not None and not 0 <= options.alpha <= MOST_ALPHA:
+        raise UsageError(f"--alpha is {options.alpha}; allowed: 0 to {MOST_ALPHA:g} s")
     has = DEVICES[options.device]
     memory = has.memory if options.memory is None else parse_bytes("--memory", options.memory)
     between("--memory", memory, 1, 1 << 50)

@@ -31,6 +31,7 @@ DEVICES = {
     "h200": Device(989e12, 67e12, 141 * 10**9, 4.8e12, 450e9),
 }
 ASSUMED_ALPHA = 1e-5  # s a message
+LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb or GB a second
 
 
 class Measured(NamedTuple):
@@ -81,10 +82,10 @@ def network(given: str, device: str, *, within: bool, alpha: float | None) -> Ne
             raise UsageError(f"--alpha is {alpha}; allowed: none with {given}, which says its own")
         return from_file(Path(given))
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(Gb|GB)", given.strip())
-    if match is None or not float(match[1]) > 0:
+    if match is None or not LEAST_RATE <= float(match[1]) <= MOST_RATE:
         raise UsageError(
             f"--network is {given!r}; allowed: bits a second as in 400Gb, bytes as in 50GB, or a "
-            ".json file of `ringdp bench --json`"
+            f".json file of `ringdp bench --json`; a rate from {LEAST_RATE:g} to {MOST_RATE:g}"
         )
     has = DEVICES[device]
     rate = float(match[1]) * 1e9 / (8 if match[2] == "Gb" else 1)

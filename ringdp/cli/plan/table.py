@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ringdp.cli.console import plain
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.options import Options
@@ -42,15 +43,15 @@ def show(
     says: str,
 ) -> None:
     if not console.is_terminal:
-        console = Console(file=console.file, width=MOST_WIDTH, highlight=False)
+        console = plain(console.file, MOST_WIDTH)
     rate = "given" if options.flops else f"{options.device} × {options.utilisation:g}, assumed"
     network = setting.network
     fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
     hides = "" if network.beside(setting.ranks) else _not_beside(network)
     for line in (
-        f"{model.name}: {model.elements:,} parameters in {len(model.parts)} units, "
+        f"{model.name}: {model.elements:,} parameters in {_counted(len(model.parts), 'unit')}, "
         f"{options.precision}",
-        f"{setting.ranks} rank{'s' * (setting.ranks > 1)}, {setting.tokens:,} tokens each; "
+        f"{_counted(setting.ranks, 'rank')}, {setting.tokens:,} tokens each; "
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
         f"{setting.algorithm} over {network.source}{hides}",
         *(fits or [_terms(network.machine)]),
@@ -82,6 +83,10 @@ def show(
         console.print(f"Extrapolated: {reasons}.", soft_wrap=True)
     console.print(LEFT_OUT, soft_wrap=True)
     console.print(f"Recommended: {says}.", soft_wrap=True)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _terms(machine: Machine) -> str:

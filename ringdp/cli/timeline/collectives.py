@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ringdp.cli.timeline.read import Run
-from ringdp.errors import UsageError
-from ringdp.schedule import Schedule, Transfer
+from ringdp.errors import ScheduleError, UsageError
+from ringdp.schedule import Schedule, Transfer, verify
 from ringdp.schedule.cost import Machine, Price, closed, fit, price, seconds
 from ringdp.tape.chrome import Event
 
@@ -68,9 +68,9 @@ def end(event: Event) -> float:
 def match(run: Run) -> list[Whole]:
     """In the order in which they began."""
     sizes = {
-        (rank, c["name"]): len(c["ranks"])
+        (rank, c["name"]): len(c["ranks"]) or run.ranks
         for rank, part in run.parts.items()
-        for c in part.get("communicators", ())
+        for c in part.get("communicators") or ()
     }
     found: dict[Key, Whole] = {}
     for event in run.events:
@@ -89,15 +89,23 @@ def match(run: Run) -> list[Whole]:
 def schedules(run: Run) -> dict[tuple[str, str, int], Schedule]:
     """What the run's algorithms do, by collective, name and ranks; with root 0 only."""
     return {
-        (s["collective"], s["algorithm"], s["ranks"]): Schedule(
-            s["ranks"],
-            s["chunks"],
-            tuple(tuple(map(_transfer, transfers)) for transfers in s["rounds"]),
-        )
+        (s["collective"], s["algorithm"], s["ranks"]): _proved(s)
         for part in run.parts.values()
-        for s in part.get("schedules", ())
+        for s in part.get("schedules") or ()
         if s["root"] == 0
     }
+
+
+def _proved(said: Mapping[str, Any]) -> Schedule:
+    try:
+        rounds = tuple(tuple(map(_transfer, transfers)) for transfers in said["rounds"])
+        plan = Schedule(said["ranks"], said["chunks"], rounds)
+        verify(plan, said["collective"])
+    except (ScheduleError, UsageError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise UsageError(
+            f"the trace is damaged: its schedule {said['algorithm']!r} is no {said['collective']!r}"
+        ) from error
+    return plan
 
 
 def _transfer(numbers: Sequence[int]) -> Transfer:
@@ -129,7 +137,10 @@ def medians(wholes: Sequence[Whole]) -> dict[Kind, float]:
 def model(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Model | None:
     """Of the link that was emulated; else fitted to the run itself, so good for its shape only."""
     links = [
-        c["link"] for part in run.parts.values() for c in part.get("communicators", ()) if c["link"]
+        c["link"]
+        for part in run.parts.values()
+        for c in part.get("communicators") or ()
+        if c.get("link")
     ]
     if links:
         machine = Machine(links[0]["latency"], 1 / links[0]["bandwidth"], 0.0)

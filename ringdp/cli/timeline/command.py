@@ -18,11 +18,14 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
     """Raises UsageError for bad input, RingdpError where the page cannot be written."""
     if bench is not None and not bench.endswith(".json"):
         raise UsageError(f"--network is {bench!r}; allowed: a .json file of `ringdp bench --json`")
-    with console.status(f"reading {trace}") as status:
+    if page.exists() and trace.exists() and page.samefile(trace):
+        raise UsageError(f"--html: {page} is the trace itself; allowed: another file")
+    with console.status(Text(f"reading {trace}")) as status:
         run = read(trace)
         check_writable(page, "--html")
-        text = fill(digest(run, bench, status.update), f"{trace.name}: {run.ranks} ranks")
-        status.update(f"writing {page}")
+        data = digest(run, bench, lambda what: status.update(Text(what)))
+        text = fill(data, f"{trace.name}: {run.ranks} ranks")
+        status.update(Text(f"writing {page}"))
         try:
             page.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -10,14 +10,14 @@ from ringdp.cli.plan.hardware import from_file
 from ringdp.cli.timeline import collectives
 from ringdp.cli.timeline.collectives import Key, Kind, Model, Whole, end
 from ringdp.cli.timeline.read import Run
+from ringdp.cli.timeline.shapes import FORMULA, HELD
 from ringdp.cli.timeline.spans import Interval, length, overlap, union
 from ringdp.errors import UsageError
 from ringdp.schedule import Schedule, html, schedule
 from ringdp.tape.chrome import Event
 
 COMPUTE = ("forward", "backward", "recompute", "step")
-CATEGORIES = ("parameters", "gathered", "gradients", "buckets", "optimizer")
-FORMULA = {"gathered": "gathered_peak"}  # where the formula's name is another
+ADAMS = {"Adam", "AdamW"}  # whose state the formula is of
 
 
 class Share(NamedTuple):
@@ -55,7 +55,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
         "collectives": [_collective(w, model, priced, run) for w in wholes],
         "chunks": chunks,
         "model": model and {**model.machine._asdict(), "source": model.source},
-        "replays": _replays(wholes, told, tell),
+        **_replays(wholes, told, tell),
     }
 
 
@@ -137,7 +137,7 @@ def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float
     comms = {
         (rank, c["lane"]): c["name"]
         for rank, part in run.parts.items()
-        for c in part.get("communicators", ())
+        for c in part.get("communicators") or ()
     }
     places: dict[Key, int] = {w.key: i for i, w in enumerate(wholes)}
     found: list[list[list[float]]] = [[] for _ in wholes]
@@ -154,18 +154,21 @@ def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float
 
 def _memory(run: Run) -> Iterable[dict[str, Any]]:
     for rank, part in sorted(run.parts.items()):
-        for engine in part.get("engines", ()):
+        for engine in part.get("engines") or ():
             points = [
-                [_us(e["ts"]), *(e["args"][c] for c in CATEGORIES)]
+                [_us(e["ts"]), *(e["args"][c] for c in HELD)]
                 for e in run.events
                 if e["ph"] == "C" and e["pid"] == rank and e["name"] == engine["counter"]
             ]
-            formula = engine["formula"]
+            formula, adams = engine["formula"], ADAMS.issuperset(engine.get("optimizers") or ADAMS)
             yield {
                 "rank": rank,
                 "stage": engine["stage"],
+                "optimizers": " and ".join(engine.get("optimizers") or ()),
                 "points": sorted(points),
-                "formula": [formula[FORMULA.get(c, c)] for c in CATEGORIES],
+                "formula": [
+                    formula[FORMULA.get(c, c)] if c != "optimizer" or adams else None for c in HELD
+                ],
             }
 
 
@@ -183,20 +186,21 @@ def _notes(run: Run) -> Iterable[str]:
 
 def _replays(
     wholes: list[Whole], told: Mapping[Any, Schedule], tell: Callable[[str], None]
-) -> dict[str, str]:
-    """A page for each algorithm of an all_reduce, by `algorithm on ranks`."""
-    pages: dict[str, str] = {}
+) -> dict[str, dict[str, str]]:
+    """A page for each algorithm of an all_reduce, by `algorithm on ranks`; or why there is none."""
+    pages, unplayed = dict[str, str](), dict[str, str]()
     kinds = {w.kind[:3] for w in wholes if w.kind.collective == "all_reduce"}
     for collective, algorithm, ranks in sorted(kinds):
         tell(f"replaying {algorithm} on {ranks} ranks")
+        name = f"{algorithm} on {ranks}"
         try:
             plan = told.get((collective, algorithm, ranks)) or schedule(
                 "all_reduce", algorithm, ranks
             )
-            pages[f"{algorithm} on {ranks}"] = html(plan, "all_reduce")
-        except UsageError:  # too many slots for a page, or a library's own algorithm
-            continue
-    return pages
+            pages[name] = html(plan, "all_reduce")
+        except UsageError as error:  # too many slots for a page, or a library's own algorithm
+            unplayed[name] = str(error)
+    return {"replays": pages, "unplayed": unplayed}
 
 
 def _us(value: float) -> float:

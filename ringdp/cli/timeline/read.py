@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringdp.cli.timeline import shapes
+from ringdp.cli.timeline.shapes import misfit
 from ringdp.errors import UsageError
 from ringdp.tape.chrome import VERSION, Event, problems
 
@@ -32,6 +35,8 @@ def read(path: Path) -> Run:
         raise UsageError(f"{path} is no text; {WRITTEN_BY}") from None
     try:
         document = json.loads(text)
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply; {WRITTEN_BY}") from None
     except ValueError as error:
         cut = text[:1] == "{" and not text.rstrip().endswith("}")
         why = "is cut off" if cut else "is no JSON"
@@ -39,13 +44,35 @@ def read(path: Path) -> Run:
     about = document.get("ringdp") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise UsageError(f"{path} is no trace of this version of ringdp; {WRITTEN_BY}")
-    for problem in problems(document):
+    for problem in chain(problems(document), _misfits(about, document["traceEvents"])):
         raise UsageError(f"{path} is damaged: {problem}; {WRITTEN_BY}")
-    try:
-        parts = {int(rank): dict(part) for rank, part in about["parts"].items()}
-        return Run(int(about["ranks"]), dict(about["missing"]), parts, document["traceEvents"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged: {error!r} in what it says of itself") from None
+    parts = {int(rank): part for rank, part in about["parts"].items()}
+    return Run(about["ranks"], about["missing"], parts, document["traceEvents"])
+
+
+def _misfits(about: dict[str, Any], events: list[Event]) -> Iterator[str]:
+    found = misfit(about, shapes.ABOUT, "ringdp")
+    if found is not None:
+        yield found
+        return
+    for rank, part in about["parts"].items():
+        where = f"ringdp.parts.{rank}"
+        yield from filter(None, [misfit(part, shapes.PART, where)])
+        if not rank.isdecimal():
+            yield f"{where} is of no rank"
+    engines = [e for part in about["parts"].values() for e in part.get("engines") or ()]
+    counters = {engine.get("counter") for engine in engines if isinstance(engine, dict)}
+    for index, event in enumerate(events):
+        where, phase = f"traceEvents[{index}]", event["ph"]
+        kind = event.get("cat") if phase == "X" else event["name"]
+        of = shapes.ARGS.get((phase, str(kind)))
+        if phase == "C" and kind in counters:
+            of = shapes.BYTES
+        yield from filter(None, [misfit(event, shapes.EVENT[phase], where)])
+        if of is not None:
+            yield from filter(None, [misfit(event["args"], of, f"{where}.args")])
+    for why in about["missing"].values():
+        yield from filter(None, [misfit(why, str, "ringdp.missing")])
 
 
 def _parts_beside(path: Path) -> str:

@@ -28,5 +28,13 @@ def number() -> int:
     return 7
 
 
+def lazy() -> nn.Module:
+    return nn.LazyLinear(4)
+
+
+def needs(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
 def raising() -> nn.Module:
     raise KeyError("no such shape")

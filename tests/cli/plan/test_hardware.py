@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,41 @@ def test_what_is_no_network_is_refused(given):
         network(given, "h100", within=False, alpha=None)
 
 
+def test_a_bench_of_a_gpu_has_no_bound_and_is_fitted(tmp_path):
+    path = rows(tmp_path / "b.json", transport="nccl")
+    expected = from_file(path).machine
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps(report | {"rows": [r | {"bound_us": None} for r in report["rows"]]}))
+    assert from_file(path).machine == expected
+
+
+WRONG = {
+    "collective": [],
+    "registered": "x",
+    "ranks": 0,
+    "bytes": 2.5,
+    "dtype": None,
+    "p50_us": math.inf,
+    "p20_us": "fast",
+    "wrong": -1,
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_rows_that_cannot_be_are_refused(tmp_path, key):
+    path = rows(tmp_path / "b.json")
+    report = json.loads(path.read_text())
+    report["rows"][-1][key] = WRONG[key]
+    path.write_text(json.dumps(report))
+    with pytest.raises(UsageError, match=r"b.json holds no results .* a row lacks its numbers"):
+        from_file(path)
+
+
 def test_files_without_rows_of_ours_are_refused(tmp_path):
     path = tmp_path / "other.json"
+    with pytest.raises(UsageError, match=r"other.json holds no results"):
+        from_file(path)
+    path.write_text("[" * 200_000)
     with pytest.raises(UsageError, match=r"other.json holds no results"):
         from_file(path)
     path.write_text(json.dumps({"rows": 3}))

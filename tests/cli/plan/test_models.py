@@ -66,9 +66,14 @@ def test_scaling_keeps_the_layout():
         ("params=3/4", "of at least one each"),
         ("params=1e20", "at most 1e+14 parameters"),
         ("/nowhere/m.py:net", "cannot read /nowhere/m.py: No such file"),
-        (f"{HERE}:absent", "has no function 'absent'; it has net, huge, number, raising"),
+        (
+            f"{HERE}:absent",
+            "has no function 'absent'; it has net, huge, number, lazy, needs, raising",
+        ),
         (f"{HERE}:number", "number() returned int; allowed: a torch.nn.Module"),
-        (f"{HERE}:raising", "raising() raised KeyError: 'no such shape' (line 32)"),
+        (f"{HERE}:lazy", "parameter weight has no shape yet"),
+        (f"{HERE}:needs", "needs() raised TypeError: needs() missing 1 required positional arg"),
+        (f"{HERE}:raising", "raising() raised KeyError: 'no such shape' (line 40)"),
     ],
 )
 def test_what_is_no_model_is_refused(given, says):

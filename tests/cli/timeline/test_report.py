@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from ringdp.cli.timeline.digest import digest, share
 from ringdp.cli.timeline.page import PARTS, fill
 from ringdp.cli.timeline.read import read
 from ringdp.cli.timeline.spans import length, overlap, union
+from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
 from tests.browser import needs_browser
 from tests.cli.timeline.made import HELD, LATE, STEP, trace
@@ -82,7 +86,8 @@ REFUSED = {
     "a list": ("[]", "{} is no trace of this version of ringdp"),
     "another's": ('{"traceEvents": []}', "{} is no trace of this version of ringdp"),
     "newer": ('{"traceEvents": [], "ringdp": {"version": 99}}', "{} is no trace of this version"),
-    "no ranks": ('{"traceEvents": [], "ringdp": {"version": 1}}', "{} is damaged: KeyError"),
+    "no ranks": ('{"traceEvents": [], "ringdp": {"version": 1}}', "ringdp has no ranks; allowed"),
+    "deep": ("[" * 200_000, "{} is nested too deeply; allowed"),
     "events": ('{"traceEvents": [{"ph": "Q"}], "ringdp": {"version": 1}}', "ph is 'Q'"),
 }
 
@@ -111,9 +116,60 @@ def test_other_bad_input_is_one_line(tmp_path: Path, capsys):
     refused(tmp_path / "half.json", tmp_path, capsys, "half.json is cut off")
     refused(path, tmp_path / "nowhere", capsys, "--html: cannot write")
     refused(path, tmp_path, capsys, "--network is '400Gb'; allowed: a .json", "--network", "400Gb")
+    assert main(["report", str(path), "--html", str(path)]) == 2
+    assert f"--html: {path} is the trace itself" in capsys.readouterr().err
+    assert path.read_text() == text
     (tmp_path / "other.json.ab12.rank1.part").write_text("{}")
     says = "rank 0 ended before it merged other.json.ab12.rank1.part"
     refused(tmp_path / "other.json", tmp_path, capsys, says)
+
+
+BAD = [None, "x", -1, {}, [], 0, 2.5, 1e308, True, math.nan, 10**30, [[]]]
+GONE = object()
+
+
+def places(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Of all that is in it, two of each list."""
+    yield at
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(min(len(value), 2)):
+            yield from places(value[key], (*at, key))
+
+
+def test_whatever_is_damaged_is_refused_in_one_line_or_shown(tmp_path: Path):
+    path = trace(tmp_path)
+    whole = path.read_text()
+    document = json.loads(whole)
+    about, events = document["ringdp"], document["traceEvents"]
+    kinds = {(e["ph"], e.get("cat", e["name"])): i for i, e in enumerate(events)}
+    damaged = [*places(about, ("ringdp",))][1:]
+    for index in kinds.values():
+        damaged += places(events[index], ("traceEvents", index))
+    said = []
+    for turn, place in enumerate(damaged):
+        for bad in (GONE, *BAD[turn % 6 :: 6]):
+            document = json.loads(whole)
+            inner = document
+            for key in place[:-1]:
+                inner = inner[key]
+            if bad is GONE:
+                del inner[place[-1]]
+            else:
+                inner[place[-1]] = bad
+            path.write_text(json.dumps(document))
+            try:
+                json.dumps(digest(read(path), None, lambda _: None), allow_nan=False)
+            except UsageError as error:
+                said.append(str(error))
+    assert not any("\n" in text for text in said)
+    assert len(said) > len(damaged)
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path, capsys):
+    place = tmp_path / "[bold]:zap:[" / "b]"
+    place.mkdir(parents=True)
+    assert main(["report", str(trace(place)), "--html", str(place / "page.html")]) == 0
+    assert f"{place / 'page.html'}: " in capsys.readouterr().out
 
 
 def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
@@ -124,6 +180,26 @@ def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
     parts = [file.read_text() for file in PARTS.iterdir()]
     assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
     assert "default-src 'none'" in page.read_text()
+
+
+def test_of_other_optimizers_than_adam_there_is_no_formula(tmp_path: Path):
+    path = trace(tmp_path)
+    document = json.loads(path.read_text())
+    for part, name in zip(document["ringdp"]["parts"].values(), ("SGD", "AdamW"), strict=True):
+        part["engines"][0]["optimizers"] = [name]
+    path.write_text(json.dumps(document))
+    sgd, adam = digest(read(path), None, lambda _: None)["memory"]
+    assert (sgd["optimizers"], sgd["formula"]) == ("SGD", [*list(HELD.values())[:-1], None])
+    assert (adam["optimizers"], adam["formula"]) == ("AdamW", list(HELD.values()))
+
+
+def test_why_an_algorithm_is_not_replayed(tmp_path: Path):
+    path = trace(tmp_path)
+    text = path.read_text().replace('"algorithm": "ring"', '"algorithm": "gone"')
+    path.write_text(text.replace('"algorithm":"ring"', '"algorithm":"nccl"'))
+    found = digest(read(path), None, lambda _: None)
+    assert found["replays"] == {}
+    assert found["unplayed"]["nccl on 2"].startswith("no all_reduce algorithm 'nccl'")
 
 
 DRIVE = """(async () => {
@@ -149,8 +225,18 @@ DRIVE = """(async () => {
     const [x, y, w] = box(forward, 1, width);
     tell(spanAt(x + w / 2, y + 3));
     found.span = text("timelineSays");
+    found.exposed = [...exposed(0, 700, 1300)];
+    const press = (id, key) => byId(id).dispatchEvent(new KeyboardEvent("keydown", { key }));
+    found.walked = ["n", "n", "p", "ArrowDown", "ArrowUp"].map((key) => {
+        press("timeline", key);
+        return text("timelineSays").split(":")[1].split("(")[0].trim();
+    });
     byId("kinds").querySelector("tbody tr").click();
     found.chosen = text("chunkSays");
+    press("chunks", "ArrowRight");
+    found.chunk = text("chunkSays");
+    tellChunk(chunkAt(byId("chunks").clientWidth - 2, 40));
+    found.pointed = text("chunkSays");
     byId("before").click();
     found.first = byId("before").disabled;
     while (!byId("replay").contentWindow?.go) await wait(20);
@@ -201,6 +287,12 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert found["moved"] == "2.60 ms – 3.60 ms"
     assert found["span"].startswith("rank 0, main thread: backward root (backward), from 500.0 µs")
     assert "4,000 bytes on 2 ranks, at train.py:7: 500.0 µs, predicted 500.0" in found["chosen"]
+    assert found["exposed"] == [[1100, 1300]]
+    steps = ["forward root", "backward root", "forward root", "all_reduce #0", "backward root"]
+    assert found["walked"] == steps
+    chunk = "rank {}: {}, round {}, piece 0, 2,000 bytes, from {} for 100.0 µs, of which it waited "
+    assert found["chunk"].startswith(chunk.format(0, "send", 0, "0.0 µs") + "50.0 µs for a peer")
+    assert found["pointed"].startswith(chunk.format(1, "recv", 1, "300.0 µs"))
     assert found["first"] is True
     assert (found["round"], found["last"]) == ("round 0 of 0–1", "round 1 of 0–1")
     assert (found["playing"], found["played"]) == ("Stop", "Play")

@@ -1,8 +1,10 @@
 // One collective, chunk by chunk, beside the replay of its algorithm.
 let chosen = 0, timer = null, cursor = null, replaying = "";
+let walked = -1; // the chunk that keys have come to
 
 function choose(i) {
   stop();
+  walked = -1;
   chosen = Math.max(0, Math.min(data.collectives.length - 1, i));
   byId("which").value = chosen;
   byId("before").disabled = chosen === 0;
@@ -11,6 +13,9 @@ function choose(i) {
   const page = c.collective === "all_reduce" ? data.replays[key] : undefined;
   byId("replay").hidden = !page;
   byId("noReplay").hidden = Boolean(page);
+  byId("noReplay").textContent = c.collective === "all_reduce"
+    ? `The rounds of ${key} are not replayed: ${data.unplayed[key] ?? "nothing is known of them"}.`
+    : "The rounds of an algorithm are replayed for all_reduce.";
   if (page && replaying !== key) byId("replay").srcdoc = page;
   if (page) replaying = key;
   byId("chunkSays").textContent = `${c.name}, ${c.algorithm}, ${bytes(c.bytes)} bytes on ` +
@@ -62,6 +67,35 @@ function drawChunks() {
     g.fillStyle = ink("--text");
     g.fillRect(left + (cursor - begin) * scale, 0, 2, ranks.length * 30 + 8);
   }
+}
+
+function chunkAt(x, y) {
+  const spans = data.chunks[chosen], ranks = [...new Set(spans.map((s) => s[0]))].sort((a, b) => a - b);
+  const width = byId("chunks").clientWidth, left = width > 600 ? 56 : 26, [begin, end] = extent();
+  const at = begin + ((x - left) / (width - left)) * (end - begin), near = (end - begin) / width;
+  const rank = ranks[Math.floor((y - 3) / 30)];
+  return spans.findLastIndex((s) => s[0] === rank && s[2] - near <= at && at <= s[2] + s[3] + near);
+}
+
+function tellChunk(i) {
+  if (i < 0) return;
+  const [rank, name, begin, duration, round, piece, waited, size] = data.chunks[chosen][i];
+  byId("chunkSays").textContent = `rank ${rank}: ${data.names[name]}` +
+    (round < 0 ? "" : `, round ${round}`) + `, piece ${piece}, ${bytes(size)} bytes, from ` +
+    `${us(begin - extent()[0])} for ${us(duration)}` +
+    (waited ? `, of which it waited ${us(waited)} for a peer.` : ".");
+}
+
+// In the order in which they began.
+function walkChunks(by) {
+  const spans = data.chunks[chosen], order = spans.map((_, i) => i).sort((a, b) => spans[a][2] - spans[b][2]);
+  const place = Math.max(0, Math.min(order.length - 1, order.indexOf(walked) + by));
+  if (!order.length) return;
+  walked = order[place];
+  cursor = spans[walked][2];
+  tellChunk(walked);
+  follow(cursor);
+  drawChunks();
 }
 
 // The round that the latest rank is in at that moment, shown in the algorithm's own replay.

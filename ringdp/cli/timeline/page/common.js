@@ -15,7 +15,9 @@ const bytes = (b) => b.toLocaleString("en");
 const median = (list) => list.toSorted((a, b) => a - b)[list.length >> 1];
 let data, first = 0, last = 1; // µs of all
 let view = [0, 1]; // what the timeline shows
-let rows = []; // of the timeline: lanes and what they hang on
+let rows = [], tall = 0; // of the timeline: lanes and what they hang on; its height
+let waits = new Map(); // by rank
+let picked = null; // lane and index of the span that keys have come to
 
 function make(tag, text, parent, kind) {
   const made = document.createElement(tag);

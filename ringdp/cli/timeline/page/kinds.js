@@ -17,6 +17,9 @@ function groupKinds() {
   kinds.sort((a, b) => b.measured * b.all.length - a.measured * a.all.length);
 }
 
+const hueOf = (kind) =>
+  ({ all_reduce: 210, all_gather: 40, reduce_scatter: 320 })[kind.collective] ?? 140;
+
 function drawKinds() {
   const head = ["collective", "algorithm", "ranks", "bytes", "times", "measured", "predicted",
     "measured / predicted", "late"];
@@ -39,11 +42,22 @@ function drawKinds() {
   g.stroke();
   g.fillStyle = ink("--soft");
   g.fillText("measured ↑", 8, 14);
-  g.fillText("predicted →", width - 72, height - 12);
+  g.textAlign = "right";
+  g.fillText("predicted →", width - 8, height - 28);
+  g.textAlign = "center";
+  for (let t = 10 ** Math.ceil(low / Math.LN10); Math.log(t) < high; t *= 10) {
+    if (x(t) > 40 && x(t) < width - 40) g.fillText(us(t), x(t), height - 12);
+    g.fillRect(x(t), height - 5, 1, 5);
+    g.fillRect(0, y(t), 5, 1);
+  }
   for (const k of dots) {
     g.beginPath();
     g.arc(x(k.predicted), y(k.measured), 5, 0, 7);
-    g.fillStyle = color({ all_reduce: 210, all_gather: 40, reduce_scatter: 320 }[k.collective] ?? 140);
+    g.fillStyle = color(hueOf(k));
     g.fill();
   }
+  [...byId("kinds").querySelectorAll("tbody td:first-child")].forEach((cell, i) => {
+    cell.style.boxShadow = `inset 4px 0 ${color(hueOf(kinds[i]))}`;
+    cell.style.paddingLeft = "9px";
+  });
 }

@@ -4,8 +4,10 @@ function drawMemory() {
   const height = 220, [g, width] = surface("memory", one ? height : 1);
   if (!one) return;
   const { points, formula } = one, sum = (list) => list.reduce((a, b) => a + b, 0);
-  const allowed = sum(formula), peaks = MEMORY.map((_, c) => Math.max(...points.map((p) => p[c + 1])));
-  const most = Math.max(allowed, ...points.map((p) => sum(p.slice(1)))) * 1.06 || 1;
+  const most_of = (of) => points.reduce((a, p) => Math.max(a, of(p)), 0);
+  const peaks = MEMORY.map((_, c) => most_of((p) => p[c + 1]));
+  const allowed = sum(formula.map((b, c) => b ?? peaks[c]));
+  const most = Math.max(allowed, most_of((p) => sum(p.slice(1)))) * 1.06 || 1;
   const begin = points[0][0], end = Math.max(points.at(-1)[0], begin + 1);
   const x = (t) => ((t - begin) / (end - begin)) * width, y = (b) => height - (b / most) * height;
   for (let c = MEMORY.length - 1; c >= 0; c--) {
@@ -30,7 +32,10 @@ function drawMemory() {
   g.lineTo(width, y(allowed));
   g.stroke();
   table("bytes", ["bytes", "peak", "formula", ""], MEMORY.map((name, c) =>
-    [name, bytes(peaks[c]), bytes(formula[c]), peaks[c] === formula[c] ? "=" : "≠"]));
+    [name, bytes(peaks[c]), formula[c] === null ? "–" : bytes(formula[c]),
+      formula[c] === null ? "" : peaks[c] === formula[c] ? "=" : "≠"]));
+  byId("memorySays").textContent = "The dashed line is the formula's sum: the peak that the plan allows" +
+    (formula.includes(null) ? `. Of ${one.optimizers} there is no formula: its peak is taken.` : ".");
   [...byId("bytes").querySelectorAll("tbody td:first-child")].forEach((cell, c) => {
     cell.style.boxShadow = `inset 4px 0 ${color(210 + c * 58)}`;
     cell.style.paddingLeft = "9px";

@@ -16,7 +16,8 @@ function listen() {
   for (const [id, act] of Object.entries(clicks)) byId(id).addEventListener("click", act);
   const keys = {
     ArrowLeft: clicks.left, ArrowRight: clicks.right, "+": clicks.in, "=": clicks.in,
-    "-": clicks.out, 0: clicks.fit,
+    "-": clicks.out, 0: clicks.fit, n: () => walk(1, 0), p: () => walk(-1, 0),
+    ArrowDown: () => walk(0, 1), ArrowUp: () => walk(0, -1),
   };
   canvas.addEventListener("keydown", (e) => {
     if (!keys[e.key] || e.ctrlKey || e.metaKey) return;
@@ -26,7 +27,9 @@ function listen() {
   let held = null;
   canvas.addEventListener("pointerdown", (e) => {
     held = [e.offsetX, ...view];
-    tell(spanAt(e.offsetX, e.offsetY));
+    picked = spanAt(e.offsetX, e.offsetY);
+    tell(picked);
+    drawTimeline();
   });
   canvas.addEventListener("pointermove", (e) => {
     if (!held) return tell(spanAt(e.offsetX, e.offsetY));
@@ -41,6 +44,15 @@ function listen() {
     const at = view[0] + (e.offsetX / canvas.clientWidth) * (view[1] - view[0]);
     zoom(e.deltaY > 0 ? 1.25 : 0.8, at);
   }, { passive: false });
+  byId("chunks").addEventListener("keydown", (e) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    if (!by || e.ctrlKey || e.metaKey) return;
+    e.preventDefault();
+    walkChunks(by);
+  });
+  for (const when of ["pointerdown", "pointermove"]) {
+    byId("chunks").addEventListener(when, (e) => tellChunk(chunkAt(e.offsetX, e.offsetY)));
+  }
   byId("which").addEventListener("change", (e) => choose(Number(e.target.value)));
   byId("engine").addEventListener("change", drawMemory);
   addEventListener("resize", drawAll);
@@ -59,7 +71,7 @@ function fillIn() {
     if (!used.has(category)) continue;
     const key = make("span", undefined, byId("legend"), "key");
     make("i", undefined, key).style.background = color(hue);
-    key.append(category === "wait" ? "waiting: exposed" : category);
+    key.append({ wait: "waiting: exposed", collective: "collective: hidden" }[category] ?? category);
   }
   table("shares", ["rank", "computes", "communicates", "hidden", "exposed"], data.shares.map((s) =>
     [s.rank, us(s.compute), us(s.communication), us(s.hidden), us(s.exposed)]));
@@ -83,8 +95,12 @@ async function unpack() {
 
 async function start() {
   await unpack();
+  byId("state").textContent = `Drawing ${bytes(data.collectives.length)} collectives …`;
+  await new Promise((shown) => setTimeout(shown)); // the line above is painted
   byId("main").hidden = false;
   fillIn();
+  layOut();
+  layOutWaits();
   groupKinds();
   listen();
   const reduces = data.collectives.findLastIndex((c) => c.collective === "all_reduce" && c.bytes > 1e4);

@@ -1,9 +1,9 @@
 // The timeline: lanes of every rank, zoomed and moved.
 const LANE = 20, HEAD = 16;
 
+// Once: where each lane lies, and how deep its spans nest.
 function layOut() {
   let y = HEAD;
-  rows = [];
   let rank = null;
   for (const lane of data.lanes) {
     if (lane.rank !== rank) {
@@ -19,11 +19,44 @@ function layOut() {
       deep = Math.max(deep, open.length);
       return open.length - 1;
     });
-    lane.longest = Math.max(0, ...lane.spans.map((s) => s[3]));
+    lane.longest = lane.spans.reduce((most, s) => Math.max(most, s[3]), 0);
     rows.push({ y, lane, deep });
     y += 14 + Math.min(deep, 4) * LANE;
   }
-  return y;
+  tall = y;
+}
+
+// When a rank waits, as disjoint intervals in order.
+function layOutWaits() {
+  waits = new Map();
+  for (const lane of data.lanes) {
+    const found = waits.get(lane.rank) ?? [];
+    for (const [, category, begin, duration] of lane.spans) {
+      if (data.names[category] === "wait") found.push([begin, begin + duration]);
+    }
+    waits.set(lane.rank, found);
+  }
+  for (const [rank, found] of waits) {
+    const apart = [];
+    for (const [begin, end] of found.sort((a, b) => a[0] - b[0])) {
+      if (apart.length && begin <= apart.at(-1)[1]) apart.at(-1)[1] = Math.max(apart.at(-1)[1], end);
+      else apart.push([begin, end]);
+    }
+    waits.set(rank, apart);
+  }
+}
+
+// Of a collective what its rank waited for, as [begin, end].
+function* exposed(rank, begin, end) {
+  const all = waits.get(rank) ?? [];
+  let low = 0, high = all.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (all[middle][1] <= begin) low = middle + 1; else high = middle;
+  }
+  for (let i = low; i < all.length && all[i][0] < end; i++) {
+    yield [Math.max(begin, all[i][0]), Math.min(end, all[i][1])];
+  }
 }
 
 // The spans of a lane that show, by place: spans are in order of their begin.
@@ -43,18 +76,32 @@ function box(row, i, width) {
 }
 
 function drawTimeline() {
-  const height = layOut(), [g, width] = surface("timeline", height);
+  const [g, width] = surface("timeline", tall);
+  const scale = width / (view[1] - view[0]);
   for (const row of rows) {
     g.fillStyle = ink(row.lane ? "--soft" : "--text");
     g.fillText(row.lane ? row.lane.title : row.title, 0, row.y + 7);
     if (!row.lane) continue;
     let drawn = -1;
     for (const i of shown(row.lane)) {
-      const [name, category] = row.lane.spans[i], [x, y, w, h] = box(row, i, width);
-      if (w < 1 && x < drawn && row.lane.depths[i] === 0) continue; // it would not be seen
+      const [name, category, begin, duration] = row.lane.spans[i];
+      const [x, y, w, h] = box(row, i, width);
+      if (w < 1 && x < drawn && row.lane.depths[i] === 0 && !isPicked(row.lane, i)) continue;
       drawn = x + w;
       g.fillStyle = color(HUES[data.names[category]] ?? 0);
       g.fillRect(x, y, w, h);
+      if (data.names[category] === "collective") {
+        g.fillStyle = color(HUES.wait);
+        for (const [from, to] of exposed(row.lane.rank, begin, begin + duration)) {
+          const left = (from - view[0]) * scale;
+          g.fillRect(left, y + h - 5, Math.max((to - from) * scale, 0.7), 5);
+        }
+      }
+      if (isPicked(row.lane, i)) {
+        g.strokeStyle = ink("--text");
+        g.lineWidth = 2;
+        g.strokeRect(x, y + 1, Math.max(w, 3), h - 2);
+      }
       if (w > 46) {
         g.save();
         g.beginPath();
@@ -79,6 +126,31 @@ function spanAt(x, y) {
     }
   }
   return null;
+}
+
+const isPicked = (lane, i) => picked !== null && picked[0] === lane && picked[1] === i;
+
+function pick(found) {
+  if (!found) return;
+  picked = found;
+  tell(found);
+  const [, , begin, duration] = found[0].spans[found[1]];
+  if (begin > view[1] || begin + duration < view[0]) {
+    const half = (view[1] - view[0]) / 2;
+    show(begin - half, begin + half);
+  } else drawTimeline();
+}
+
+// To the next span of the lane (across = 0), or to the one of the next lane at about this time.
+function walk(along, across) {
+  const lanes = rows.filter((row) => row.lane).map((row) => row.lane);
+  if (!picked) return pick(lanes.length ? [lanes[0], [...shown(lanes[0])][0] ?? 0] : null);
+  const [lane, i] = picked;
+  if (!across) return pick(lane.spans[i + along] ? [lane, i + along] : null);
+  const other = lanes[lanes.indexOf(lane) + across];
+  if (!other) return;
+  const at = other.spans.findIndex((s) => s[2] + s[3] >= lane.spans[i][2]);
+  pick([other, at < 0 ? other.spans.length - 1 : at]);
 }
 
 function tell(found) {
