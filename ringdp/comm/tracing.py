@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -36,8 +36,8 @@ def trace(path: str | os.PathLike[str]) -> Trace:
     It holds every collective with its chunks (rows of a program, tiles of direct exchanges) and the
     waits for it; gathers, prefetches, frees and reductions of an engine or of DDP; forward and
     backward of units, optimizer steps; and bytes held by category. The file is there once rank 0
-    has left it. Raises UsageError where it cannot be written, CommunicationError where a rank does
-    not come.
+    has left it, whose `path` counts. Raises UsageError where it cannot be written,
+    CommunicationError where a rank does not come.
     """
     return Trace(Path(path))
 
@@ -56,7 +56,7 @@ class Trace:
         store, rank, ranks = job_store("trace")
         self._meeting = Meeting(store, rank, ranks, host())
         complaint = _unwritable(self.path) if rank == 0 else None
-        self._epoch, self._token = self._meeting.open(complaint)
+        self._opened = self._meeting.open(complaint, str(self.path.absolute()))
         self._recorder = recorder.start()
         return self
 
@@ -91,10 +91,14 @@ class Trace:
         if patience == PATIENCE:
             with suppress(RuntimeError):  # the first guess must do
                 meeting.compare_clocks("last", ANSWER)
-        part = parts.part_path(self.path, self._token, meeting.rank)
-        with _to(self.path):
-            lines = chrome.lines(recorded, meeting.rank, self._epoch, meeting.shift)
+        part = self._part(meeting.rank)
+        try:
+            lines = chrome.lines(recorded, meeting.rank, self._opened.epoch, meeting.shift)
             parts.write_part(part, self._head(recorded), lines)
+        except OSError as e:
+            with suppress(RuntimeError):
+                meeting.excuse(f"it cannot write {part}: {e.strerror}")
+            raise _unwritten(self.path, e) from None
         if meeting.rank == 0:
             self._merge(part, monotonic() + patience)
             return
@@ -104,6 +108,13 @@ class Trace:
             log.warning(
                 "rank %d cannot tell rank 0 of its part of the trace, %s", *(meeting.rank, part)
             )
+
+    def _part(self, rank: int) -> Path:
+        """Beside rank 0's file, which may have another path here; on another host, anywhere."""
+        trace = Path(self._opened.path)
+        if rank == self._meeting.rank and rank in self._meeting.away:
+            trace = Path(tempfile.gettempdir(), trace.name)
+        return parts.part_path(trace, self._opened.token, rank)
 
     def _head(self, recorded: recorder.Recorder) -> dict[str, Any]:
         name, guesses = host(), self._meeting.guesses
@@ -118,7 +129,7 @@ class Trace:
     def _merge(self, mine: Path, deadline: float) -> None:
         there, missing = {0: mine}, {}
         for rank in range(1, self._meeting.ranks):
-            part = parts.part_path(self.path, self._token, rank)
+            part = self._part(rank)
             try:
                 why = self._meeting.collect(rank, part, deadline)
             except RuntimeError as e:
@@ -128,8 +139,10 @@ class Trace:
             else:
                 missing[str(rank)] = why
                 log.warning("%s: %s", self.path, why)
-        with _to(self.path):
+        try:
             parts.merge(self.path, there, {"ranks": self._meeting.ranks, "missing": missing})
+        except OSError as e:
+            raise _unwritten(self.path, e) from None
 
 
 def _unwritable(path: Path) -> str | None:
@@ -153,9 +166,5 @@ def _unwritable(path: Path) -> str | None:
     return None
 
 
-@contextmanager
-def _to(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        raise RingdpError(f"ringdp: cannot write the trace {path}: {e.strerror}") from None
+def _unwritten(path: Path, error: OSError) -> RingdpError:
+    return RingdpError(f"ringdp: cannot write the trace {path}: {error.strerror}")

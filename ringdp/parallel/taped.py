@@ -107,16 +107,16 @@ class Watcher:
 
     def _forward_begins(self, indices: Group) -> None:
         self._held.introduce()
-        if indices is self.engine.roots:
+        if indices is self.engine.roots and not _in_backward():
             self._forwards.clear()  # of one that raised
+            self._backwards.clear()
         self._forwards.append((indices, monotonic_ns()))
 
     def _forward_ends(self, indices: Group, _output: object) -> None:
         while self._forwards:
             group, since = self._forwards.pop()
             if group is indices:
-                within = torch._C._current_graph_task_id() != -1
-                kind = "recompute" if within else "forward"
+                kind = "recompute" if _in_backward() else "forward"
                 self.recorder.span(f"{kind} {self._named(group)}", kind, since)
                 return
 
@@ -128,7 +128,9 @@ class Watcher:
         for other in list(self._backwards):
             if not (other in around[first] or first in around[other]):
                 self._end_backward(other)
-        self._backwards[first] = monotonic_ns()
+        # A module that returns what one within it does hears of its gradient after that one.
+        within = [since for other, since in self._backwards.items() if first in around[other]]
+        self._backwards[first] = min([monotonic_ns(), *(since - 1 for since in within)])
 
     def _unit_through(self, index: int) -> None:
         for group in self.engine.groups:
@@ -222,6 +224,10 @@ class Steps:
     def tape_off(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _name(unit: FlatUnit) -> str:

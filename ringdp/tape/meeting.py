@@ -10,6 +10,7 @@ What goes through the store is JSON of numbers and text, checked where it is rea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -22,9 +23,13 @@ from typing import NamedTuple, Protocol
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.tape.chrome import Shift
 
+log = logging.getLogger("ringdp")
+
 ROUND_TRIPS = 16
 PIECE = 1 << 20  # bytes of a part that go through the store at once
 LOOK_EVERY = 0.01  # s, for parts
+WARN_AFTER = 5.0  # s that a rank waits for another to start the trace
+SORRY = "!"  # what begins the reason why there is no part
 
 
 class Store(Protocol):
@@ -52,6 +57,14 @@ class Member(NamedTuple):
     pid: int
 
 
+class Opened(NamedTuple):
+    """What the ranks of a trace have in common: its epoch is ns on rank 0's clock."""
+
+    epoch: int
+    token: str  # no other trace's
+    path: str
+
+
 class Meeting:
     """One rank's side. `store`: None for a rank alone."""
 
@@ -68,15 +81,15 @@ class Meeting:
         self.members = [self._me]
         self.guesses: list[Guess] = []  # empty on rank 0's host
 
-    def open(self, complaint: str | None) -> tuple[int, str]:
-        """The epoch, ns on rank 0's clock, and the token of this trace. Collective.
+    def open(self, complaint: str | None, path: str) -> Opened:
+        """What rank 0 says of this trace, whose `path` is rank 0's. Collective.
 
         Raises UsageError everywhere if rank 0 has a `complaint`.
         """
-        epoch, token = self.clock(), secrets.token_hex(4)
+        opened = Opened(self.clock(), secrets.token_hex(4), path)
         if self._store is not None:
             try:
-                epoch, token, complaint = self._meet(self._store, epoch, token, complaint)
+                opened, complaint = self._meet(self._store, opened, complaint)
             except (RuntimeError, ValueError, TypeError, KeyError) as e:
                 raise CommunicationError(
                     f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
@@ -84,24 +97,36 @@ class Meeting:
                 ) from e
         if complaint:
             raise UsageError(complaint)
-        return epoch, token
+        return opened
 
     def _meet(
-        self, store: Store, epoch: int, token: str, complaint: str | None
-    ) -> tuple[int, str, str | None]:
+        self, store: Store, opened: Opened, complaint: str | None
+    ) -> tuple[Opened, str | None]:
         store.set(f"here/{self.rank}", json.dumps(self._me))
         if self.rank == 0:
             for r in range(self.ranks):
-                host, pid = json.loads(store.get(f"here/{r}"))
+                host, pid = json.loads(self._patiently(store, f"here/{r}", r))
                 self.members[r:] = [Member(str(host), int(pid))]
-            epoch = self.clock()
-            store.set("epoch", json.dumps([epoch, token, complaint, self.members]))
+            opened = opened._replace(epoch=self.clock())
+            store.set("opened", json.dumps([*opened, complaint, self.members]))
         else:
-            epoch, token, complaint, members = json.loads(store.get("epoch"))
+            said = json.loads(self._patiently(store, "opened", 0))
+            epoch, token, path, complaint, members = said
+            opened = Opened(int(epoch), str(token), str(path))
             self.members = [Member(str(host), int(pid)) for host, pid in members]
         if not complaint:
             self.compare_clocks("first", None)
-        return int(epoch), str(token), str(complaint) if complaint else None
+        return opened, str(complaint) if complaint else None
+
+    def _patiently(self, store: Store, key: str, rank: int) -> bytes:
+        """Wait as long as the store does, and say for whom once that takes long."""
+        try:
+            store.wait([key], timedelta(seconds=WARN_AFTER))
+        except RuntimeError:  # not there yet, or no store any more, which `get` finds out
+            log.warning(
+                "rank %d waits for rank %d to start the trace; every rank must", self.rank, rank
+            )
+        return store.get(key)
 
     @property
     def shift(self) -> Shift:
@@ -160,6 +185,13 @@ class Meeting:
                     pieces += 1
             part.unlink()
         self._store.set(f"part/{self.rank}", str(pieces))
+        if self.rank not in self.away and self._store.check([f"late/{self.rank}"]):
+            log.warning("rank 0 did not wait for rank %d's part of the trace: %s", self.rank, part)
+
+    def excuse(self, why: str) -> None:
+        """There is no part of this rank."""
+        if self._store is not None:
+            self._store.set(f"part/{self.rank}", SORRY + why)
 
     def collect(self, rank: int, part: Path, deadline: float) -> str | None:
         """On rank 0: wait for that rank's part, and see that it lies at `part`. Why it does not."""
@@ -169,11 +201,15 @@ class Meeting:
                 pid = self.members[rank].pid
                 return f"rank {rank} (process {pid}) ended before it wrote its part of the trace"
             if monotonic() > deadline:
+                self._store.set(f"late/{rank}", "")
                 return f"rank {rank} did not write its part of the trace in time"
             sleep(LOOK_EVERY)
+        said = self._store.get(f"part/{rank}").decode()
+        if said.startswith(SORRY):
+            return f"rank {rank} has no part of the trace: {said.removeprefix(SORRY)}"
         if rank in self.away:
             with part.open("w") as out:
-                for k in range(int(self._store.get(f"part/{rank}"))):
+                for k in range(int(said)):
                     out.write(self._store.get(f"piece/{rank}/{k}").decode())
                     with suppress(RuntimeError):  # not every store can
                         self._store.delete_key(f"piece/{rank}/{k}")

@@ -5,6 +5,7 @@ Times are ns of CLOCK_MONOTONIC, which the processes of a host share and csrc us
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from time import monotonic_ns
@@ -70,9 +71,9 @@ class Recorder:
 
     def thread(self, native: int | None = None) -> int:
         """The lane of a thread, by default of this one."""
-        main = threading.main_thread().native_id
         native = threading.get_native_id() if native is None else native
-        return self.lane(native, "main thread" if native == main else f"thread {native}")
+        main = native == os.getpid()  # of Linux, and of a fork, too
+        return self.lane(native, "main thread" if main else f"thread {native}")
 
     def span(self, name: str, category: str, begin: int, **args: Any) -> None:
         """From `begin` to now, on this thread."""

@@ -166,6 +166,33 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
+def calls_by_turns(comm: ringdp.Communicator, at: Path) -> None:
+    """Each rank with a file of its own in mind, and rank 1 in another directory."""
+    before = os.getcwd()
+    if comm.rank == 1:
+        (at / "other").mkdir()
+    os.chdir(at / "other" if comm.rank == 1 else at)
+    try:
+        for name in (f"run{comm.rank}.json", "again.json"):
+            with ringdp.trace(name):
+                comm.all_reduce(torch.ones(10))
+        with ringdp.trace("nothing.json"):
+            pass
+    finally:
+        os.chdir(before)
+
+
+def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
+    ranks(2)(calls_by_turns, tmp_path)
+    found = ["again.json", "nothing.json", "other", "run0.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == found
+    assert list((tmp_path / "other").iterdir()) == []
+    for name, calls in (("run0", 1), ("again", 1), ("nothing", 0)):
+        read = Read(tmp_path / f"{name}.json")
+        assert sorted(read.about["parts"]) == ["0", "1"]
+        assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
+
+
 def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
     said = []
     for start in (

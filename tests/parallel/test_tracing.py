@@ -89,6 +89,52 @@ def check_memory(read: Read, rank: int, held: dict[str, int]) -> None:
     }
 
 
+def trains_without_a_root(comm: ringdp.Communicator, stage: int, path: Path) -> None:
+    """What the model returns is what its last unit does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in UNITS))
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm)
+    with ringdp.trace(path):
+        for _ in range(STEPS):
+            model(torch.ones(4, 8)).mean().backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_units_lie_in_a_root_that_owns_nothing(ranks, tmp_path, stage: int):
+    ranks(2)(trains_without_a_root, stage, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    read.check_nesting()
+    names = [f"backward {unit}" for unit in ("root", *reversed(UNITS))]
+    assert read.names("backward", 0) == STEPS * names
+
+
+def raises_in_backward(comm: ringdp.Communicator, path: Path) -> None:
+    engine = ringdp.shard(net(), stage=3, unit=Block, comm=comm)
+
+    def stop(_: torch.Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+    with ringdp.trace(path):
+        block = engine.model[1]
+        handle = block.register_forward_hook(lambda _m, _i, out: out.register_hook(stop) and None)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            engine.model(torch.ones(4, 32)).mean().backward()
+        handle.remove()
+        engine.model(torch.ones(4, 32)).mean().backward()
+    engine.close()
+
+
+def test_a_backward_that_raised_leaves_no_span_open(ranks, tmp_path):
+    ranks(2)(raises_in_backward, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    read.check_nesting()
+    for rank in range(2):
+        *_, forward = (s for s in read.spans("forward", rank) if s["name"] == "forward root")
+        (backward,) = (s for s in read.spans("backward", rank) if s["name"] == "backward root")
+        assert backward["ts"] >= forward["ts"] + forward["dur"]
+
+
 def trains_one_of_two(comm: ringdp.Communicator, path: Path) -> list[dict[str, int]]:
     """Three engines: one does nothing, two have optimizers that have stepped before the trace."""
     idle, *busy = (ringdp.shard(net(), stage=3, unit=Block, comm=comm) for _ in range(3))

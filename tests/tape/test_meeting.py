@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic, monotonic_ns
 
@@ -11,6 +12,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from ringdp.errors import CommunicationError, UsageError
+from ringdp.tape import meeting
 from ringdp.tape.chrome import Shift
 from ringdp.tape.meeting import PIECE, ROUND_TRIPS, Meeting
 
@@ -34,7 +36,7 @@ def met(hosts: list[str], complaint: str | None = None) -> tuple[list[Meeting], 
 
     def open_(rank: int) -> None:
         try:
-            came[rank] = meetings[rank].open(complaint if rank == 0 else None)
+            came[rank] = meetings[rank].open(complaint if rank == 0 else None, f"run{rank}.json")
         except (UsageError, CommunicationError) as e:
             came[rank] = e
 
@@ -53,6 +55,7 @@ def together(act, ranks: int) -> None:
 def test_a_clock_of_another_host_is_right_to_its_bound():
     meetings, came = met(["a", "b", "a"])
     assert len(set(came)) == 1
+    assert came[0].path == "run0.json"
     assert [len(m.guesses) for m in meetings] == [0, 1, 0]
     together(lambda r: meetings[r].compare_clocks("last", 10.0), 3)
     assert [len(m.guesses) for m in meetings] == [0, 2, 0]
@@ -98,6 +101,31 @@ def test_a_rank_that_is_late_is_waited_for_so_long(tmp_path: Path):
     assert why == "rank 1 did not write its part of the trace in time"
 
 
+def test_a_part_that_cannot_be_written_is_told(tmp_path: Path):
+    meetings, _ = met(["a", "b"])
+    meetings[1].excuse("it cannot write there: No space left on device")
+    why = meetings[0].collect(1, tmp_path / "part", monotonic() + 1000)
+    assert why == (
+        "rank 1 has no part of the trace: it cannot write there: No space left on device"
+    )
+
+
+def test_a_part_that_comes_too_late_is_told_where_it_lies(tmp_path: Path, caplog):
+    meetings, _ = met(["a", "a"])
+    assert meetings[0].collect(1, tmp_path / "part", monotonic()) is not None
+    meetings[1].hand_in(tmp_path / "part")
+    assert f"rank 0 did not wait for rank 1's part of the trace: {tmp_path}" in caplog.text
+
+
+def test_who_is_waited_for_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(meeting, "WARN_AFTER", 0.01)
+    store = PrefixStore("trace", HashStore())
+    store.set_timeout(timedelta(seconds=0.02))
+    with pytest.raises(CommunicationError, match="every rank must start the trace"):
+        Meeting(store, 1, 2, "a").open(None, "run.json")
+    assert "rank 1 waits for rank 0 to start the trace" in caplog.text
+
+
 def test_what_rank_0_cannot_do_is_told_to_all():
     _, came = met(["a", "b"], "cannot write")
     assert [(type(c), str(c)) for c in came] == [(UsageError, "cannot write")] * 2
@@ -105,7 +133,7 @@ def test_what_rank_0_cannot_do_is_told_to_all():
 
 def test_nonsense_in_the_store_is_an_error():
     store = PrefixStore("trace", HashStore())
-    store.set("epoch", '[1, "t", null, [["a"]]]')
+    store.set("opened", '[1, "t", "run.json", null, [["a"]]]')
     with pytest.raises(CommunicationError, match="rank 1 of 2 did not meet the others to trace"):
-        Meeting(store, 1, 2, "a").open(None)
+        Meeting(store, 1, 2, "a").open(None, "run.json")
     assert ROUND_TRIPS > 1

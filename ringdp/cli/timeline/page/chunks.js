@@ -11,6 +11,7 @@ function choose(i) {
   byId("after").disabled = chosen === data.collectives.length - 1;
   const c = data.collectives[chosen], key = `${c.algorithm} on ${c.ranks}`;
   const page = c.collective === "all_reduce" ? data.replays[key] : undefined;
+  byId("play").disabled = !data.chunks[chosen].length;
   byId("replay").hidden = !page;
   byId("noReplay").hidden = Boolean(page);
   byId("noReplay").textContent = c.collective === "all_reduce"
