@@ -13,8 +13,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import TCPStore
+
+from tests.ranks import SERVER
 
 Say = Callable[[Any], None]
 
@@ -41,10 +41,9 @@ class Forks:
     """Runs one job after the other below its process; made once for a test session."""
 
     def __init__(self) -> None:
-        here, there = socket.socketpair()
-        self.pipe = Connection(here.detach())
-        code = f"from tests.forks import main; main({there.fileno()})"
-        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[there.fileno()])
+        self.pipe, there = SERVER.Pipe()
+        self.process = SERVER.Process(target=main, args=(there,))
+        self.process.start()
         there.close()
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Ended]:
@@ -56,7 +55,7 @@ class Forks:
 
     def close(self) -> None:
         self.pipe.close()
-        self.process.wait()
+        self.process.join()
 
 
 def store() -> TCPStore:
@@ -64,10 +63,8 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-def main(fd: int) -> None:
+def main(pipe: Connection) -> None:
     import torch
-
-    pipe = Connection(fd)
 
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -1,4 +1,4 @@
-"""Rank processes that live for the whole test session: starting one costs seconds.
+"""Rank processes that live for the whole test session, forked from one that has imported all.
 
     ranks(4)(function, *arguments) -> [result of rank 0, ...]
 
@@ -10,6 +10,7 @@ then thrown away, since its communicator is.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -24,6 +25,11 @@ from torch.distributed import TCPStore
 import ringdp
 
 TIMEOUT = 60.0  # seconds for one call; only a hang reaches it
+
+# torch takes seconds to import: the server of this context does it once for all ranks. Nobody may
+# run a tensor operation there, as threads do not survive a fork.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.ranks", "pytest", "torch._dynamo"])
 
 
 class RankError(AssertionError):
@@ -41,13 +47,12 @@ class Pool:
     def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
         self.size, self.timeout = size, timeout
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.died: list[int] = []
         self.processes = []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(
+            here, there = SERVER.Pipe()
+            process = SERVER.Process(
                 target=_serve, args=(there, rank, size, self.store.port, timeout), daemon=True
             )
             process.start()
@@ -115,6 +120,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
 
     torch.set_num_threads(1)
     comm = ringdp.init(timeout=timeout)
+    gc.freeze()  # what is imported stays, and takes 0.1 s of every collection
     while True:
         try:
             module, name, arguments = pipe.recv()
