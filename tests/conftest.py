@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ from tests.ranks import Pool
 
 settings.register_profile("any load", deadline=None)  # tests do not time anything
 settings.load_profile("any load")
+
+
+@pytest.fixture(autouse=True)
+def server(request: pytest.FixtureRequest) -> None:
+    """A process has one fork server, and launchers under test would start it with less imported."""
+    if request.node.get_closest_marker("process"):
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +41,13 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.fixture
-def fresh_ranks() -> Iterator[Callable[..., Pool]]:
+def fresh_ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]:
     """fresh_ranks(n, timeout=...): a pool for one test, which may ruin it."""
     pools: list[Pool] = []
+    spawned = request.node.get_closest_marker("gpu") is not None
 
     def pool(size: int, timeout: float = 30.0) -> Pool:
-        pools.append(Pool(size, timeout))
+        pools.append(Pool(size, timeout, spawned=spawned))
         return pools[-1]
 
     yield pool

@@ -27,9 +27,10 @@ import ringdp
 TIMEOUT = 60.0  # seconds for one call; only a hang reaches it
 
 # torch takes seconds to import: the server of this context does it once for all ranks. Nobody may
-# run a tensor operation there, as threads do not survive a fork.
+# run a tensor operation there, as threads do not survive a fork; nor does a CUDA driver.
+SPAWN = multiprocessing.get_context("spawn")
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.ranks", "pytest", "torch._dynamo"])
+SERVER.set_forkserver_preload(["tests.ranks", "pytest", "ringdp.cli.train", "torch._dynamo"])
 
 
 class RankError(AssertionError):
@@ -44,15 +45,17 @@ class RankError(AssertionError):
 
 
 class Pool:
-    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(self, size: int, timeout: float = TIMEOUT, *, spawned: bool = False) -> None:
+        """`spawned` for ranks that use a GPU."""
+        context = SPAWN if spawned else SERVER
         self.size, self.timeout = size, timeout
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.died: list[int] = []
         self.processes = []
         for rank in range(size):
-            here, there = SERVER.Pipe()
-            process = SERVER.Process(
+            here, there = context.Pipe()
+            process = context.Process(
                 target=_serve, args=(there, rank, size, self.store.port, timeout), daemon=True
             )
             process.start()

@@ -109,8 +109,12 @@ def _naive(options: Options, data: bytes, emit: Emit) -> Part:
 def part(job: Job, emit: Emit) -> Part:
     """What each process of the other modes runs, on one thread."""
     torch.set_num_threads(1)
+    with ringdp.init() as comm:
+        return _part(job, comm, emit)
+
+
+def _part(job: Job, comm: ringdp.Communicator, emit: Emit) -> Part:
     options, mode = job.options, job.mode
-    comm = ringdp.init()
     data = load(options, job.text_digest)
     net: nn.Module
     net = model = gpt.build(gpt.Shape(options.context), options.seed)

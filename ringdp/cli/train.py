@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ringdp.cli import mode_report, text
-from ringdp.cli.launch import Entry, launch
+from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
 from ringdp.cli.options import Options, check
@@ -33,6 +33,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         highlight=False,
         soft_wrap=True,
     )
+    warm_up(entry)
     with Display(console) as display:
         reference = None
         if options.reference:
