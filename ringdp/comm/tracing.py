@@ -152,10 +152,11 @@ def _unwritable(path: Path) -> str | None:
         why = "it is a device or a pipe"  # a file would take its place
     else:
         try:
+            parts.check(path)
             with path.open("a"):
                 pass
-        except OSError as e:
-            why = e.strerror
+        except (OSError, ValueError) as e:  # ValueError: a name with a null byte
+            why = getattr(e, "strerror", None) or str(e)
     if why is not None:
         return (
             f"trace: cannot write {path}: {why}; allowed: a file in a directory that exists and is "

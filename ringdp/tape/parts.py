@@ -25,6 +25,12 @@ def part_path(trace: Path, token: str, rank: int) -> Path:
     return trace.with_name(f"{trace.name}.{token}.rank{rank}.part")
 
 
+def check(trace: Path) -> None:
+    """Raises OSError where no part can lie beside the trace."""
+    with _aside(part_path(trace, "-" * 8, 0)) as aside:
+        aside.touch()
+
+
 def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
     with _aside(path) as aside:
         with aside.open("w") as out:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import ringdp
+from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, Transfer, fuse, project, schedule
 from ringdp.tape import recorder
 from ringdp.transport.taped import ENTRIES
 from tests.tape.traces import Read
+from tests.transport.nccl.faults import only_with_host_nccl
 
 pytestmark = pytest.mark.process
 
@@ -198,6 +200,8 @@ def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
     for start in (
         lambda: ringdp.trace("/nowhere/run.json").start(),
         lambda: ringdp.trace(pipe).start(),
+        lambda: ringdp.trace("a\0b").start(),
+        lambda: ringdp.trace(path.with_name("n" * 240)).start(),
         lambda: ringdp.trace(path).stop(),
     ):
         with pytest.raises(ringdp.UsageError) as found:
@@ -218,18 +222,27 @@ def test_mistakes_are_told_on_every_rank(ranks, tmp_path):
             "a directory that exists and is writable"
         )
         assert said[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
-        assert said[2] == "this trace does not run; start it first"
+        assert "embedded null byte; allowed" in said[2]
+        assert "nnn: File name too long; allowed" in said[3]
+        assert said[4] == "this trace does not run; start it first"
     assert (tmp_path / "run.json").exists()
 
 
-def over_gloo(_: ringdp.Communicator, path: Path) -> None:
-    with ringdp.init(transport="c10d") as comm, ringdp.trace(path):
+def over(pool: ringdp.Communicator, transport: str, path: Path) -> None:
+    comm = ringdp.init(transport=transport)
+    rendezvous._world = pool  # which the tests after this one use
+    with ringdp.trace(path):
         comm.all_reduce(torch.ones(10))
         comm.all_reduce(torch.ones(10), algorithm="ring", async_op=True).wait()
+    pool.barrier()  # else a rank that is done would be lost to one that is not
+    comm.close()
 
 
-def test_a_transport_without_a_tape_is_seen_from_outside(ranks, tmp_path):
-    ranks(2)(over_gloo, tmp_path / "run.json")
+@pytest.mark.parametrize("transport", ["c10d", "nccl-host"])
+def test_a_transport_without_a_tape_is_seen_from_outside(ranks, tmp_path, transport):
+    if transport == "nccl-host":
+        only_with_host_nccl()
+    ranks(2)(over, transport, tmp_path / "run.json")
     read = Read(tmp_path / "run.json")
     for rank in range(2):
         found = [e["args"] for e in read.spans("collective", rank)]

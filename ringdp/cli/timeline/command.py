@@ -24,7 +24,7 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         run = read(trace)
         check_writable(page, "--html")
         data = digest(run, bench, lambda what: status.update(Text(what)))
-        text = fill(data, f"{trace.name}: {run.ranks} ranks")
+        text = fill(data, f"{trace.name}: {run.ranks} rank{'s' * (run.ranks > 1)}")
         status.update(Text(f"writing {page}"))
         try:
             page.write_text(text, encoding="utf-8")

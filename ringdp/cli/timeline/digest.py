@@ -160,6 +160,8 @@ def _memory(run: Run) -> Iterable[dict[str, Any]]:
                 for e in run.events
                 if e["ph"] == "C" and e["pid"] == rank and e["name"] == engine["counter"]
             ]
+            if not points:
+                continue
             formula, adams = engine["formula"], ADAMS.issuperset(engine.get("optimizers") or ADAMS)
             yield {
                 "rank": rank,

@@ -51,6 +51,17 @@ def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
     assert seconds(priced[kind], model.machine, 4000) * 1e6 == pytest.approx(2 + 4)
 
 
+def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
+    path = trace(tmp_path)
+    document = json.loads(path.read_text())
+    for part in document["ringdp"]["parts"].values():
+        part["communicators"][0]["link"] = {"latency": 1e-4, "bandwidth": 1e8}
+    path.write_text(json.dumps(document))
+    found = digest(read(path), None, lambda _: None)
+    assert found["model"]["source"] == "the emulated link's α and β"
+    assert found["collectives"][0]["predicted"] == 2 * 100 + 4000 / 100  # µs: 2 α + S β
+
+
 def test_what_the_page_is_given(tmp_path: Path):
     found = digest(read(trace(tmp_path, {"2": "rank 2 (process 9) ended"})), None, lambda _: None)
     assert found["notes"] == ["rank 2 (process 9) ended"]
@@ -252,7 +263,7 @@ DRIVE = """(async () => {
     found.fits = [400, 1280].map((wide) => {
         document.body.style.width = document.body.style.maxWidth = `${wide}px`;
         dispatchEvent(new Event("resize"));
-        const over = [...document.querySelectorAll("main > *")].filter(
+        const over = [...document.querySelectorAll("main > *, section > *")].filter(
             (e) => e.getBoundingClientRect().right > wide + 1 || e.scrollWidth > wide + 1 &&
                 !e.classList.contains("scroll"));
         return [over.map((e) => e.id || e.tagName), byId("timeline").clientWidth];
@@ -262,6 +273,33 @@ DRIVE = """(async () => {
     out.textContent = JSON.stringify(found);
     document.body.append(out);
 })().catch((error) => { document.title = `ERROR ${error}`; });"""
+
+
+DRIVE_NOTHING = """(async () => {
+    while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
+    for (const button of document.querySelectorAll("button")) {
+        if (button.offsetParent) button.click(); // it can be seen
+    }
+    for (const key of ["n", "p", "ArrowDown", "+", "0"]) {
+        byId("timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
+    }
+    dispatchEvent(new Event("resize"));
+    const hidden = [...document.querySelectorAll("section")].map((s) => s.hidden).join();
+    if (!document.title.startsWith("ERROR")) document.title = hidden;
+})();"""
+
+
+@needs_browser
+def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
+    path = trace(tmp_path)
+    document = json.loads(path.read_text())
+    for part in document["ringdp"]["parts"].values():
+        for kind in ("communicators", "engines", "schedules"):
+            del part[kind]
+    path.write_text(json.dumps(document | {"traceEvents": []}))
+    dom = browse(fill(digest(read(path), None, lambda _: None), "run"), script=DRIVE_NOTHING)
+    assert dom.texts["title"] == "true,true,true"
+    assert dom.texts["notes"] == "No collective is in this trace."
 
 
 @needs_browser

@@ -20,7 +20,7 @@ function choose(i) {
   if (page && replaying !== key) byId("replay").srcdoc = page;
   if (page) replaying = key;
   byId("chunkSays").textContent = `${c.name}, ${c.algorithm}, ${bytes(c.bytes)} bytes on ` +
-    `${c.ranks} ranks, at ${c.at}: ${us(c.measured)}` +
+    `${counted(c.ranks, "rank")}, at ${c.at}: ${us(c.measured)}` +
     (c.predicted === null ? "" : `, predicted ${us(c.predicted)}`) +
     `. Rank ${c.lateRank} came ${us(c.late)} after the first.` +
     (c.failed ? " It failed." : c.whole ? "" : " Not every rank has ended it.");
@@ -38,7 +38,7 @@ function drawChunks() {
   const [g, width] = surface("chunks", 34 + ranks.length * 30);
   g.fillStyle = ink("--soft");
   if (!spans.length) {
-    g.fillText("This transport does not say what it does in between.", 0, 12);
+    g.fillText("Nothing was told of what happens in between.", 0, 12);
     return;
   }
   const [begin, end] = extent(), left = width > 600 ? 56 : 26, scale = (width - left) / (end - begin);

@@ -11,6 +11,7 @@ const ink = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const color = (hue) => `hsl(${hue} 58% ${dark.matches ? 58 : 52}%)`;
 const us = (t) => t >= 1e6 ? `${(t / 1e6).toFixed(3)} s` : t >= 1e3 ? `${(t / 1e3).toFixed(2)} ms`
   : `${t.toFixed(1)} µs`;
+const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 const bytes = (b) => b.toLocaleString("en");
 const median = (list) => list.toSorted((a, b) => a - b)[list.length >> 1];
 let data, first = 0, last = 1; // µs of all

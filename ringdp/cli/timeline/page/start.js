@@ -66,6 +66,9 @@ function fillIn() {
   if (!spans.length) [first, last] = [0, 1];
   view = [first, last];
   for (const note of data.notes) make("p", note, byId("notes"), "warn");
+  if (!data.collectives.length) make("p", "No collective is in this trace.", byId("notes"));
+  byId("kindsPart").hidden = byId("chunkPart").hidden = !data.collectives.length;
+  byId("memoryPart").hidden = !data.memory.length;
   const used = new Set(spans.map((s) => data.names[s[1]]));
   for (const [category, hue] of Object.entries(HUES)) {
     if (!used.has(category)) continue;
@@ -95,7 +98,7 @@ async function unpack() {
 
 async function start() {
   await unpack();
-  byId("state").textContent = `Drawing ${bytes(data.collectives.length)} collectives …`;
+  byId("state").textContent = `Drawing ${counted(data.collectives.length, "collective")} …`;
   await new Promise((shown) => setTimeout(shown)); // the line above is painted
   byId("main").hidden = false;
   fillIn();
@@ -106,9 +109,9 @@ async function start() {
   const reduces = data.collectives.findLastIndex((c) => c.collective === "all_reduce" && c.bytes > 1e4);
   drawAll();
   if (data.collectives.length) choose(Math.max(0, reduces));
-  byId("state").textContent = `${data.ranks} ranks, ${us(last - first)}, ` +
-    `${bytes(data.collectives.length)} collectives, ` +
-    `${bytes(data.chunks.reduce((n, c) => n + c.length, 0))} chunks.`;
+  byId("state").textContent = `${counted(data.ranks, "rank")}, ${us(last - first)}, ` +
+    `${counted(data.collectives.length, "collective")}, ` +
+    `${counted(data.chunks.reduce((n, c) => n + c.length, 0), "chunk")}.`;
 }
 
 start().catch((error) => {
