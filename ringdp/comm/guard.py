@@ -22,7 +22,7 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
-from ringdp.transport.records import CALLS, Call
+from ringdp.transport.records import CALLS, SILENT, Call, Observed
 
 log = logging.getLogger("ringdp")
 
@@ -57,13 +57,16 @@ class Guard:
         self.check(call)
         if collective_of(call[1]) in MESSAGES:
             self.transport.tell(call)
+        self._compare(call, self.transport)
+
+    def _compare(self, call: Call, seen: Observed) -> None:
         rank = self.transport.rank
-        here = self.transport.record(rank)
-        mine = here and self.transport.call(rank, here.begun - 1)
+        here = seen.record(rank)
+        mine = here and seen.call(rank, here.begun - 1)
         if mine is None:
             return
-        for r in range(self.transport.ranks):
-            theirs = self.transport.call(r, mine[0])
+        for r in range(seen.ranks):
+            theirs = seen.call(r, mine[0])
             if theirs is not None and differ(mine, theirs):
                 self.transport.fail(FailureKind.MISMATCH, r)
                 self.check(call)
@@ -74,18 +77,22 @@ class Guard:
             self.transport.tell(None)
 
     def warn(self, call: Call, waited: float) -> None:
-        """Say that a collective takes long, and who is missing."""
+        """Say that a collective takes long, and who is missing; raise if it cannot end."""
+        seen = self.transport.survey()
+        self._compare(call, seen)
         log.warning(
             "rank %d has waited %.1f s for %s; %s\n%s",
-            *(self.transport.rank, waited, told(call), self._missing(call), table(self.transport)),
+            *(self.transport.rank, waited, told(call), self._missing(call, seen), table(seen)),
         )
 
     def give_up(self, call: Call, waited: float) -> NoReturn:
-        """Tell the other ranks, and raise CollectiveTimeout."""
+        """Tell the other ranks, and raise CollectiveTimeout, or what another look has found."""
+        seen = self.transport.survey()
+        self._compare(call, seen)
         self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
         self.error = CollectiveTimeout(
-            f"{self._here(call)} until the timeout of {waited:g} s; {self._missing(call)}\n"
-            f"{table(self.transport)}"
+            f"{self._here(call)} until the timeout of {waited:g} s; {self._missing(call, seen)}\n"
+            f"{table(seen)}"
         )
         raise self.error
 
@@ -104,81 +111,89 @@ class Guard:
                 self.check(last)
 
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
+        seen = self.transport.survey()
         if failure.kind is FailureKind.MISMATCH:
-            text = self._disagreement(failure)
+            text = _disagreement(failure, seen)
         else:
-            text = f"{self._here(call)}; {self._cause(call, failure)}"
-        return ERRORS[failure.kind](f"{text}\n{table(self.transport)}")
+            text = f"{self._here(call)}; {self._cause(call, failure, seen)}"
+        return ERRORS[failure.kind](f"{text}\n{table(seen)}")
 
-    def _cause(self, call: Call, failure: Failure) -> str:
+    def _cause(self, call: Call, failure: Failure, seen: Observed) -> str:
         who = f"rank {failure.rank}"
         match failure.kind:
             case FailureKind.LOST:
-                record = self.transport.record(failure.rank)
+                record = seen.record(failure.rank)
                 why = process_state(record.pid) if record else ""
                 return f"{who} has ended" + f" ({why})" * bool(why)
             case FailureKind.ABORTED:
                 return f"{who} has aborted" + f" ({failure.why})" * bool(failure.why)
             case FailureKind.TIMEOUT:
-                return f"{who} gave up waiting; {self._missing(call)}"
+                return f"{who} gave up waiting; {self._missing(call, seen)}"
             case FailureKind.STOPPED:
                 return "its communicator was closed"
             case _:
                 return "the shared memory between the ranks is damaged"
-
-    def _disagreement(self, failure: Failure) -> str:
-        """Both calls of the first collective that is not the same; else what the message was."""
-        pair = failure.reporter, failure.rank
-        if failure.found[0] == MESSAGE:
-            return _messages(failure)
-        here, there = [self._calls(r, failure.expected[0]) for r in pair]
-        both = sorted(here.keys() & there.keys())
-        differing = [k for k in both if differ(here[k], there[k])]
-        number = differing[0] if differing else failure.expected[0]
-        lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
-        for r, calls in zip(pair, (here, there), strict=True):
-            call = calls.get(number)
-            lines.append(f"  rank {r}: {told(call) if call else f'#{number}, too long ago to say'}")
-        if failure.expected == failure.found and not differing:
-            lines.append("  with different sizes")
-        elif not differing:
-            lines.append(
-                f"  rank {pair[0]} found a {_message(failure.found)} from rank {pair[1]} "
-                f"where it expected a {_message(failure.expected)}"
-            )
-        return "\n".join(lines)
-
-    def _calls(self, rank: int, number: int) -> dict[int, Call]:
-        """What the rank called last, by number; without its record, what it called as `number`."""
-        record = self.transport.record(rank)
-        begun = record.begun if record else number + 1
-        first = max(0, begun - CALLS) if record else number
-        calls = (self.transport.call(rank, k) for k in range(first, begun))
-        return {call[0]: call for call in calls if call}
 
     def _here(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES
         queued = f", queued behind #{self._stuck(call)}," * behind
         return f"rank {self.transport.rank} waited for {told(call)}{queued}"
 
-    def _missing(self, call: Call) -> str:
+    def _missing(self, call: Call, seen: Observed) -> str:
         if collective_of(call[1]) in MESSAGES:
-            return self._partner(call[1])
-        return missing(self.transport, self._stuck(call), self.transport.rank)
-
-    def _partner(self, kind: int) -> str:
-        """What the other end of a message has not done, and what keeps it."""
-        done = "received" if collective_of(kind) == "send" else "sent"
-        if peer_of(kind) == ANYBODY:
-            return f"no rank has {done} it"
-        record = self.transport.record(peer_of(kind))
-        state = process_state(record.pid) if record else ""
-        return f"rank {peer_of(kind)}" + f" ({state})" * bool(state) + f" has not {done} it"
+            return _partner(call[1], seen)
+        return missing(seen, self._stuck(call), self.transport.rank)
 
     def _stuck(self, call: Call) -> int:
         """The collective under way: this one, or the one that it is queued behind."""
         here = self.transport.record(self.transport.rank)
         return min(call[0], here.finished) if here else call[0]
+
+
+def _disagreement(failure: Failure, seen: Observed) -> str:
+    """Both calls of the first collective that is not the same; else what the message was."""
+    pair = failure.reporter, failure.rank
+    if failure.found[0] == MESSAGE:
+        return _messages(failure)
+    here, there = [_calls(r, seen) for r in pair]
+    both = sorted(here.keys() & there.keys())
+    differing = [k for k in both if differ(here[k], there[k])]
+    number = differing[0] if differing else failure.expected[0]
+    lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
+    for r, calls in zip(pair, (here, there), strict=True):
+        call = calls.get(number)
+        lines.append(f"  rank {r}: {told(call) if call else f'#{number}, {_unsaid(r, seen)}'}")
+    if failure.expected == failure.found and not differing:
+        lines.append("  with different sizes")
+    elif not differing:
+        lines.append(
+            f"  rank {pair[0]} found a {_message(failure.found)} from rank {pair[1]} "
+            f"where it expected a {_message(failure.expected)}"
+        )
+    return "\n".join(lines)
+
+
+def _calls(rank: int, seen: Observed) -> dict[int, Call]:
+    """What the rank called last, by number."""
+    record = seen.record(rank)
+    begun = record.begun if record else 0
+    calls = (seen.call(rank, k) for k in range(max(0, begun - CALLS), begun))
+    return {call[0]: call for call in calls if call}
+
+
+def _unsaid(rank: int, seen: Observed) -> str:
+    record = seen.record(rank)
+    return "too long ago to say" if record and record.begun != SILENT else "it gives no answer"
+
+
+def _partner(kind: int, seen: Observed) -> str:
+    """What the other end of a message has not done, and what keeps it."""
+    done = "received" if collective_of(kind) == "send" else "sent"
+    if peer_of(kind) == ANYBODY:
+        return f"no rank has {done} it"
+    record = seen.record(peer_of(kind))
+    state = process_state(record.pid) if record else ""
+    return f"rank {peer_of(kind)}" + f" ({state})" * bool(state) + f" has not {done} it"
 
 
 def differ(one: Call, other: Call) -> bool:

@@ -7,22 +7,11 @@ What a record cannot say, its process may: that it is stopped, or no more.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from ringdp.comm.call import named, other_end, place, tag_of
-from ringdp.transport.records import CLOSED, Call, RankRecord
+from ringdp.transport.records import CLOSED, ELSEWHERE, SILENT, Observed, RankRecord
 
 HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
-
-
-class Observed(Protocol):
-    """Where records are read: a transport, or the doctor's view of a job."""
-
-    @property
-    def ranks(self) -> int: ...
-    def record(self, rank: int) -> RankRecord | None: ...
-    def call(self, rank: int, number: int) -> Call | None: ...
-    def message(self, rank: int) -> Call | None: ...
 
 
 def table(observed: Observed) -> str:
@@ -44,6 +33,10 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
         return (str(rank), "cannot be seen from here", *[""] * (len(HEADINGS) - 2))
     if record.pid == 0:
         return (str(rank), "has not attached", *[""] * (len(HEADINGS) - 2))
+    state = process_state(record.pid)
+    if record.begun == SILENT:
+        said = "gives no answer" + f"; {state}" * bool(state)
+        return (str(rank), said, *[""] * (len(HEADINGS) - 2))
     now = None
     doing = "user code"
     tag = round_ = waits = at = ""
@@ -58,7 +51,7 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
         number, kind, elements, site = now
         doing = f"{named(number, kind)} of {elements}"
         tag, at = str(tag_of(kind) or ""), place(site)
-    if state := process_state(record.pid):
+    if state:
         doing = f"{doing}; {state}"
     since = f"{record.seconds:.1f} s" if record.begun else ""
     return (str(rank), doing, tag, round_, waits, since, at, _last(observed, rank, record))
@@ -66,25 +59,29 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
 
 def missing(observed: Observed, number: int, this_rank: int | None = None) -> str:
     """Which ranks keep a collective from its end: those that have not begun it, or cannot go on."""
-    late, stuck = [], []
+    late, stuck, silent = [], [], []
     for r in range(observed.ranks):
         record = observed.record(r)
         if record is None or record.finished > number:
             continue
         state = "this rank" if r == this_rank else process_state(record.pid)
-        if record.begun <= number:
+        if record.begun == SILENT:
+            silent.append(f"rank {r} gives no answer" + f" ({state})" * bool(state))
+        elif record.begun <= number:
             late.append(f"rank {r}" + f" ({state})" * bool(state))
         elif state and r != this_rank:
             stuck.append(f"rank {r} is in it, but {state}")
     if late:
         stuck.insert(0, f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called it")
-    return "; ".join(stuck) or "every rank has called it"
+    return "; ".join(stuck + silent) or "every rank has called it"
 
 
 def process_state(pid: int) -> str:
     """What keeps a process from going on; empty if nothing does."""
     if pid == CLOSED:
         return "it has closed"
+    if pid == ELSEWHERE:
+        return ""
     try:
         # "pid (name) state ...", where the name may hold anything
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
-from ringdp.transport.records import Call, RankRecord
+from ringdp.transport.records import Call, Observed
 from ringdp.transport.taped import Tape
 
 Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
@@ -151,7 +151,7 @@ class Ready(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Transport(Observed, Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
     A call's `number`, and a digest of its kind and of all before, go with every message: a receiver
@@ -161,9 +161,6 @@ class Transport(Protocol):
 
     @property
     def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
 
     @property
     def device(self) -> torch.device:
@@ -282,16 +279,9 @@ class Transport(Protocol):
         """Tell the other ranks that `rank` is at fault, or that it gives up."""
         ...
 
-    def record(self, rank: int) -> RankRecord | None:
-        """What that rank does; None where it cannot be seen from here."""
-        ...
-
-    def call(self, rank: int, number: int) -> Call | None:
-        """That rank's call of collective `number`, unless it has not begun it, or forgot it."""
-        ...
-
-    def message(self, rank: int) -> Call | None:
-        """The send or recv that that rank has told to wait for."""
+    def survey(self) -> Observed:
+        """What all ranks do, as far as it can be found out; it may take half a second. What the
+        transport itself says of a rank costs nothing, and is None where it would have to ask."""
         ...
 
     def tell(self, call: Call | None) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import NONE, Program
 from ringdp.transport import threads, wire
+from ringdp.transport.answers import Answering
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
@@ -38,9 +39,9 @@ from ringdp.transport.base import (
     Stamp,
     chunk_bounds,
 )
-from ringdp.transport.records import Call, RankRecord
+from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
-from ringdp.transport.told import Told, somebody
+from ringdp.transport.told import somebody
 from ringdp.transport.wire import COLLECTIVE, CUT, ENDS, rest_tag, tag_of
 
 SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
@@ -54,7 +55,7 @@ class _Job(NamedTuple):
     buffer: Tensor
     bounds: tuple[int, ...]
     op: Op
-    number: int
+    call: Call
     digest: int  # of its kind and those of all before it
 
 
@@ -79,7 +80,7 @@ def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> wire.Group:
         raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
 
 
-class C10dTransport:
+class C10dTransport(Answering):
     """One rank's end of a group. See `Transport`."""
 
     depth: int | None = 1 << 20  # slots: what is sent waits in memory
@@ -91,17 +92,17 @@ class C10dTransport:
 
     def __init__(self, store: Store, group: wire.Group) -> None:
         """`store` and `group` are for this transport alone."""
-        self.rank, self.ranks = group.rank(), group.size()
+        super().__init__(store, group.rank(), group.size())
         self._group, self._process = group, os.getpid()
         self._tickets, self._rests = count(1), count()
         self._digest, self._sent = 1, 0
         self._open: set[int] = set()  # tickets of what has not ended
-        self._told = Told(store, self.rank, self.ranks)
         self._watched = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
         threads.at_exit(self)
         self._spawn(self._loop)
+        self._spawn(self._listen)
 
     def start(
         self,
@@ -114,10 +115,9 @@ class C10dTransport:
         bounds: tuple[int, ...] | None = None,
     ) -> int:
         self.check(buffer)
-        number, kind, *_ = call
         cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
-        ticket, digest = self._ticket(), self._digested(kind)
-        job = _Job(ticket, program, buffer, cuts, op, number, digest)
+        ticket, digest = self._ticket(), self._digested(call[1])
+        job = _Job(ticket, program, buffer, cuts, op, call, digest)
         self._jobs.put(partial(self._run, job))
         return ticket
 
@@ -211,24 +211,12 @@ class C10dTransport:
     def fail(self, kind: FailureKind, rank: int) -> None:
         self._told.fail(kind, rank)
 
-    def record(self, rank: int) -> RankRecord | None:
-        return None
-
-    def call(self, rank: int, number: int) -> Call | None:
-        return None
-
-    def message(self, rank: int) -> Call | None:
-        return None
-
-    def tell(self, call: Call | None) -> None:
-        """Nothing: there is no place where all could see it."""
-
     def sent_bytes(self) -> int:
         return self._sent
 
     def close(self) -> None:
         if os.getpid() == self._process:
-            self._told.leave()
+            self._depart()
             self._jobs.put(None)
 
     def end(self) -> None:
@@ -264,9 +252,11 @@ class C10dTransport:
         return self._digest
 
     def _run(self, job: _Job) -> None:
+        self._does.begin(job.ticket, job.call)
         rows = Rows(job.program, job.buffer, job.bounds, job.op)
-        sends: list[tuple[wire.Pending, int]] = []
+        sends: list[tuple[wire.Pending, int, int]] = []
         for row in job.program:
+            self._does.waits(row.round, row.recv_peer)
             room = rows.room(row) if row.recv_peer != NONE else None
             received = None if row.recv_peer == NONE else self._received(row.recv_peer, job, room)
             try:
@@ -274,22 +264,26 @@ class C10dTransport:
             except Unequal:
                 raise Failed(FailureKind.MISMATCH, somebody(row.recv_peer, self.rank)) from None
             if sent is not None:
-                stamp = job.number, job.digest, 0
+                stamp = job.call[0], job.digest, 0
                 with self._talking(row.send_peer):
                     parts = wire.send(
                         self._group, sent, row.send_peer, stamp, COLLECTIVE, COLLECTIVE
                     )
-                sends += [(part, row.send_peer) for part in parts]
+                sends += [(part, row.send_peer, row.round) for part in parts]
                 self._sent += sent.nbytes
         rows.end()
-        self._until_all(sends, job.ticket)
+        for part, peer, round_ in sends:
+            self._does.waits(round_, peer)
+            self._until(part, peer)
+        self._does.end(job.ticket)
+        self._end(job.ticket)
 
     def _received(self, peer: int, job: _Job, room: int | None) -> Tensor:
         with self._talking(peer):
             message = wire.Incoming(self._group, peer, COLLECTIVE)
         self._until(message.first, peer)
         found, size = message.stamp, job.buffer.element_size()
-        expected = job.number, job.digest, found[2] if room is None else room * size
+        expected = job.call[0], job.digest, found[2] if room is None else room * size
         whole = job.buffer.numel() * size
         if found != expected or found[2] % size or not 0 <= found[2] <= whole:
             raise Failed(FailureKind.MISMATCH, peer, (expected, found))

@@ -35,7 +35,7 @@ from ringdp.transport.base import (
     chunk_bounds,
 )
 from ringdp.transport.files import Address, ask, create, meet, open_other
-from ringdp.transport.records import Call, RankRecord, read_record
+from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.watch import NAME, keep_open, let_go
 
 STRIDE = 16  # slabs that are under way at once over a link between two ranks, in as many more slots
@@ -217,6 +217,9 @@ class ShmTransport:
 
     def fail(self, kind: FailureKind, rank: int) -> None:
         self._core.fail(kind.value, rank)
+
+    def survey(self) -> Observed:
+        return self
 
     def record(self, rank: int) -> RankRecord | None:
         return read_record(self._core, rank) if os.getpid() == self._process else None

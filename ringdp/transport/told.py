@@ -35,6 +35,7 @@ class Told:
         self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
         self._suspects: set[int] = set()  # waits for ranks that had closed at the last look
         self._looked = 0.0
+        self._looking = threading.Lock()
 
     def fail(
         self,
@@ -82,9 +83,10 @@ class Told:
 
     def look(self) -> None:
         """What others have told, and whether those that this rank waits for have left."""
-        if self.failure is not None or time.monotonic() < self._looked + LOOK:
-            return
-        self._looked = time.monotonic()
+        with self._looking:
+            if self.failure is not None or time.monotonic() < self._looked + LOOK:
+                return
+            self._looked = time.monotonic()
         try:
             if self._store.check(["failed"]):
                 said = self._store.get("failed").decode()

@@ -44,19 +44,3 @@ def unpacked(data: Tensor) -> Stamped:
     """Of whatever a peer has sent."""
     number, digest, kind, elements = data[: 8 * NUMBERS].clone().view(torch.int64).tolist()
     return Stamped((number, kind, elements, bytes(data[8 * NUMBERS :].tolist())), digest)
-
-
-def said(call: Call) -> str:
-    """As text, for a store."""
-    number, kind, elements, site = call
-    return f"{number} {kind} {elements} {site.hex()}"
-
-
-def heard(text: str) -> Call | None:
-    """None for what makes no sense."""
-    try:
-        number, kind, elements, site = text.split()
-        call = int(number), int(kind), int(elements), bytes.fromhex(site)
-    except ValueError:
-        return None
-    return call if len(call[3]) == SITE_BYTES and min(call[:3]) >= 0 else None

@@ -13,14 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
@@ -32,7 +31,7 @@ from ringdp.transport.nccl.execute import BYTES, Nccl, execute
 from ringdp.transport.nccl.library import INVALID_USAGE, binding, communicator, grouped, shared_id
 from ringdp.transport.nccl.own import Own, PreparedOwn
 from ringdp.transport.nccl.plan import plan
-from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, heard, packed, said, unpacked
+from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, packed, unpacked
 from ringdp.transport.nccl.streams import End, device_of, streams
 from ringdp.transport.nccl.tiles import Tiles, staging_shape
 from ringdp.transport.records import Call
@@ -76,7 +75,7 @@ class NcclTransport(C10dTransport):
         self.device = device_of(host=host)
         nccl = binding(host=host)
         super().__init__(store, group)
-        self._store, self._timeout, self._differ = store, timeout, differ
+        self._timeout, self._differ = timeout, differ
         self._under_way: list[_UnderWay] = []
         self._arrivals: dict[
             int, tuple[Tensor, Tensor]
@@ -176,13 +175,6 @@ class NcclTransport(C10dTransport):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def call(self, rank: int, number: int) -> Call | None:
-        """Known of ranks that differ."""
-        with suppress(DistError):
-            if self._store.check([key := f"call/{rank}/{number}"]):
-                return heard(self._store.get(key).decode())
-        return None
-
     # --- on the thread that issues
 
     def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:
@@ -198,6 +190,7 @@ class NcclTransport(C10dTransport):
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
     ) -> None:
         began = time.monotonic()
+        self._does.begin(ticket, ours.call)
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
             theirs = self._neighbour(ours)
@@ -206,7 +199,9 @@ class NcclTransport(C10dTransport):
                 self._compare(work)
             self._sent += act()
             end = self._streams.end()
-            if not end.query():
+            if end.query():
+                self._does.end(ticket)
+            else:
                 self._under_way.append(work._replace(end=end))
         self._end(ticket)
 
@@ -260,9 +255,6 @@ class NcclTransport(C10dTransport):
         if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
             return
         before = (self.rank - 1) % self.ranks
-        with suppress(DistError):
-            for rank, stamped in ((self.rank, ours), (before, theirs)):
-                self._store.set(f"call/{rank}/{stamped.call[0]}", said(stamped.call))
         raise Failed(FailureKind.MISMATCH, before, (ours.short, theirs.short))
 
     @contextmanager
@@ -314,6 +306,7 @@ class NcclTransport(C10dTransport):
             if work.end.query():
                 self._compare(work)
                 self._under_way.remove(work)
+                self._does.end(work.ticket)
             elif time.monotonic() - work.began > self._timeout:
                 raise Failed(FailureKind.TIMEOUT, self.rank)
 

@@ -1,0 +1,246 @@
+"""What the ranks do that share no memory: each one answers, through the store, when another asks.
+
+    place/RANK   its process, and what the processes that can see it have in common
+    asked        how often a rank has asked
+    state/RANK   how often it had been asked when it said the rest: a line of its RankRecord's
+                 numbers, its message or nothing, and its last calls, a line each
+
+A thread of every rank looks whether somebody asks, so those in the user's code answer too. A rank's
+last word, that of a failure or of its end, answers all who ask later. Who is stopped or dead does
+not answer; its process, where it can be seen, says which. Reading trusts nothing: what makes no
+sense is no answer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.transport.base import FailureKind
+from ringdp.transport.records import (
+    CALLS,
+    CLOSED,
+    ELSEWHERE,
+    SILENT,
+    Call,
+    Observed,
+    RankRecord,
+    heard,
+    said,
+)
+from ringdp.transport.told import LOOK, Told
+
+PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
+LAST = 1 << 62  # for `asked`: a last word
+LONGEST = 32 << 10  # bytes of an answer
+
+
+class State(NamedTuple):
+    """What a rank says that it does."""
+
+    record: RankRecord
+    message: Call | None = None
+    calls: Mapping[int, Call] = {}
+
+
+class Survey(NamedTuple):
+    """All ranks, at one moment. See `records.Observed`."""
+
+    states: tuple[State | None, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.states)
+
+    def record(self, rank: int) -> RankRecord | None:
+        state = self.states[rank]
+        return state and state.record
+
+    def call(self, rank: int, number: int) -> Call | None:
+        state = self.states[rank]
+        return state and state.calls.get(number)
+
+    def message(self, rank: int) -> Call | None:
+        state = self.states[rank]
+        return state and state.message
+
+
+class Answers:
+    """One rank's: what it does, to be told and asked for."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._lock, self._saying = threading.Lock(), threading.Lock()
+        self._calls: dict[int, Call] = {}  # by number: what is under way, and some before it
+        self._under_way: set[int] = set()  # tickets
+        self._begun, self._changed = 0, time.monotonic()
+        self._where = -1, -1
+        self._answered = 0
+        self.message: Call | None = None
+        with suppress(DistError):
+            store.set(f"place/{rank}", f"{os.getpid()} {_sight()}")
+
+    # --- what this rank does
+
+    def begin(self, ticket: int, call: Call) -> None:
+        with self._lock:
+            self._calls[call[0]] = call
+            self._begun = call[0] + 1
+            self._under_way.add(ticket)
+            if len(self._under_way) == 1:
+                self._changed = time.monotonic()
+            while len(self._calls) > CALLS + len(self._under_way):
+                del self._calls[min(self._calls)]
+
+    def waits(self, round_: int, peer: int) -> None:
+        """In the collective under way."""
+        self._where = round_, peer
+
+    def end(self, ticket: int) -> None:
+        """They end in the order in which they began."""
+        with self._lock:
+            self._under_way.discard(ticket)
+            self._changed, self._where = time.monotonic(), (-1, -1)
+
+    def state(self, *, closed: bool = False) -> State:
+        with self._lock:
+            finished = self._begun - len(self._under_way)
+            begun = min(self._begun, finished + 1)
+            seconds, pid = time.monotonic() - self._changed, CLOSED if closed else os.getpid()
+            record = RankRecord(pid, begun, finished, *self._where, seconds)
+            known = {k: call for k, call in self._calls.items() if begun - CALLS <= k < begun}
+            return State(record, self.message, known)
+
+    # --- between ranks; DistError is raised where whoever served the store has gone
+
+    def answer(self) -> None:
+        """If somebody asks."""
+        self._say(self._store.add("asked", 0))
+
+    def last_word(self, *, closed: bool = False) -> None:
+        """Of a rank whose communicator has failed or closes."""
+        self._say(LAST, closed=closed)
+
+    def survey(self, *, failed: bool, lost: int = -1) -> Survey:
+        """What all do, as far as they say it within PATIENCE; their last words if it has failed.
+
+        For a rank that is `lost` it does not wait.
+        """
+        found: dict[int, State] = {self._rank: self.state()}
+        with suppress(DistError):
+            asked = LAST if failed else self._store.add("asked", 1)
+            self._say(asked)
+            pids = {rank: self._pid(rank) for rank in range(self._ranks)}
+            until = time.monotonic() + PATIENCE
+            while True:
+                for rank in pids.keys() - found.keys():
+                    if state := self._heard(rank, asked, pids[rank]):
+                        found[rank] = state
+                if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
+                    break
+                time.sleep(PATIENCE / 40)
+            for rank, pid in pids.items():
+                found.setdefault(rank, State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)))
+        return Survey(tuple(found.get(rank) for rank in range(self._ranks)))
+
+    def _say(self, asked: int, *, closed: bool = False) -> None:
+        """Unless that has been answered."""
+        with self._saying:
+            if asked > self._answered:
+                state = written(asked, self.state(closed=closed))
+                self._store.set(f"state/{self._rank}", state)
+                self._answered = asked
+
+    def _heard(self, rank: int, asked: int, pid: int) -> State | None:
+        if not self._store.check([f"state/{rank}"]):
+            return None
+        text = self._store.get(f"state/{rank}").decode(errors="replace")
+        return read(text, asked, pid, self._ranks)
+
+    def _pid(self, rank: int) -> int:
+        """ELSEWHERE where its process cannot be seen from here, or is not known."""
+        if not self._store.check([f"place/{rank}"]):
+            return ELSEWHERE
+        pid, _, sight = self._store.get(f"place/{rank}").decode(errors="replace").partition(" ")
+        known = pid.isdecimal() and len(pid) < 10 and sight == _sight()
+        return int(pid) if known else ELSEWHERE
+
+
+class Answering:
+    """What makes a transport `Observed`: of the others it knows only what they are asked."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        """`store` is for this transport alone."""
+        # A connection of its own: a thread that waits for a key keeps others from the one it uses.
+        own = store.clone() if hasattr(store, "clone") else store  # from torch 2.8 on
+        self.rank, self.ranks = rank, ranks
+        self._told, self._does = Told(own, rank, ranks), Answers(own, rank, ranks)
+
+    def record(self, rank: int) -> RankRecord | None:
+        return self._does.state().record if rank == self.rank else None
+
+    def call(self, rank: int, number: int) -> Call | None:
+        return self._does.state().calls.get(number) if rank == self.rank else None
+
+    def message(self, rank: int) -> Call | None:
+        return self._does.message if rank == self.rank else None
+
+    def tell(self, call: Call | None) -> None:
+        self._does.message = call
+
+    def survey(self) -> Observed:
+        failure = self._told.failure
+        lost = failure.rank if failure and failure.kind is FailureKind.LOST else -1
+        return self._does.survey(failed=failure is not None, lost=lost)
+
+    def _listen(self) -> None:
+        """A thread's: hear of failures, and answer."""
+        with suppress(DistError):
+            while self._told.failure is None:
+                self._told.look()
+                self._does.answer()
+                with self._told.changed:
+                    self._told.changed.wait_for(lambda: self._told.failure, LOOK)
+            self._does.last_word()
+
+    def _depart(self) -> None:
+        with suppress(DistError):
+            self._does.last_word(closed=True)
+        self._told.leave()
+
+
+def written(asked: int, state: State) -> str:
+    pid, begun, finished, round_, waits_for, seconds = state.record
+    numbers = asked, int(pid == CLOSED), begun, finished, round_, waits_for, int(1000 * seconds)
+    lines = [" ".join(map(str, numbers)), said(state.message) if state.message else ""]
+    return "\n".join(lines + [said(call) for call in state.calls.values()])
+
+
+def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
+    """None for an answer that is older than `asked`, or makes no sense."""
+    first, message, *calls = [*text.split("\n", CALLS + 2), ""]
+    try:
+        at, closed, begun, finished, round_, waits_for, ms = map(int, first.split())
+    except ValueError:
+        return None
+    sizes = 0 <= finished <= begun < 1 << 62 and 0 <= ms < 1 << 62
+    places = -1 <= round_ < 1 << 31 and -1 <= waits_for < ranks
+    if not (len(text) <= LONGEST and at >= asked and sizes and places):
+        return None
+    known = [call for line in calls if (call := heard(line))]
+    record = RankRecord(CLOSED if closed else pid, begun, finished, round_, waits_for, ms / 1000)
+    return State(record, heard(message), {c[0]: c for c in known if c[0] < begun})
+
+
+def _sight() -> str:
+    """What the processes that see one another have in common: the boot, and their numbering."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
