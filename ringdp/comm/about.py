@@ -8,8 +8,7 @@ import torch
 
 from ringdp.comm.call import collective_of, dtype_of, named, place, tag_of
 from ringdp.comm.job import Issuer
-from ringdp.comm.programs import Origin
-from ringdp.schedule import proved
+from ringdp.schedule import Builder, Collective, proved
 from ringdp.tape.recorder import Args, Recorder, Span
 
 
@@ -86,17 +85,17 @@ class About:
         lane = self.recorder.thread(thread)
         self.recorder.spans.append(Span(f"wait for {name}", "wait", lane, begin, end, args))
 
-    def schedule(self, origin: Origin) -> None:
+    def schedule(self, collective: Collective, algorithm: str | Builder, root: int) -> None:
         """What the algorithm does, for a replay: once for each."""
         said = self.recorder.facts.setdefault("schedules", [])
         head = {
-            "collective": origin.collective,
-            "algorithm": origin.algorithm,
-            "root": origin.root,
+            "collective": collective,
+            "algorithm": algorithm if isinstance(algorithm, str) else algorithm.__qualname__,
+            "root": root,
             "ranks": self.comm.size,
         }
         if any(head.items() <= s.items() for s in said):
             return
-        plan = proved(origin.builder, origin.collective, self.comm.size, origin.root)
+        plan = proved(algorithm, collective, self.comm.size, root)
         rounds = [[list(map(int, t)) for t in transfers] for transfers in plan.rounds]
         said.append({**head, "chunks": plan.chunks, "rounds": rounds})

@@ -1,7 +1,8 @@
 """A communicator seen from outside, where its transport keeps no tape: from call to result.
 
 A collective then ends when whoever waits for it is told so; what happens in between is the
-transport's. While it is watched the communicator's `_issue` is another one.
+transport's. They run one after the other, so one begins when it is called and the one before has
+ended. While it is watched the communicator's `_issue` is another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from ringdp.comm.about import About, Labelled
 from ringdp.comm.call import call_site, fingerprint, named
 from ringdp.comm.job import Exchange, How, Job
 from ringdp.comm.work import Work
+from ringdp.errors import CommunicationError
 
 
 class Seen:
@@ -20,6 +22,7 @@ class Seen:
 
     def __init__(self, comm: Labelled, about: About) -> None:
         self._comm, self._about, self._issue = comm, about, comm._issue
+        self._free = 0  # when the last collective so far has ended
         comm._issue = self.issue  # type: ignore[method-assign]
 
     def drain(self) -> None:
@@ -36,12 +39,22 @@ class Seen:
         number, site, begin = self._comm._issued, call_site(3), monotonic_ns()
         algorithm = how.algorithm if isinstance(how.algorithm, str) else how.algorithm.__qualname__
 
-        def ended() -> None:
+        def ended(**more: object) -> None:
+            if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # a user's own
+                self._about.schedule(job.collective, how.algorithm, how.root)
+            first, now = max(begin, self._free), monotonic_ns()
+            self._free = now
+            queued = (first - begin) / 1000
             call = number, kind, elements, site, algorithm
-            self._about.collective(begin, monotonic_ns(), *call, background=how.async_op)
+            more |= {"background": how.async_op, "queued_us": queued}
+            self._about.collective(first, now, *call, **more)
 
-        work = self._issue(job, how)
         name = named(number, kind)
+        try:
+            work = self._issue(job, how)
+        except CommunicationError:
+            ended(failed=True)
+            raise
         if how.async_op:
             _watch(work, ended, lambda since: self._wait(name, since, number))
         else:
@@ -53,8 +66,8 @@ class Seen:
         self._about.wait(name, since, monotonic_ns(), number)
 
 
-def _watch(work: Work, ended: Callable[[], None], waited: Callable[[int], None]) -> None:
-    """Calls `ended` once, when the result is there, and `waited` after every wait for it."""
+def _watch(work: Work, ended: Callable[..., None], waited: Callable[[int], None]) -> None:
+    """Calls `ended` once, when the result or an error is there, and `waited` after every wait."""
     complete, wait = work._complete, work.wait
 
     def completes() -> None:
@@ -63,9 +76,13 @@ def _watch(work: Work, ended: Callable[[], None], waited: Callable[[int], None])
         complete()
 
     def waits(timeout: float | None = None) -> None:
-        since = monotonic_ns()
+        since, failed = monotonic_ns(), work._error is not None
         try:
             wait(timeout)
+        except CommunicationError:
+            if not failed:
+                ended(failed=True)
+            raise
         finally:
             waited(since)
 

@@ -80,7 +80,7 @@ class Reel:
         if not call.ended:
             more["failed"] = True
         if origin:
-            self._about.schedule(origin)
+            self._about.schedule(origin.collective, origin.builder, origin.root)
         algorithm = origin.algorithm if origin else OWN
         what = call.number, call.kind, call.elements, call.site, algorithm
         self._about.collective(call.begin, call.end, *what, **more)

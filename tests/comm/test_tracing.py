@@ -144,7 +144,9 @@ def test_who_waited_for_whom_shows_on_one_clock(ranks, tmp_path):
     assert waits[-1]["name"].startswith("wait for all_reduce #")
 
 
-def dies(comm: ringdp.Communicator, say, path: Path) -> None:
+def dies(comm: ringdp.Communicator, say, path: Path, transport: str) -> None:
+    if transport != "shm":
+        comm = ringdp.init(transport=transport)
     try:
         with ringdp.trace(path):
             comm.all_reduce(torch.ones(10))
@@ -155,9 +157,10 @@ def dies(comm: ringdp.Communicator, say, path: Path) -> None:
         say(str(e).splitlines()[0])
 
 
-def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, transport):
     path = tmp_path / "run.json"
-    ended = forks(3, dies, path)
+    ended = forks(3, dies, path, transport)
     assert [e.code for e in ended] == [0, -signal.SIGKILL, 0]
     assert "rank 1" in ended[0].said[0]
     read = Read(path)
@@ -233,7 +236,13 @@ def over(pool: ringdp.Communicator, transport: str, path: Path) -> None:
     rendezvous._world = pool  # which the tests after this one use
     with ringdp.trace(path):
         comm.all_reduce(torch.ones(10))
-        comm.all_reduce(torch.ones(10), algorithm="ring", async_op=True).wait()
+        works = [
+            comm.all_reduce(torch.ones(10), algorithm=algorithm, async_op=True)
+            for algorithm in ("ring", star)
+        ]
+        for work in works:
+            work.wait()
+            work.wait()
     pool.barrier()  # else a rank that is done would be lost to one that is not
     comm.close()
 
@@ -244,13 +253,17 @@ def test_a_transport_without_a_tape_is_seen_from_outside(ranks, tmp_path, transp
         only_with_host_nccl()
     ranks(2)(over, transport, tmp_path / "run.json")
     read = Read(tmp_path / "run.json")
+    read.check_nesting()
     for rank in range(2):
         found = [e["args"] for e in read.spans("collective", rank)]
         assert [(a["algorithm"], a["bytes"], a["background"]) for a in found] == [
             ("direct", 40, False),
             ("ring", 40, True),
+            ("star", 40, True),
         ]
-        assert len(read.spans("wait", rank)) == 2
+        (told,) = read.about["parts"][str(rank)]["schedules"]
+        assert (told["algorithm"], told["ranks"], len(told["rounds"])) == ("star", 2, 2)
+        assert len(read.spans("wait", rank)) == 5
         assert all("test_tracing.py:" in a["at"] for a in found)
 
 
