@@ -1,7 +1,9 @@
 """`ringdp train`: run the single process and the stages, compare them, and say what was found."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,8 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
             modes = [run_mode(m, options, learned.data, display.update) for m in options.modes]
         else:
             job = Job(options, text_digest(learned.data))
-            ranks = launch(entry, job, options.ranks, display.update)
+            with _trace_or_word(options.trace):
+                ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:
         problems = mode_report.complaints(modes, reference, options)
         mode_report.show(console, modes, reference, problems)
@@ -54,6 +57,22 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     if options.json is not None:
         _write_json(options.json, [to_json(run) for run in ranks[0]])
     return 1 if problems else 0
+
+
+@contextmanager
+def _trace_or_word(path: Path | None) -> Iterator[None]:
+    """Where ranks end before they have written the trace, say so."""
+    before = _changed(path)
+    try:
+        yield
+    except RingdpError:
+        if path is not None and _changed(path) == before:
+            print(f"ringdp: no trace was written to {path}", file=sys.stderr)
+        raise
+
+
+def _changed(path: Path | None) -> int | None:
+    return path.stat().st_mtime_ns if path is not None and path.exists() else None
 
 
 def _write_json(path: Path, objects: Sequence[dict[str, Any]]) -> None:

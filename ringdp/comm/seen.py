@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic_ns
+from typing import Any
 
 from ringdp.comm.about import About, Labelled
 from ringdp.comm.call import call_site, fingerprint, named
@@ -39,14 +40,13 @@ class Seen:
         number, site, begin = self._comm._issued, call_site(3), monotonic_ns()
         algorithm = how.algorithm if isinstance(how.algorithm, str) else how.algorithm.__qualname__
 
-        def ended(**more: object) -> None:
+        def ended(**more: Any) -> None:
             if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # a user's own
                 self._about.schedule(job.collective, how.algorithm, how.root)
             first, now = max(begin, self._free), monotonic_ns()
             self._free = now
-            queued = (first - begin) / 1000
             call = number, kind, elements, site, algorithm
-            more |= {"background": how.async_op, "queued_us": queued}
+            more |= {"background": how.async_op, "queued_us": (first - begin) / 1000}
             self._about.collective(first, now, *call, **more)
 
         name = named(number, kind)

@@ -1,11 +1,17 @@
 """The whole command, small: its JSON, its exit code, and what it promises of the numbers."""
 
 import json
+import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from ringdp.cli import train
+from ringdp.cli.launch import SignalError
 from ringdp.cli.main import main
+from ringdp.cli.timeline.digest import digest
+from ringdp.cli.timeline.read import read
 
 pytestmark = pytest.mark.process
 
@@ -42,3 +48,33 @@ def test_one_stage_writes_an_object(tmp_path: Path) -> None:
     assert main([*SMALL, *arguments, "--json", str(out)]) == 0
     run = json.loads(out.read_text())
     assert (run["stage"], run["ranks"]) == (3, 3)
+
+
+def test_a_traced_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    traced, page = tmp_path / "run.json", tmp_path / "run.html"
+    arguments = ["--stage", "3", "--no-reference", "--no-sample", "--trace", str(traced)]
+    assert main([*SMALL, *arguments]) == 0
+    assert main(["report", str(traced), "--html", str(page)]) == 0
+    shown = capfd.readouterr().out
+    assert all(f"rank {rank}: computed " in shown for rank in range(2))
+    found = digest(read(traced), None, lambda _: None)
+    assert [(m["rank"], m["stage"]) for m in found["memory"]] == [(0, 3), (1, 3)]
+    for engine in found["memory"]:
+        peaks = [max(held) for held in zip(*(p[1:] for p in engine["points"]), strict=True)]
+        assert peaks == engine["formula"]
+
+
+def test_where_ranks_end_before_the_trace_is_there_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(*_: object) -> NoReturn:
+        raise SignalError(signal.SIGINT)
+
+    monkeypatch.setattr(train, "warm_up", lambda _: None)
+    monkeypatch.setattr(train, "launch", ended)
+    path = tmp_path / "run.json"
+    assert main([*SMALL, "--no-reference", "--trace", str(path)]) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        f"ringdp: no trace was written to {path}",
+        "ringdp: ended by SIGINT; every rank has ended",
+    ]
