@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench import readme
+from ringdp.cli.main import main
+from tests import scripts
 
 TEXT = (readme.ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -31,61 +33,63 @@ def test_the_files_it_names_exist():
         assert (readme.ROOT / path).exists(), path
 
 
-def test_a_schedule_is_drawn_and_projected():
+def test_a_schedule_is_drawn_and_projected(capsys: pytest.CaptureFixture[str]):
     (block,) = [b for b in BLOCKS if "project(" in b]
-    run = subprocess.run(
-        [sys.executable, "-c", block], capture_output=True, text=True, check=True
-    ).stdout
-    assert "round 5:" in run
-    assert "recv_reduce_copy_send" in run
+    exec(block, {})
+    said = capsys.readouterr().out
+    assert "round 5:" in said
+    assert "recv_reduce_copy_send" in said
 
 
-def test_an_algorithm_of_ones_own_is_proved_and_replayed(tmp_path: Path):
+def test_an_algorithm_of_ones_own_is_proved_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     (block,) = [b for b in BLOCKS if "def star" in b]
     (command,) = re.findall(r"(?m)^ringdp (show mine.py:.*?) +#", TEXT)
     assert len(block.splitlines()) < 15
     (tmp_path / "mine.py").write_text(block)
-    run = subprocess.run(
-        [str(Path(sys.executable).with_name("ringdp")), *command.split()],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    assert run.stdout.startswith("mine.py:star all_reduce on 5 ranks, proved\n2 rounds, 1 chunk")
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("mine.py:star all_reduce on 5 ranks, proved\n2 rounds, 1 chunk")
     assert "<svg" in (tmp_path / "star.html").read_text()
+
+
+def a_script_of(name: str, directory: Path) -> Path:
+    (block,) = [b for b in BLOCKS if name in b]
+    script = directory / "your_script.py"
+    script.write_text(block)
+    return script
+
+
+@pytest.mark.process
+def test_five_lines_run_under_torchrun(tmp_path: Path):
+    script = a_script_of("stage=3", tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(script)], check=True, timeout=60)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("block", [b for b in BLOCKS if re.search(r"(?m)^\S*init\w*\(", b)])
+def test_what_calls_init_runs_on_two_ranks(tmp_path: Path, block: str):
+    script = tmp_path / "your_script.py"
+    script.write_text(block)
+    scripts.run(script)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "stage=3"])
-def test_five_lines_run_under_torchrun(tmp_path: Path, name: str):
-    (block,) = [b for b in BLOCKS if name in b]
-    script = tmp_path / "your_script.py"
-    script.write_text(block)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(script)], check=True, timeout=60)
-    subprocess.run([sys.executable, str(script)], check=True, timeout=60)  # one process alone
+def test_five_lines_run_in_one_process_alone(tmp_path: Path, name: str):
+    scripts.run(a_script_of(name, tmp_path), ranks=0)
 
 
 @pytest.mark.process
-def test_a_run_is_traced_and_reported(tmp_path: Path):
-    (block,) = [b for b in BLOCKS if "ringdp.trace(" in b]
+def test_a_run_is_traced_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (command,) = re.findall(r"(?m)^ringdp (report run.json .*?) +#", TEXT)
-    (tmp_path / "your_script.py").write_text(block)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    subprocess.run([*launch, "your_script.py"], check=True, timeout=60, cwd=tmp_path)
-    ours = str(Path(sys.executable).with_name("ringdp"))
-    subprocess.run([ours, *command.split()], check=True, timeout=60, cwd=tmp_path)
+    scripts.run(a_script_of("ringdp.trace(", tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 0
     assert "<canvas" in (tmp_path / "run.html").read_text()
-
-
-@pytest.mark.process
-def test_torch_runs_over_the_backend(tmp_path: Path):
-    (block,) = [b for b in BLOCKS if "init_process_group" in b]
-    script = tmp_path / "your_script.py"
-    script.write_text(block)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(script)], check=True, timeout=60)
 
 
 @pytest.mark.process
@@ -93,11 +97,11 @@ def test_a_torch_script_needs_one_other_line(tmp_path: Path):
     (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
     example = (readme.ROOT / "examples" / "digits.py").read_text()
     assert example.count(diff[0]) == 1
+    script = tmp_path / "digits.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     said = []
     for line in diff:
-        script = tmp_path / "digits.py"
         script.write_text(example.replace(diff[0], line))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         run = subprocess.run(
             [*command, str(script)], capture_output=True, text=True, check=True, timeout=120
         )

@@ -1,0 +1,64 @@
+"""Users' scripts, run as torchrun runs them, in processes that are forked: see tests/ranks.py."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore
+
+from tests.ranks import SERVER
+
+PATIENCE = 60.0  # seconds; only a hang reaches it
+
+
+def run(script: Path, ranks: int = 2) -> list[str]:
+    """What each rank printed. An AssertionError with all of it where one fails.
+
+    They run in the script's directory; with 0 ranks one process, which no launcher has started.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launchers = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    environments = [launchers | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    environments = environments or [{}]
+    said = [script.with_name(f"said-{rank}") for rank in range(len(environments))]
+    processes = [
+        SERVER.Process(target=_be_rank, args=(script, environment, file), daemon=True)
+        for environment, file in zip(environments, said, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    words = [file.read_text() for file in said]
+    assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(words)
+    return words
+
+
+def _be_rank(script: Path, environment: dict[str, str], said: Path) -> None:
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(0.9 * PATIENCE, file=sys.__stderr__)  # where it hangs
+    os.environ |= environment
+    torch.set_num_threads(1)  # torchrun's OMP_NUM_THREADS
+    os.chdir(script.parent)
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")
+    atexit._run_exitfuncs()  # which a forked process would leave out
+    sys.stdout.flush()
+    os._exit(0)
