@@ -122,8 +122,7 @@ class _Group:
         if name == "probe":
             descriptors = [probe.shared_file(ranks, largest)]
             shared[probe.FILE_VARIABLE] = str(descriptors[0])
-        for rank in range(ranks):
-            self._start(python, shared | {"RANK": str(rank)}, descriptors)
+        self._start([*python, str(ranks)], shared, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 

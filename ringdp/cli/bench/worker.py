@@ -1,7 +1,8 @@
 """One rank of a contender: waits for rounds, rewrites, times and checks.
 
-    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES
+    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES [RANKS]
 
+With RANKS it imports torch once and forks into so many; without, a launcher starts each rank.
 CORES are the numbers of the cores between commas; rank r takes one, r mod their count, before any
 thread starts. Between rounds it sleeps in a read, so that other contenders have the cores. Where
 the controller dies, the read ends and so does the rank.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -33,11 +35,36 @@ from ringdp.cli.bench.cases import (
 from ringdp.cli.bench.contender import Buffers, Contender, Failure, Hello, Round, Times
 from ringdp.cli.bench.rows import OURS
 
+LAST_WORDS = 1.0  # s for the others, once a rank has ended with an error
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun's, MPICH's, OpenMPI's
 
 
 def main() -> None:
-    name, address, cores = sys.argv[1:]
+    name, address, cores, *ranks = sys.argv[1:]
+    if not ranks or not _parent_of(int(ranks[0])):
+        be_rank(name, address, cores)
+
+
+def _parent_of(ranks: int) -> bool:
+    """Whether this is the parent, all of whose ranks have ended; false in each of them."""
+    pids = []
+    for rank in range(ranks):
+        if not (pid := os.fork()):
+            os.environ["RANK"] = str(rank)
+            return False
+        pids.append(pid)
+    while pids:
+        pid, status = os.wait()
+        pids.remove(pid)
+        if status:
+            time.sleep(LAST_WORDS)
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+    return True
+
+
+def be_rank(name: str, address: str, cores: str) -> None:
     rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
     choice = [int(core) for core in cores.split(",")]
     os.sched_setaffinity(0, {choice[rank % len(choice)]})

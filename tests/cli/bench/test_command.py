@@ -1,6 +1,7 @@
 """`ringdp bench` itself: real ranks, bad input, and ends that leave nothing behind."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.rows import read
 from ringdp.cli.main import main
-from tests.cli.test_launch import group_of
+from tests.cli.test_launch import alive
 
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
@@ -135,16 +136,13 @@ def test_a_signal_ends_every_rank(signum: int) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
-    ranks = children(process.pid)
+    ranks = [rank for group in children(process.pid) for rank in children(group)]
     assert len(ranks) == 4  # ours and the probes
     process.send_signal(signum)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
     assert stderr == f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended\n"
-    deadline = time.monotonic() + 10
-    while any(group_of(rank) for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [rank for rank in ranks if group_of(rank)] == []
+    assert_gone(ranks)
 
 
 @pytest.mark.process
@@ -158,12 +156,19 @@ def test_a_rank_that_dies_ends_the_run() -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
-    ranks = children(process.pid)
-    subprocess.run(["kill", "-9", str(ranks[0])], check=True)
+    ranks = [rank for group in children(process.pid) for rank in children(group)]
+    os.kill(ranks[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.search("ringdp: a rank of shm (died|failed) in all_reduce of 256 float32", stderr)
-    assert [rank for rank in ranks if group_of(rank)] == []
+    assert_gone(ranks)
+
+
+def assert_gone(ranks: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(alive(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [rank for rank in ranks if alive(rank)]
 
 
 def children(pid: int) -> list[int]:
