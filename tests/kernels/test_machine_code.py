@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from ringdp.kernels.adamw import BLOCK as ADAMW_BLOCK
 from ringdp.kernels.adamw import Factors, adamw_kernel
@@ -35,6 +36,16 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHES = [80, 90, 100]
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}  # Triton's names in a signature
+
+
+def by_turns(*rows: tuple[Any, ...]) -> list[ParameterSet]:
+    """(arch, *row): each arch and each row in turn, and in `exhaustive` all beside all."""
+    quick = {(i % len(ARCHES), i % len(rows)) for i in range(max(len(ARCHES), len(rows)))}
+    return [
+        pytest.param(arch, *row, marks=() if (i, j) in quick else pytest.mark.exhaustive)
+        for i, arch in enumerate(ARCHES)
+        for j, row in enumerate(rows)
+    ]
 
 
 class Code(NamedTuple):
@@ -88,9 +99,10 @@ def spills(code: Code) -> bool:
     return any(name.startswith(("LDL", "STL")) for name in code.accesses)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("ranks", [2, 64])
-@pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+@pytest.mark.parametrize(
+    ("arch", "ranks", "source", "target"),
+    by_turns(*((n, s, t) for s, t in ((F32, F32), (BF16, BF16), (BF16, F32)) for n in (2, 64))),
+)
 def test_fold(
     source: torch.dtype, target: torch.dtype, ranks: int, arch: int, tmp_path: Path
 ) -> None:
@@ -109,8 +121,7 @@ def test_fold(
     assert ".ftz" not in code.ptx
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("copy", [None, BF16])
+@pytest.mark.parametrize(("arch", "copy"), by_turns((None,), (BF16,)))
 def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
     pointers = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), "*fp32")
     pointers["copy"] = f"*{SHORT[copy or F32]}"
@@ -128,10 +139,9 @@ def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16), (F64, F64)],
+    ("arch", "source", "target"),
+    by_turns((F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16), (F64, F64)),
 )
 def test_flatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "out": f"*{SHORT[target]}", "scale": "fp64"}
@@ -149,8 +159,7 @@ def test_flatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
     assert ".ftz" not in code.ptx
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("source", "target"), [(F32, BF16), (BF16, F32)])
+@pytest.mark.parametrize(("arch", "source", "target"), by_turns((F32, BF16), (BF16, F32)))
 def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "flat": f"*{SHORT[source]}", "scale": "fp64"}
     constants = {
@@ -166,8 +175,7 @@ def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path
     assert ".ftz" not in code.ptx
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("source", [F32, BF16])
+@pytest.mark.parametrize(("arch", "source"), by_turns((F32,), (BF16,)))
 def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "partial": "*fp64"}
     constants = {"SOURCE": triton_dtype(source), "BLOCK": SPAN_BLOCK}
@@ -177,8 +185,7 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     assert ".ftz" not in code.ptx
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("source", "target"), [(F32, F32), (BF16, F32)])
+@pytest.mark.parametrize(("arch", "source", "target"), by_turns((F32, F32), (BF16, F32)))
 def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {
         "x": f"*{SHORT[source]}",
