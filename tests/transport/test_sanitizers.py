@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,40 @@ HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
 
 
-def compiled(sanitizer: str, at: Path, sources: str = "csrc") -> Path:
+HEAD = "c.head.store(head + 1, std::memory_order_release)"
+RELEASES = (  # the store that publishes, and what runs over it
+    ("interpreter.hpp", HEAD),
+    ("direct.hpp", "laid.store(tile + 1, std::memory_order_release)"),
+    ("channels.hpp", HEAD),
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Path]]:
+    """The program by sanitizer, and as "relaxed" for that of threads without the releases. A
+    compiler takes seconds of one core, so all run at once."""
+    at = tmp_path_factory.mktemp("built")
+    with ThreadPoolExecutor() as pool:
+        return {
+            "thread": pool.submit(compiled, "thread", at / "thread"),
+            "address,undefined": pool.submit(compiled, "address,undefined", at / "address"),
+            "relaxed": pool.submit(compiled, "thread", at / "relaxed", relaxed(at / "csrc")),
+        }
+
+
+def relaxed(sources: Path) -> str:
+    """A copy of the sources whose releases are none."""
+    shutil.copytree(HERE.parents[1] / "csrc", sources)
+    for file, store in RELEASES:
+        text = (sources / file).read_text()
+        assert text.count(store) == 1
+        (sources / file).write_text(text.replace(store, store.replace("release", "relaxed")))
+    return str(sources)
+
+
+def compiled(sanitizer: str, program: Path, sources: str = "csrc") -> Path:
     if not shutil.which(CXX):
         pytest.skip(f"no {CXX}")
-    program = at / "ranks_in_threads"
     command = [CXX, "-std=c++17", "-O1", "-g", "-pthread", "-DRINGDP_CLONES=", "-Wno-psabi"]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", sources]
     built = subprocess.run(
@@ -57,8 +88,8 @@ def programs(collective: str, algorithm: str, at: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_race_and_no_stray_access(tmp_path, sanitizer):
-    program = str(compiled(sanitizer, tmp_path))
+def test_no_race_and_no_stray_access(tmp_path, built, sanitizer):
+    program = str(built[sanitizer].result())
     for collective, algorithm in (
         ("all_reduce", "ring"),
         ("all_reduce", "direct"),
@@ -72,23 +103,9 @@ def test_no_race_and_no_stray_access(tmp_path, sanitizer):
             assert done.returncode == 0, done.stderr
 
 
-HEAD = "c.head.store(head + 1, std::memory_order_release)"
-RELEASES = (  # the store that publishes, and what runs over it
-    ("interpreter.hpp", HEAD),
-    ("direct.hpp", "laid.store(tile + 1, std::memory_order_release)"),
-    ("channels.hpp", HEAD),
-)
-
-
-def test_a_release_made_relaxed_is_a_race(tmp_path):
+def test_a_release_made_relaxed_is_a_race(tmp_path, built):
     """Else the test above shows nothing."""
-    sources = tmp_path / "csrc"
-    shutil.copytree(HERE.parents[1] / "csrc", sources)
-    for file, store in RELEASES:
-        text = (sources / file).read_text()
-        assert text.count(store) == 1
-        (sources / file).write_text(text.replace(store, store.replace("release", "relaxed")))
-    program = str(compiled("thread", tmp_path, str(sources)))
+    program = str(built["relaxed"].result())
     for arguments in (programs("all_reduce", "ring", tmp_path), ["direct", "2"], ["messages", "2"]):
         done = run([program, *arguments])
         assert done.returncode != 0
