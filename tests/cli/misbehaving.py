@@ -18,6 +18,8 @@ from ringdp.cli.training import Progress
 
 Emit = Callable[[Progress], None]
 
+OPTIONS = Options(steps=1, reference=False)
+
 
 def _running(emit: Emit) -> int:
     emit(Progress(f"pid {os.getpid()}", 1, 1, 0.0, 0.0, {}))
@@ -70,5 +72,4 @@ if __name__ == "__main__":
     import misbehaving  # by this name, which the ranks can import too
 
     entry = getattr(misbehaving, sys.argv[1])
-    options = Options(steps=1, reference=False)
-    sys.exit(exit_code(lambda: run(options, Console(), entry=entry)))
+    sys.exit(exit_code(lambda: run(OPTIONS, Console(), entry=entry)))
