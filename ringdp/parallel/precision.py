@@ -94,16 +94,16 @@ def cast_at(
     handles = []
 
     def before(module: nn.Module, dtype: torch.dtype) -> None:
-        def cast(_m: nn.Module, args: Any, kwargs: Any) -> Any:
-            return _cast((args, kwargs), dtype) if active() else (args, kwargs)
+        def apply(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast((args, kwargs), dtype) if active() else (args, kwargs)
 
-        handles.append(module.register_forward_pre_hook(cast, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(apply, with_kwargs=True))
 
     def after(module: nn.Module, dtype: torch.dtype) -> None:
-        def cast(_m: nn.Module, _i: Any, out: Any) -> Any:
-            return _cast(out, dtype) if active() else out
+        def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
+            return cast(out, dtype) if active() else out
 
-        handles.append(module.register_forward_hook(cast))
+        handles.append(module.register_forward_hook(apply))
 
     if precision.cast_inputs and precision.param is not None:
         for module in dict.fromkeys([model, *units]):
@@ -120,7 +120,9 @@ def cast_at(
     return handles
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """The same structure with every floating tensor in that dtype."""
+
     def one(t: Tensor) -> Tensor:
         return t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
 

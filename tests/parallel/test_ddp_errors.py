@@ -44,7 +44,7 @@ def refused(comm: Communicator) -> list[str]:
         says(lambda: wrap(bucket_cap_mb=-1), UsageError),
         says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
         says(lambda: wrap().register_comm_hook(None, 3), TypeError),
-        says(lambda: wrap(mixed_precision=_MixedPrecision(torch.bfloat16)), UsageError),
+        says(lambda: wrap(mixed_precision=_MixedPrecision(torch.int8)), UsageError),
         says(lambda: Join([wrap()]), UsageError),
         says(lambda: pickle.dumps(wrap())),
         says(lambda: sparse.module[0].weight.sum().backward() or sparse(torch.tensor([0]))[0]
@@ -62,7 +62,7 @@ def test_a_wrong_model_or_argument_is_told(ranks):
         "at least 0",
         "ringdp.Communicator",
         "callable",
-        "ringdp.Precision",
+        "_MixedPrecision",
         "torch.distributed group",
         "default process group",
         "to have sparse gradient",

@@ -8,44 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, Case, Wrap, backward, equal
+from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, backward, equal, gloo, train
 
 pytestmark = pytest.mark.process
-
-STEPS = 4
-
-
-def gloo() -> None:
-    """torch's default group over the pool's ranks."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-
-
-def dense(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
-
-
-def train(case: Case, wrap: Wrap, rank: int) -> tuple[list[Tensor | None], list[Tensor]]:
-    """(every gradient of every step, what the model holds after each)."""
-    torch.manual_seed(rank)  # rank 0's values must win
-    net = wrap(case.make(rank), **case.options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    gradients: list[Tensor | None] = []
-    states: list[Tensor] = []
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=case.set_to_none)
-        case.step(net, step, rank)
-        gradients += [dense(p.grad) for p in net.parameters()]
-        optimizer.step()
-        states += [t.clone() for t in net.state_dict().values()]
-    return gradients, states
 
 
 def compare(comm: Communicator, name: str) -> None:

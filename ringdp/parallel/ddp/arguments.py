@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from ringdp.comm import Communicator, over, world
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.assign import CAPS, MIB, WIRED
-from ringdp.parallel.ddp.reducer import Trainable
+from ringdp.parallel.ddp.settings import Trainable
 
 
 def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tuple[int, ...]:
@@ -31,19 +32,24 @@ def of_mesh(group: Any, mesh: Any) -> Any:
     return mesh.get_group(mesh_dim=0)
 
 
-# What serves instead of an argument that is refused.
-INSTEAD = {
-    "mixed_precision": "ringdp.shard(model, stage=0, precision=ringdp.Precision(...)), or autocast",
-}
-
-
 def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value not in (None, False, []):
-            other = f": use {INSTEAD[name]}" if name in INSTEAD else ""
-            raise UsageError(
-                f"{name} is {value!r}; only CPU modules are trained, without {name}{other}"
-            )
+            raise UsageError(f"{name} is {value!r}; only CPU modules are trained, without {name}")
+
+
+def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are broadcast at construction, and before every forward."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is deprecated, by torch too: use forward_sync_buffers, which "
+            "leaves the broadcast at construction as it is",
+            FutureWarning,
+            stacklevel=3,
+        )
+    in_forward = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    at_first = broadcast_buffers is not False or forward_sync_buffers is not None
+    return at_first, in_forward is not False
 
 
 def communicator(group: Any) -> Communicator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,9 @@ from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments
 from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook
-from ringdp.parallel.ddp.reducer import Reducer, Settings
+from ringdp.parallel.ddp.mixed import Mixed
+from ringdp.parallel.ddp.reducer import Reducer
+from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.uneven import Shadow, Status, Uneven
 from ringdp.parallel.outputs import tensors
 
@@ -35,8 +36,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     process_group: a `ringdp.Communicator` or a torch.distributed group; by default what
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
     bucket_cap_mb: MiB of gradients reduced at once; by default 25, over a wire 2; the first time 1.
-    The other arguments are torch's of the same names; those of devices, of mixed_precision and of
-    delayed reductions are refused. Raises ModelError (a RuntimeError) for a model
+    The other arguments are torch's of the same names; those of devices and of delayed reductions
+    are refused. Raises ModelError (a RuntimeError) for a model
     that ranks don't share or that has nothing to train, UsageError (a ValueError) for an argument.
     """
 
@@ -70,21 +71,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             output_device=output_device,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        if broadcast_buffers is not None:
-            warnings.warn(
-                "broadcast_buffers is deprecated, by torch too: use forward_sync_buffers, which "
-                "leaves the broadcast at construction as it is",
-                FutureWarning,
-                stacklevel=2,
-            )
         self.module, self.device_mesh = module, device_mesh
         self.dim, self.device_ids, self.output_device = dim, None, None
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.forward_sync_buffers = synced is not False
+        at_first, self.forward_sync_buffers = arguments.syncs(
+            broadcast_buffers, forward_sync_buffers
+        )
         self.require_backward_grad_sync = True
         self._reduced_last = True  # by the last forward: buffers may have changed since
         self._started = False  # with its first forward
@@ -106,8 +100,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_bytes_cap = self.settings.caps[-1]  # torch.compile cuts graphs by it
         if init_sync:
             replicas.check_equal(comm, [(t.name, t.parameter) for t in trainable])
-            buffers = broadcast_buffers is not False or forward_sync_buffers is not None
-            self._broadcast(comm, buffers=buffers)
+            self._broadcast(comm, buffers=at_first)
+        self._mixed = Mixed(module, self.parameters_to_ignore, mixed_precision)
         self._reducer()
 
     # ---- what it works on
@@ -127,18 +121,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.comm = arguments.communicator(None)
         if self.reducer is None:
             found = arguments.trainables(self.module, self.parameters_to_ignore)
-            self.reducer = Reducer(found, self.comm.duplicate(), self.settings)
-            self.reducer.hook = self._hook
+            self.reducer = Reducer(found, self.comm.duplicate(), self.settings, self._mixed)
+            self.reducer.hook = self._hook or self._mixed.hook(self.reducer.comm)
         return self.comm, self.reducer
 
     # ---- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         reduces = self._before_forward()
+        inputs, kwargs, lowered = self._lower(inputs, kwargs)
         try:
             output = self.module(*inputs, **kwargs)
         finally:
-            self._leave_module()
+            self._leave_module(lowered)
         self._after_forward(output, reduces=reduces)
         return output
 
@@ -166,8 +161,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         return reduces
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _leave_module(self) -> None:
+    def _lower(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[nn.Parameter]]:
+        """See `mixed`. The inputs, and the parameters that have become low just now."""
+        if lowered := self._mixed.lower():
+            self._reducer()[1].listen()
+        return *self._mixed.inputs(args, kwargs), lowered
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _leave_module(self, lowered: list[nn.Parameter]) -> None:
         (_Torchs._active_ddp_module,) = self._outer
+        if not torch.is_grad_enabled():
+            self._mixed.raise_all(lowered)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, output: Any, *, reduces: bool) -> None:
@@ -274,11 +278,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """`hook(state, bucket)` reduces each bucket instead of the average; see `hook`."""
         if not callable(hook):
             raise NotAHook(hook)
-        if self._hook is not None:
-            raise ModelError("register_comm_hook can only be called once")
-        self._hook = CommHook(state, hook)
         _, reducer = self._reducer()
-        reducer.hook = self._hook
+        if reducer.hook is not None:
+            raise ModelError("register_comm_hook can only be called once, or mixed_precision given")
+        self._hook = reducer.hook = CommHook(state, hook)
 
     def _register_buffer_comm_hook(
         self,
@@ -337,7 +340,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "module_name": type(self.module).__name__,
             "broadcast_buffers": int(self.forward_sync_buffers),
             **reducer.facts(),
-        } | ({"comm_hook": self._hook.name} if self._hook else {})
+        } | ({"comm_hook": reducer.hook.name} if reducer.hook else {})
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

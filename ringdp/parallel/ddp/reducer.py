@@ -24,48 +24,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError
+from ringdp.parallel.ddp.advice import advice, once_more
 from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
 from ringdp.parallel.ddp.hook import CommHook
+from ringdp.parallel.ddp.mixed import Mixed, Reduction
+from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.sparse import SparseBucket
 from ringdp.parallel.ddp.taped import Taped
 from ringdp.tape import recorder
-
-
-class Trainable(NamedTuple):
-    """A parameter that is trained; `sparse`: its gradient will be."""
-
-    name: str
-    parameter: nn.Parameter
-    sparse: bool
-
-
-class Settings(NamedTuple):
-    """DDP's arguments of the same names; `caps` of buckets in bytes, see `assign`."""
-
-    caps: tuple[int, ...]
-    find_unused_parameters: bool
-    static_graph: bool
-    gradient_as_bucket_view: bool
 
 
 class Reducer(Taped):
     """Over a communicator of its own. `divisor`: what gradients are divided by before the sum."""
 
     def __init__(
-        self, parameters: Sequence[Trainable], comm: Communicator, settings: Settings
+        self,
+        parameters: Sequence[Trainable],
+        comm: Communicator,
+        settings: Settings,
+        mixed: Mixed,
     ) -> None:
-        self.parameters, self.comm, self.settings = parameters, comm, settings
+        self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
         self.divisor = comm.size
-        self.hook: CommHook | None = None
+        self.hook: CommHook | Reduction | None = None
         self.rebuilt = False
         self._armed = self._running = self._ending = False
         self._learning = settings.static_graph
@@ -77,11 +67,18 @@ class Reducer(Taped):
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
         self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
         self._build(reversed(range(len(parameters))))
-        # torch keeps a node only as long as somebody else does, and its hooks with it.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(t.parameter).node for t in parameters]
-        for index, node in enumerate(self._nodes):
-            node.register_hook(_listener(weakref.ref(self), index))
+        self._nodes: dict[int, Any] = {}
+        self.listen()
         recorder.join(self)
+
+    def listen(self) -> None:
+        """To gradients of the parameters as they are now: another dtype is made by another node."""
+        # torch keeps a node only as long as somebody else does, and its hooks with it.
+        for index, (_, p, _) in enumerate(self.parameters):
+            node = torch.autograd.graph.get_gradient_edge(p).node
+            if node is not self._nodes.get(index):
+                node.register_hook(_listener(weakref.ref(self), index))
+                self._nodes[index] = node
 
     def _build(self, order: Iterable[int]) -> None:
         facts = [
@@ -144,6 +141,7 @@ class Reducer(Taped):
             return  # autograd came by with nothing
         if not self._armed:
             self._used.add(index)
+            self.mixed.raise_(self.parameters[index].parameter)
             return
         if not self._running:
             self._begin()
@@ -154,7 +152,7 @@ class Reducer(Taped):
         if self._left[index] == 0 and not self._learning:
             self._ready(index)
         elif self._left[index] < 0 and not self._learning:
-            raise ModelError(_once_more(self.parameters[index].name, self.settings))
+            raise ModelError(once_more(self.parameters[index].name, self.settings))
 
     def _begin(self) -> None:
         self._running = True
@@ -164,6 +162,7 @@ class Reducer(Taped):
 
     def _ready(self, index: int) -> None:
         bucket, slot = self._places[index]
+        self.mixed.raise_(slot.parameter)
         bucket.take(slot, self._scale)
         bucket.pending -= 1
         if bucket.pending == 0:
@@ -171,6 +170,7 @@ class Reducer(Taped):
 
     def _ready_unused(self, index: int) -> None:
         bucket, slot = self._places[index]
+        self.mixed.raise_(slot.parameter)
         bucket.take_unused(slot, self._scale)
         bucket.pending -= 1
 
@@ -215,6 +215,7 @@ class Reducer(Taped):
         if self._learning or self._finds_unused:
             self._untouched = self._unused_everywhere(missing)
         self._land()
+        self.mixed.raise_all()
         for index in missing:
             if index not in self._untouched:
                 bucket, slot = self._places[index]
@@ -277,47 +278,10 @@ class Reducer(Taped):
         rank = self.comm.rank
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"{_advice(self.settings)}\nParameter indices which did not receive grad for rank "
+            f"{advice(self.settings)}\nParameter indices which did not receive grad for rank "
             f"{rank}: {' '.join(map(str, lost))}\nParameters which did not receive grad for rank "
             f"{rank}: {', '.join(self.parameters[i].name for i in lost)}"
         )
-
-
-def _advice(settings: Settings) -> str:
-    """In torch's words."""
-    if settings.static_graph:
-        return (
-            "This error indicates that your training graph has changed in this iteration, e.g., "
-            "one parameter is used in first iteration, but then got unused in the second "
-            "iteration. this is not compatible with static_graph set to True."
-        )
-    outputs = "making sure all `forward` function outputs participate in calculating loss"
-    if settings.find_unused_parameters:
-        return (
-            "Since `find_unused_parameters=True` is enabled, this means that backward raised, or "
-            "that no tensors were found in what `forward` returned: return them in containers or "
-            f"dataclasses. You can fix the latter by {outputs}, too."
-        )
-    return (
-        "This error indicates that your module has parameters that were not used in producing "
-        "loss, or that backward raised. You can enable unused parameter detection by passing the "
-        "keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by "
-        f"{outputs}."
-    )
-
-
-def _once_more(name: str, settings: Settings) -> str:
-    if settings.static_graph:
-        return (
-            "Your training graph has changed in this iteration, which is not compatible with "
-            f"static_graph set to True: {name} got more gradients than in the first one."
-        )
-    return (
-        f"Expected to mark a variable ready only once: {name} has been marked as ready twice, as "
-        "happens where a module is used twice under reentrant checkpointing. Pass "
-        "use_reentrant=False to torch.utils.checkpoint, or static_graph=True to "
-        "DistributedDataParallel."
-    )
 
 
 def _listener(ref: weakref.ref[Reducer], index: int) -> Callable[..., None]:

@@ -1,0 +1,42 @@
+"""What DDP tells of a backward that did not go as it had been told, in torch's words."""
+
+from __future__ import annotations
+
+from ringdp.parallel.ddp.settings import Settings
+
+
+def advice(settings: Settings) -> str:
+    """In torch's words."""
+    if settings.static_graph:
+        return (
+            "This error indicates that your training graph has changed in this iteration, e.g., "
+            "one parameter is used in first iteration, but then got unused in the second "
+            "iteration. this is not compatible with static_graph set to True."
+        )
+    outputs = "making sure all `forward` function outputs participate in calculating loss"
+    if settings.find_unused_parameters:
+        return (
+            "Since `find_unused_parameters=True` is enabled, this means that backward raised, or "
+            "that no tensors were found in what `forward` returned: return them in containers or "
+            f"dataclasses. You can fix the latter by {outputs}, too."
+        )
+    return (
+        "This error indicates that your module has parameters that were not used in producing "
+        "loss, or that backward raised. You can enable unused parameter detection by passing the "
+        "keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by "
+        f"{outputs}."
+    )
+
+
+def once_more(name: str, settings: Settings) -> str:
+    if settings.static_graph:
+        return (
+            "Your training graph has changed in this iteration, which is not compatible with "
+            f"static_graph set to True: {name} got more gradients than in the first one."
+        )
+    return (
+        f"Expected to mark a variable ready only once: {name} has been marked as ready twice, as "
+        "happens where a module is used twice under reentrant checkpointing. Pass "
+        "use_reentrant=False to torch.utils.checkpoint, or static_graph=True to "
+        "DistributedDataParallel."
+    )

@@ -1,0 +1,108 @@
+"""Mixed precision inside DDP: parameters are low from a forward on, until their gradient is there.
+
+    forward begins     p.data = p.data.to(param_dtype), and so p.grad, if there is one
+    a gradient exists  p.data is what it was; the gradient goes into its bucket, not divided
+    a bucket is whole  cast to reduce_dtype, summed, divided by n, cast to what p is at rest
+
+As torch's DDP does it, in that order, and to the same bits; so what p.grad holds is added to in
+param_dtype. Unlike there a forward without gradients leaves parameters as they were, and of
+buffers only floating ones are cast. `Precision`, of `shard`, is the richer way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ringdp.comm import Communicator
+from ringdp.errors import UsageError
+from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.precision import cast
+
+FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+class Reduction(NamedTuple):
+    """What a bucket goes through, in the place of a communication hook. See `hook.CommHook`."""
+
+    comm: Communicator
+    dtype: torch.dtype | None
+    name: str = "mixed precision"
+
+    def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
+        low = bucket.tensor().to(self.dtype)
+        work = self.comm.all_reduce(low, async_op=True, tag=bucket.index)
+
+        def finish() -> None:
+            work.wait()
+            bucket.store(low.div_(self.comm.size))
+
+        return finish
+
+
+class Mixed:
+    """The parameters of one model, but for those whose names are `ignored`: at rest or low."""
+
+    def __init__(self, model: nn.Module, ignored: Set[str], config: Any) -> None:
+        """`config`: torch's `_MixedPrecision`, or None. Casts buffers. Raises UsageError."""
+        self.model, self.ignored, self.config = model, ignored, config
+        self.dtype, self.reduce, buffer = dtypes(config)
+        self._rest: dict[nn.Parameter, Tensor] = {}  # p.data at rest, of those that are low
+        for name, tensor in model.named_buffers():
+            if buffer is not None and tensor.is_floating_point() and name not in ignored:
+                tensor.data = tensor.to(buffer)
+        sparse = [n for n, m in model.named_modules() if getattr(m, "sparse", False)]
+        if config is not None and sparse:
+            raise UsageError(f"{sparse[0]} makes sparse gradients: no mixed_precision with them")
+
+    def hook(self, comm: Communicator) -> Reduction | None:
+        return None if self.config is None else Reduction(comm, self.reduce)
+
+    def lower(self) -> list[nn.Parameter]:
+        """All of them; returned are those that were at rest."""
+        lowered: list[nn.Parameter] = []
+        if self.dtype is None:
+            return lowered
+        for name, p in self.model.named_parameters():
+            if name in self.ignored or p.dtype == self.dtype or not p.is_floating_point():
+                continue
+            self._rest[p] = p.data
+            p.data = p.data.to(self.dtype)
+            _cast_gradient(p)
+            lowered.append(p)
+        return lowered
+
+    def raise_(self, p: nn.Parameter) -> None:
+        """What it is at rest, if it was low."""
+        if (rest := self._rest.pop(p, None)) is not None:
+            p.data = rest
+            _cast_gradient(p)
+
+    def raise_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        for p in list(self._rest) if parameters is None else parameters:
+            self.raise_(p)
+
+    def inputs(self, args: Any, kwargs: Any) -> Any:
+        return cast((args, kwargs), self.dtype) if self.dtype else (args, kwargs)
+
+
+def _cast_gradient(p: nn.Parameter) -> None:
+    if p.grad is not None and p.grad.dtype != p.dtype:
+        p.grad.data = p.grad.to(p.dtype)
+
+
+def dtypes(config: Any) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]:
+    """Of parameters, reductions and buffers: what torch's `_MixedPrecision` says, if it is one."""
+    if config is None:
+        return None, None, None
+    found: list[Any] = [getattr(config, field, "missing") for field in FIELDS]
+    param, reduce, buffer = found
+    if not all(d is None or (isinstance(d, torch.dtype) and d.is_floating_point) for d in found):
+        raise UsageError(
+            f"mixed_precision is {config!r}; allowed: an object with a floating dtype, or None, as "
+            f"{', '.join(FIELDS)}, such as torch.nn.parallel.distributed._MixedPrecision"
+        )
+    return param, reduce or param, buffer

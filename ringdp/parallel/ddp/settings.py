@@ -1,0 +1,24 @@
+"""What a reducer is told: which parameters are trained, and DDP's arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Trainable(NamedTuple):
+    """A parameter that is trained; `sparse`: its gradient will be."""
+
+    name: str
+    parameter: nn.Parameter
+    sparse: bool
+
+
+class Settings(NamedTuple):
+    """DDP's arguments of the same names; `caps` of buckets in bytes, see `assign`."""
+
+    caps: tuple[int, ...]
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool

@@ -1,0 +1,181 @@
+"""DistributedDataParallel's mixed_precision against torch's over gloo: the same bits in float32
+gradients, parameters and buffers, at 2 ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from ringdp import Communicator, DistributedDataParallel, UsageError
+from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, equal, gloo, loss, mlp, rows, says, train
+
+pytestmark = pytest.mark.process
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+class Mix(NamedTuple):
+    case: str
+    dtypes: tuple[torch.dtype | None, ...]  # of parameters, reductions, buffers
+
+
+MIXES = [
+    Mix("mlp", (BFLOAT, FLOAT, None)),
+    Mix("mlp", (BFLOAT, None, None)),
+    Mix("mlp", (HALF, HALF, HALF)),
+    Mix("mlp", (HALF, BFLOAT, None)),
+    Mix("mlp, a bucket each", (BFLOAT, FLOAT, None)),
+    Mix("mlp, zeroed in place", (BFLOAT, FLOAT, None)),
+    Mix("accumulated reduced", (BFLOAT, FLOAT, None)),
+    Mix("cnn with batch norm", (BFLOAT, FLOAT, BFLOAT)),
+    Mix("checkpoint", (BFLOAT, FLOAT, None)),
+]
+
+
+def compare(comm: Communicator, mix: Mix) -> None:
+    """torch's waits for copies on streams and by events, which the CPU does not have; its first
+    backward reads memory that nobody wrote (2.13: views of buckets made before their dtype
+    changes), so that one goes before; and it has neither no_sync, tied
+    parameters nor, beyond one more backward, gradient_as_bucket_view.
+    """
+    gloo()
+    case, config = CASES[mix.case], _MixedPrecision(*mix.dtypes)
+    case = case._replace(options=case.options | {"mixed_precision": config})
+
+    def torchs(model: nn.Module, **options: Any) -> nn.Module:
+        net = TORCHS(model, **options)
+        state = copy.deepcopy(net.state_dict())
+        case.step(net, 0, comm.rank)
+        net.zero_grad()
+        net.load_state_dict(state)
+        return net
+
+    gradients, states = train(case, DistributedDataParallel, comm.rank)
+    with (
+        patch.multiple(torch, Stream=MagicMock, Event=MagicMock),
+        patch.object(torch.accelerator, "current_stream", MagicMock()),
+    ):
+        theirs, expected = train(case, torchs, comm.rank)
+    for mine, other in zip(gradients, theirs, strict=True):
+        assert mine is not None
+        assert mine.dtype == FLOAT
+        assert torch.equal(mine, other)
+    for mine, other in zip(states, expected, strict=True):
+        # torch's casts counters among the buffers, too
+        assert mine.dtype == other.dtype or not mine.is_floating_point()
+        assert torch.equal(mine.double(), other.double())
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: f"{mix.case}, {mix.dtypes}")
+def test_bits_equal_torchs(ranks, mix):
+    ranks(2)(compare, mix)
+
+
+class Seen(nn.Linear):
+    """Remembers the dtypes of what it computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype, self.weight.dtype
+        return super().forward(x)
+
+
+def at_rest(comm: Communicator) -> None:
+    """Where parameters are low, and where they are not."""
+    net: Any = DistributedDataParallel(
+        nn.Sequential(Seen(WIDTH, 4), Seen(4, 3).requires_grad_(False)),
+        process_group=comm,
+        mixed_precision=_MixedPrecision(BFLOAT, FLOAT),
+    )
+    before = [p.detach().clone() for p in net.parameters()]
+    pointers = [p.data_ptr() for p in net.parameters()]
+
+    def rests() -> bool:
+        same = zip(net.parameters(), before, pointers, strict=True)
+        return all(torch.equal(p, b) and p.data_ptr() == at for p, b, at in same)
+
+    with torch.no_grad():
+        net(rows(0, comm.rank))
+    assert rests()
+    assert net.module[0].seen == net.module[1].seen == (BFLOAT, BFLOAT)
+    out = net(rows(1, comm.rank))
+    assert {p.dtype for p in net.parameters()} == {out.dtype} == {BFLOAT}
+    with torch.no_grad():  # between a forward and its backward
+        net(rows(2, comm.rank))
+    loss(out).backward()
+    assert rests()
+    with net.no_sync():
+        loss(net(rows(3, comm.rank))).backward()
+    trained = net.module[0]
+    assert trained.weight.dtype == trained.weight.grad.dtype == FLOAT
+    loss(net(rows(4, comm.rank))).backward()
+    assert rests()
+
+
+def test_parameters_are_at_rest_but_between_a_forward_and_its_backward(ranks):
+    ranks(2)(at_rest)
+
+
+def gradients(comm: Communicator, config: _MixedPrecision, **options: Any) -> list[Tensor]:
+    """Of two backwards, the second one's."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(mlp(), process_group=comm, mixed_precision=config, **options)
+    for _ in range(2):
+        net.zero_grad()
+        loss(net(rows(0, comm.rank))).backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def without_param_dtype(comm: Communicator) -> None:
+    """Where torch's raises: the sum of bfloat16 gradients, halved."""
+    found = gradients(comm, _MixedPrecision(reduce_dtype=BFLOAT))
+    torch.manual_seed(0)
+    local = mlp()
+    loss(local(rows(0, comm.rank))).backward()
+    for mine, p in zip(found, local.parameters(), strict=True):
+        assert p.grad is not None
+        total = p.grad.bfloat16()
+        comm.all_reduce(total)
+        assert torch.equal(mine, (total / 2).float())
+        assert not torch.equal(mine, p.grad)
+
+
+def test_reductions_alone_may_be_low(ranks):
+    ranks(2)(without_param_dtype)
+
+
+def with_views(comm: Communicator) -> bool:
+    config = _MixedPrecision(BFLOAT, HALF)
+    views = gradients(comm, config, gradient_as_bucket_view=True)
+    return equal(gradients(comm, config), views)
+
+
+def test_views_of_buckets_hold_the_same(ranks):
+    assert all(ranks(2)(with_views))
+
+
+def refused(comm: Communicator) -> tuple[str, str, str]:
+    def wrap(config: Any, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, process_group=comm, mixed_precision=config)
+
+    low = _MixedPrecision(BFLOAT)
+    sparse = nn.Sequential(nn.Embedding(3, 2, sparse=True))
+    hooked = wrap(low, mlp())
+    return (
+        says(lambda: wrap(BFLOAT, mlp()), UsageError),
+        says(lambda: wrap(low, sparse), UsageError),
+        says(lambda: hooked.register_comm_hook(None, print)),
+    )
+
+
+def test_what_does_not_go_together_is_told(ranks):
+    for config, sparse, hook in ranks(2)(refused):
+        assert "mixed_precision is torch.bfloat16" in config
+        assert "_MixedPrecision" in config
+        assert "sparse gradients" in sparse
+        assert "once" in hook
