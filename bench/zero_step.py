@@ -40,6 +40,7 @@ from torch.distributed.fsdp import fully_shard
 import ringdp
 from bench.ddp_step import LATENCY, ROUNDS, SHAPE, batch, elements, interleaved, stepper, summary
 from ringdp.cli import gpt
+from ringdp.parallel.prefetch import iteration
 from ringdp.transport.base import Link
 
 AHEAD = (1, 3)  # blocks gathered ahead of their use
@@ -191,7 +192,7 @@ def overlapped(
     silent, _ = over(single, 1)
     compute = interleaved({"silent": lambda: both(silent)}, rounds)["silent"]
     ranks = dist.get_world_size()
-    moved = 3 * 4 * elements(model) * (ranks - 1) / ranks
+    moved = 3 * 4 * elements(model) * (ranks - 1) / ranks  # roughly, for a first link
     link = Link(LATENCY, moved / statistics.median(compute))
     _, engine = over(ringdp.init(link=link), 1)
     (took,) = interleaved({"": lambda: communicate(engine)}, rounds).values()
@@ -202,11 +203,11 @@ def overlapped(
     _, engine = trained[AHEAD[0]]
     times = interleaved(
         {
-            "communication": lambda: communicate(engine),
             "edges": lambda: edges(engine),
             "silent": lambda: both(silent),
         }
-        | {f"{ahead}": lambda net=net: both(net) for ahead, (net, _) in trained.items()},
+        | {f"{ahead}": lambda net=net: both(net) for ahead, (net, _) in trained.items()}
+        | {f"sent {ahead}": lambda e=e: communicate(e) for ahead, (_, e) in trained.items()},
         rounds,
     )
     ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
@@ -217,17 +218,18 @@ def overlapped(
 
 def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> Overlap:
     exposed = ms[f"{ahead}"] - ms["silent"]
-    hidden = ms["communication"] - exposed
+    communication = ms[f"sent {ahead}"]
+    hidden = communication - exposed
     return Overlap(
         ahead=ahead,
         mb_per_s=round(link.bandwidth / 1e6, 1),
         silent=round(ms["silent"], 1),
         together=round(ms[f"{ahead}"], 1),
-        communication=round(ms["communication"], 1),
+        communication=round(communication, 1),
         edges=round(ms["edges"], 1),
         exposed=round(exposed, 1),
         hidden=round(hidden, 1),
-        hidden_share=round(hidden / (ms["communication"] - ms["edges"]), 3),
+        hidden_share=round(hidden / (communication - ms["edges"]), 3),
     )
 
 
@@ -242,10 +244,11 @@ def reduce(engine: ringdp.Engine, unit: Any) -> None:
 
 
 def communicate(engine: ringdp.Engine) -> None:
-    units = engine.units
-    for unit in (*units, *units[:0:-1]):
-        gather(engine, unit)
-    for unit in units:
+    sizes, limit = [unit.bytes for unit in engine.units], engine.gathering.limit
+    for event in iteration(sizes, engine.groups, limit, freed=True):
+        if event.what == "gather":
+            gather(engine, engine.units[event.which])
+    for unit in engine.units:
         reduce(engine, unit)
 
 

@@ -59,4 +59,6 @@ class Accounts:
     def traffic_formula(self) -> int:
         """Bytes that this rank sends in a step: one forward and one backward."""
         widths = [u.widths for u in self.units]
-        return memory.traffic(self.plan, self.roots, self.stage, widths=widths)
+        return memory.traffic(
+            self.plan, self.groups, self.stage, widths=widths, limit=self.gathering.limit
+        )

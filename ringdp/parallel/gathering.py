@@ -53,13 +53,21 @@ class Gathering:
         unit.check_frozen()
 
     def done_with(self, index: int, *, free: bool) -> None:
-        """The unit's forward or backward is through; `free` it if its stage does that."""
+        """The unit's forward or backward is through; `free` it if its stage does that.
+
+        What would be gathered again at once stays: the last unit of a forward, for its backward.
+        """
         if index in self.in_use:
             self.in_use.remove(index)
         unit = self.units[index]
-        if free and unit.freed and unit.state is State.UNSHARDED:
+        if not (free and unit.freed and unit.state is State.UNSHARDED):
+            return
+        if index in self._wanted(or_freed=index):
+            unit.set_aside()
+            self._ahead.add(index)
+        else:
             unit.reshard()
-            self._prefetch()
+        self._prefetch()
 
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""
@@ -89,16 +97,23 @@ class Gathering:
         self._ahead.clear()
 
     def _prefetch(self) -> None:
+        for index in self._wanted():
+            self.units[index].gather(self.comm)
+            self._ahead.add(index)
+
+    def _wanted(self, or_freed: int | None = None) -> list[int]:
+        """The units to gather now, were that one freed."""
         if self._position is None:
-            return
-        for index in ahead(
+            return []
+        freed = [i for i in self.in_use if i not in self.groups[0]]
+        return ahead(
             self._order,
             self._position,
-            in_use=self.in_use[-1] if self.in_use else None,
-            sharded=[i for i, u in enumerate(self.units) if u.state is State.SHARDED],
+            in_use=freed[-1] if freed else None,
+            sharded=[
+                i for i, u in enumerate(self.units) if u.state is State.SHARDED or i == or_freed
+            ],
             in_flight=sum(self._sizes[i] for i in self._ahead),
             sizes=self._sizes,
             limit=self.limit,
-        ):
-            self.units[index].gather(self.comm)
-            self._ahead.add(index)
+        )

@@ -28,7 +28,7 @@ from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
-from ringdp.parallel.prefetch import gathered_peak
+from ringdp.parallel.prefetch import gathered_peak, gathers
 from ringdp.parallel.stages import Keep, Stage
 
 
@@ -160,11 +160,10 @@ def formula(
         owned = [e.elements for u in trained for e in u.entries if e.elements]
     else:
         owned = [elements for u in trained for elements in u.owned(rank)]
-    gathers = stage.parameters is Keep.SHARD
     sizes = [w.compute * u.padded for u, w in each]
     return Memory(
         parameters=sum(w.parameters(u, stage) for u, w in each),
-        gathered_peak=gathered_peak(sizes, groups, limit) if gathers else 0,
+        gathered_peak=gathered_peak(sizes, groups, limit) if stage.parameters is Keep.SHARD else 0,
         gradients=sum(w.gradients(u, stage) for u, w in each),
         buckets=max(w.bucket(u, stage) for u, w in each),
         optimizer=per_element * sum(owned) + per_parameter * len(owned),
@@ -172,18 +171,25 @@ def formula(
 
 
 def traffic(
-    units: Sequence[Unit], roots: Sequence[int], stage: Stage, *, widths: Sequence[Widths]
+    units: Sequence[Unit],
+    groups: Sequence[Sequence[int]],
+    stage: Stage,
+    *,
+    widths: Sequence[Widths],
+    limit: int,
 ) -> int:
     """Exact bytes that one rank sends in a step.
 
-    A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. The root stays
-    gathered from its forward to its backward, so stage 3 gathers it once; frozen units are not
+    A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
+    twice what it frees between forward and backward (see `prefetch.gathers`); frozen units are not
     reduced.
     """
     reductions = 2 if stage.reduction == "all_reduce" else 1
-    total = 0
-    for index, (u, w) in enumerate(zip(units, widths, strict=True)):
-        gathers = min(stage.gathers, 1 if index in roots else 2)
-        total += (u.ranks - 1) * u.shard * (w.compute * gathers)
-        total += (u.ranks - 1) * u.shard * (w.reduce * reductions * w.trainable)
-    return total
+    often = dict.fromkeys(range(len(units)), stage.gathers)
+    if stage.parameters is Keep.SHARD:
+        sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
+        often |= gathers(sizes, groups, limit)
+    return sum(
+        (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)
+        for i, (u, w) in enumerate(zip(units, widths, strict=True))
+    )

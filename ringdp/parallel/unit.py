@@ -22,6 +22,7 @@ from ringdp.parallel.stages import Keep, Stage
 class State(Enum):
     """
     SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
+    UNSHARDED --set_aside--> GATHERING
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED
 
     Stage 0 is always UNSHARDED, unless its masters are apart.
@@ -32,7 +33,7 @@ class State(Enum):
     optimizer may step them. Stages 1 and 2 keep the full buffer, whose other shards are out of
     date; stage 3 has freed it."""
     GATHERING = auto()
-    """As SHARDED, and an all_gather is filling the full buffer."""
+    """As SHARDED, and the full buffer is being filled by an all_gather, or still is from before."""
     UNSHARDED = auto()
     """The modules have parameters that are views of the full buffer, in their own shapes."""
     SUMMONED = auto()
@@ -149,6 +150,18 @@ class FlatUnit:
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: the parameters are this rank's slices again."""
+        self._lay_down()
+        if self.freed:
+            self._free()
+            self.ledger.give("gathered", self.bytes)
+        self.state = State.SHARDED
+
+    def set_aside(self) -> None:
+        """UNSHARDED -> GATHERING: the parameters are slices; the values stay for their next use."""
+        self._lay_down()
+        self.state = State.GATHERING
+
+    def _lay_down(self) -> None:
         assert self.state is State.UNSHARDED
         if self.apart:
             put(self.places, self.parameters)
@@ -156,10 +169,6 @@ class FlatUnit:
             self._point(self.parameters, self.rest)
         if self.stage.optimizer is Keep.SHARD:
             outside.guard(self.parameters)
-        if self.freed:
-            self._free()
-            self.ledger.give("gathered", self.bytes)
-        self.state = State.SHARDED
 
     def summon(self, comm: Communicator) -> None:
         """SHARDED -> SUMMONED. Collective."""

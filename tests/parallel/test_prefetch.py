@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringdp.parallel.prefetch import ahead, forecast, gathered_peak, position_of
+from ringdp.parallel.prefetch import ahead, forecast, gathered_peak, gathers, iteration, position_of
 
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
 
@@ -71,6 +71,29 @@ def test_the_bound_holds_and_nothing_is_gathered_twice(sizes, limit, data):
 def test_equal_units_peak_at_the_root_and_two(root, size, units):
     assert gathered_peak([root] + [size] * units, alone(units + 1), limit=size) == root + 2 * size
     assert gathered_peak([root] + [size] * units, alone(units + 1), limit=0) == root + size
+
+
+def test_what_would_be_gathered_again_at_once_stays():
+    assert gathers([9, 5, 5, 5], alone(4), limit=4) == {0: 1, 1: 2, 2: 2, 3: 2}
+    assert gathers([9, 5, 5, 5], alone(4), limit=5) == {0: 1, 1: 2, 2: 2, 3: 1}
+    assert gathers([9, 5, 5, 5], alone(4), limit=15) == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+@given(SIZES, st.integers(0, 300))
+def test_units_are_there_when_they_are_used(sizes, limit):
+    held: set[int] = set()
+    used = []
+    for what, which in iteration(sizes, alone(len(sizes)), limit, freed=True):
+        if what == "gather":
+            assert which not in held
+            held.add(which)
+        elif what == "free":
+            held.remove(which)
+        elif what == "use":
+            assert which in held
+            used.append(which)
+    assert tuple(used) == forecast(alone(len(sizes)))
+    assert held == {0}
 
 
 @given(SIZES, st.integers(0, 300))

@@ -82,12 +82,13 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     owned = sum(u.elements for u, w in zip(units, widths, strict=True) if w.trainable)
     if how.optimizer is Keep.SHARD:
         owned = sum(sum(u.owned(RANK)) for u, w in zip(units, widths, strict=True) if w.trainable)
+    limit = one_unit(_gathered(model, stage, setting.ranks), model.groups)
     step = predict(
         units,
         model.groups,
         how,
         widths=widths,
-        limit=one_unit(_gathered(model, stage, setting.ranks), model.groups),
+        limit=limit,
         cost=cost,
         forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in units],
         flatten=[
@@ -100,7 +101,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     return Row(
         stage=stage,
         memory=memory,
-        sent=traffic(units, model.groups[0], how, widths=widths),
+        sent=traffic(units, model.groups, how, widths=widths, limit=limit),
         step=step,
         largest=largest(model, stage, setting),
         fits=sum(memory) <= setting.memory,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.memory import Widths
-from ringdp.parallel.prefetch import Groups, ahead, forecast
+from ringdp.parallel.prefetch import Groups, iteration
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.schedule.algorithms import Collective
 
@@ -40,82 +40,26 @@ class Step(NamedTuple):
         return self.compute + self.exposed + self.optimizer
 
 
-class _Replay:
-    """The two clocks, and which units are gathered."""
+class _Clocks:
+    """Of the computation, `now`, and of the wire."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        groups: Groups,
-        stage: Stage,
-        widths: Sequence[Widths],
-        limit: int,
-        cost: Cost,
-        beside: bool,
-    ) -> None:
-        self.stage, self.widths, self.limit, self.cost = stage, widths, limit, cost
+    def __init__(self, *, beside: bool) -> None:
         self.beside = beside
-        self.order = forecast(groups)
-        self.gathered = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
-        self.reduced = [w.reduce * u.padded for u, w in zip(units, widths, strict=True)]
-        self.freed = stage.parameters is Keep.SHARD
-        # What is not freed takes no memory to gather, so nothing bounds how far ahead.
-        self.sizes = self.gathered if self.freed else [0] * len(units)
-        every = range(len(units))
-        self.sharded = set(every) if stage.gathers else set[int]()
-        self.ready = dict.fromkeys(every, 0.0)  # when a unit's gather ends
-        self.waiting: set[int] = set()
-        self.now = self.wire = self.busy = self.exposed = 0.0
-        self.last_reduced = 0.0  # when the last reduction so far ends
+        self.now = self.wire = self.compute = self.busy = self.exposed = 0.0
 
-    def use(self, unit: int, position: int) -> None:
-        if unit in self.sharded:
-            self._gather(unit)
-        self.waiting.discard(unit)
-        self._prefetch(position, unit)
-        self._wait(self.ready[unit])
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+        self.compute += seconds
 
-    def free(self, unit: int, position: int) -> None:
-        if self.freed:
-            self.sharded.add(unit)
-            self._prefetch(position, None)
-
-    def make_room(self, unit: int) -> None:
-        if not self.widths[unit].keeps_bucket(self.stage):
-            self.finish()
-
-    def reduce(self, unit: int) -> None:
-        self.last_reduced = self._send(self.cost(self.stage.reduction, self.reduced[unit]))
-
-    def finish(self) -> None:
-        self._wait(self.last_reduced)
-
-    def _gather(self, unit: int) -> None:
-        self.ready[unit] = self._send(self.cost("all_gather", self.gathered[unit]))
-        self.sharded.discard(unit)
-
-    def _prefetch(self, position: int, in_use: int | None) -> None:
-        found = ahead(
-            self.order,
-            position,
-            in_use=in_use,
-            sharded=self.sharded,
-            in_flight=sum(self.sizes[u] for u in self.waiting),
-            sizes=self.sizes,
-            limit=self.limit,
-        )
-        for unit in found:
-            self._gather(unit)
-            self.waiting.add(unit)
-
-    def _send(self, seconds: float) -> float:
+    def send(self, seconds: float) -> float:
+        """When it will have been sent."""
         self.wire = max(self.wire, self.now) + seconds
         self.busy += seconds
         if not self.beside:
-            self._wait(self.wire)
+            self.wait(self.wire)
         return self.wire
 
-    def _wait(self, until: float) -> None:
+    def wait(self, until: float) -> None:
         self.exposed += max(until - self.now, 0.0)
         self.now = max(until, self.now)
 
@@ -135,49 +79,37 @@ def predict(
 ) -> Step:
     """`forward`: s of each unit; a backward takes twice that. `flatten`: s of its gradients,
     counted as compute. `optimizer`: s of its step. `beside`: whether collectives go on meanwhile.
-
-    The root's forward is taken to run after those of all others, its backward before theirs.
     """
-    replay = _Replay(units, groups, stage, widths, limit, cost, beside)
-    root, *inner = groups
-    position, compute = -1, 0.0
-
-    def spend(seconds: float) -> None:
-        nonlocal compute
-        replay.now += seconds
-        compute += seconds
-
-    def run(group: Sequence[int], times: int) -> None:
-        spend(times * sum(forward[u] for u in group))
+    clocks = _Clocks(beside=beside)
+    gathered = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
+    ready = [0.0] * len(units)  # when a unit's gather ends
+    reduced = 0.0  # when the last reduction so far ends
 
     def reduce(unit: int) -> None:
-        if widths[unit].trainable:
-            replay.make_room(unit)
-            spend(flatten[unit])
-            replay.reduce(unit)
+        nonlocal reduced
+        if not widths[unit].trainable:
+            return
+        if not widths[unit].keeps_bucket(stage):
+            clocks.wait(reduced)
+        clocks.spend(flatten[unit])
+        size = widths[unit].reduce * units[unit].padded
+        reduced = clocks.send(cost(stage.reduction, size))
 
-    def use(group: Sequence[int]) -> None:
-        nonlocal position
-        for unit in group:
-            position += 1
-            replay.use(unit, position)
-
-    use(root)
-    for group in inner:
-        use(group)
-        run(group, 1)
-        for unit in group:
-            replay.free(unit, position)
-    run(root, 1)
-    use(root)
-    run(root, 2)
-    for group in reversed(inner):
-        use(group)
-        run(group, 2)
-        for unit in group:
-            reduce(unit)
-            replay.free(unit, position)
-    for unit in reversed(root):
+    freed = stage.parameters is Keep.SHARD
+    # What is not freed takes no memory to gather, so nothing bounds how far ahead.
+    sizes = gathered if freed else [0] * len(units)
+    for what, which in iteration(sizes, groups, limit, freed=freed):
+        if what == "gather" and stage.gathers:
+            ready[which] = clocks.send(cost("all_gather", gathered[which]))
+        elif what == "use":
+            clocks.wait(ready[which])
+        elif what == "forward":
+            clocks.spend(sum(forward[u] for u in groups[which]))
+        elif what == "backward":
+            clocks.spend(2 * sum(forward[u] for u in groups[which]))
+            for unit in groups[which] if which else ():
+                reduce(unit)
+    for unit in reversed(groups[0]):
         reduce(unit)
-    replay.finish()
-    return Step(compute, replay.busy, replay.exposed, optimizer)
+    clocks.wait(reduced)
+    return Step(clocks.compute, clocks.busy, clocks.exposed, optimizer)

@@ -13,6 +13,7 @@ from ringdp import Communicator
 from ringdp.cli.plan.models import of_module
 from ringdp.cli.plan.stages import held
 from ringdp.parallel.memory import traffic
+from ringdp.parallel.prefetch import one_unit
 from ringdp.parallel.stages import stage_of
 from tests.cli.plan.models_here import WIDTH, net
 
@@ -60,7 +61,9 @@ def test_bytes_of_a_plan_are_the_engines(ranks, stage, precision):
     with torch.device("meta"):
         model = of_module("Runs", Runs(), PRECISIONS[precision])
     how = stage_of(stage)
-    sends = traffic(model.layout(2), model.groups[0], how, widths=model.widths)
+    sizes = [w.compute * u.padded for u, w in zip(model.layout(2), model.widths, strict=True)]
+    limit = one_unit(sizes, model.groups)
+    sends = traffic(model.layout(2), model.groups, how, widths=model.widths, limit=limit)
     memory, sent = ranks(2)(one_step, stage, precision)[0]
     assert memory == held(model, stage, 2)
     assert sent == sends
