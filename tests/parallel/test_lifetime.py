@@ -179,7 +179,7 @@ def test_collectives_are_issued_ahead_of_need(ranks, stage):
     for i in (3, 2):  # the reduction of one unit is under way while the one before computes
         assert events.index((kind, i)) < events.index(("backward", i - 1))
     gathers = [i for name, i in events if name == "all_gather"]
-    assert gathers == [[], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1]][stage]
+    assert gathers == [[], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 2, 1]][stage]
     if stage:
         for i in (1, 2):  # the next unit comes in while this one computes
             assert events.index(("all_gather", i + 1)) < events.index(("forward", i))
