@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from ringdp.transport.shm import ShmTransport
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
+NAMES = "communicators"  # in a job's store: how many met there; in NAMES/1, ... name and size
 _last_generation = 0
 _stores: dict[tuple[_Place, str, str], Store] = {}
 _named: Counter[str] = Counter()  # the last generation that met under a name
@@ -205,6 +206,8 @@ def _gloo(
 ) -> Transport:
     """The same over gloo, and over NCCL beside it."""
     prefixed = PrefixStore(name, store)
+    if rank == ranks[0]:
+        store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {len(ranks)}")
     group = gloo(prefixed, ranks.index(rank), len(ranks), timeout)
     if transport == "c10d":
         return C10dTransport(prefixed, group)
@@ -221,9 +224,9 @@ class _Place(NamedTuple):
     port: int
 
 
-def _place() -> _Place | None:
+def _place(environ: Mapping[str, str] = os.environ) -> _Place | None:
     """None without torchrun."""
-    found = {v: os.environ[v] for v in VARIABLES if v in os.environ}
+    found = {v: environ[v] for v in VARIABLES if v in environ}
     if not {"RANK", "WORLD_SIZE"} & found.keys():
         return None
     if missing := [v for v in VARIABLES if v not in found]:
@@ -256,18 +259,33 @@ def _store(place: _Place, timeout: timedelta) -> Store:
     key = (place, os.environ.get("TORCHELASTIC_RUN_ID", ""), restart)
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if key not in _stores:
-        try:
-            if place.rank > 0 or agent_serves:
-                server = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
-            else:
-                server = _serve(place, timeout)
-        except (DistError, OSError) as e:
-            raise CommunicationError(
-                f"rank {place.rank} cannot reach rank 0's store at {place.host}:{place.port}: {e}"
-            ) from e
-        _stores[key] = PrefixStore(f"ringdp/{key[1]}/{restart}", server)
+        serves = place.rank == 0 and not agent_serves
+        server = _server(place, timeout, serves=serves)
+        _stores[key] = PrefixStore(_prefix(os.environ), server)
     _stores[key].set_timeout(timeout)
     return _stores[key]
+
+
+def store_of(environ: Mapping[str, str], timeout: timedelta) -> Store | None:
+    """That of the job of a process with this environment, None if it is of none."""
+    place = _place(environ)
+    return place and PrefixStore(_prefix(environ), _server(place, timeout, serves=False))
+
+
+def _prefix(environ: Mapping[str, str]) -> str:
+    run, restart = (environ.get(f"TORCHELASTIC_{v}") for v in ("RUN_ID", "RESTART_COUNT"))
+    return f"ringdp/{run or ''}/{restart or '0'}"
+
+
+def _server(place: _Place, timeout: timedelta, *, serves: bool) -> TCPStore:
+    try:
+        if serves:
+            return _serve(place, timeout)
+        return TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+    except (DistError, OSError) as e:
+        raise CommunicationError(
+            f"rank {place.rank} cannot reach rank 0's store at {place.host}:{place.port}: {e}"
+        ) from e
 
 
 def _serve(place: _Place, timeout: timedelta) -> TCPStore:

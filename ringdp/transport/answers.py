@@ -134,21 +134,11 @@ class Answers:
 
         For a rank that is `lost` it does not wait.
         """
-        found: dict[int, State] = {self._rank: self.state()}
+        found = {self._rank: self.state()}
         with suppress(DistError):
             asked = LAST if failed else self._store.add("asked", 1)
             self._say(asked)
-            pids = {rank: self._pid(rank) for rank in range(self._ranks)}
-            until = time.monotonic() + PATIENCE
-            while True:
-                for rank in pids.keys() - found.keys():
-                    if state := self._heard(rank, asked, pids[rank]):
-                        found[rank] = state
-                if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
-                    break
-                time.sleep(PATIENCE / 40)
-            for rank, pid in pids.items():
-                found.setdefault(rank, State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)))
+            _hear(self._store, asked, self._ranks, found, lost)
         return Survey(tuple(found.get(rank) for rank in range(self._ranks)))
 
     def _say(self, asked: int, *, closed: bool = False) -> None:
@@ -158,20 +148,6 @@ class Answers:
                 state = written(asked, self.state(closed=closed))
                 self._store.set(f"state/{self._rank}", state)
                 self._answered = asked
-
-    def _heard(self, rank: int, asked: int, pid: int) -> State | None:
-        if not self._store.check([f"state/{rank}"]):
-            return None
-        text = self._store.get(f"state/{rank}").decode(errors="replace")
-        return read(text, asked, pid, self._ranks)
-
-    def _pid(self, rank: int) -> int:
-        """ELSEWHERE where its process cannot be seen from here, or is not known."""
-        if not self._store.check([f"place/{rank}"]):
-            return ELSEWHERE
-        pid, _, sight = self._store.get(f"place/{rank}").decode(errors="replace").partition(" ")
-        known = pid.isdecimal() and len(pid) < 10 and sight == _sight()
-        return int(pid) if known else ELSEWHERE
 
 
 class Answering:
@@ -215,6 +191,42 @@ class Answering:
         with suppress(DistError):
             self._does.last_word(closed=True)
         self._told.leave()
+
+
+def survey_from_outside(store: Store, ranks: int) -> Survey:
+    """What the ranks of a transport do whose store that is."""
+    found: dict[int, State] = {}
+    asked = LAST if store.check(["failed"]) else store.add("asked", 1)
+    _hear(store, asked, ranks, found, -1)
+    return Survey(tuple(found[rank] for rank in range(ranks)))
+
+
+def _hear(store: Store, asked: int, ranks: int, found: dict[int, State], lost: int) -> None:
+    """Find what is missing, as far as it is said within PATIENCE; but do not wait for the lost."""
+    pids = {rank: _pid(store, rank) for rank in range(ranks)}
+    until = time.monotonic() + PATIENCE
+    while True:
+        for rank in pids.keys() - found.keys():
+            text = _text(store, f"state/{rank}")
+            if text and (state := read(text, asked, pids[rank], ranks)):
+                found[rank] = state
+        if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
+            break
+        time.sleep(PATIENCE / 40)
+    for rank, pid in pids.items():
+        found.setdefault(rank, State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)))
+
+
+def _pid(store: Store, rank: int) -> int:
+    """ELSEWHERE where its process cannot be seen from here, or is not known."""
+    pid, _, sight = _text(store, f"place/{rank}").partition(" ")
+    known = pid.isdecimal() and len(pid) < 10 and sight == _sight()
+    return int(pid) if known else ELSEWHERE
+
+
+def _text(store: Store, key: str) -> str:
+    """Empty where there is none."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
 
 def written(asked: int, state: State) -> str:

@@ -105,6 +105,13 @@ class Told:
         self._suspects = suspects
 
 
+def told_in(store: Store, ranks: int) -> Failure | None:
+    """What has failed in a transport whose store that is, as anybody may read it."""
+    if not store.check(["failed"]):
+        return None
+    return _parsed(store.get("failed").decode(errors="replace"), 0, ranks)
+
+
 def somebody(rank: int, here: int) -> int:
     """The rank, or for -1 one that is not `here`."""
     return rank if rank >= 0 else int(here == 0)

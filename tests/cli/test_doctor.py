@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from ringdp import Communicator
 from ringdp.cli.doctor import report
 from ringdp.cli.doctor.check import Check
 from ringdp.cli.main import main
+from ringdp.comm import outside
+from ringdp.comm.call import fingerprint
+from ringdp.transport.answers import Answers
+from ringdp.transport.records import SITE_BYTES
 from ringdp.transport.watch import Watched, segments
 from tests.ranks import Pool
 
@@ -92,6 +100,66 @@ def test_a_job_is_a_process_with_all_below_it(hanging, capsys):
     assert "rank 1 has not called it" in capsys.readouterr().out
     assert main(["doctor", "--job", "no such run"]) == 2
     assert "neither a process nor the --rdzv-id" in capsys.readouterr().err
+
+
+SITE = b"train.py:40".ljust(SITE_BYTES, b"\0")
+
+
+@pytest.fixture
+def apart() -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
+    """The job's store, a communicator's part of it, and a process with a rank's environment.
+
+    Of two ranks that share no memory the first waits; both have had their last word.
+    """
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = PrefixStore("ringdp/run/0", server)
+    for k, line in enumerate(["", "1 x", "2 0", "1.1 2"], 1):  # only the last one makes sense
+        job.set(f"communicators/{k}", line)
+    job.add("communicators", 5)
+    one = PrefixStore("1.1", job)
+    ranks = [Answers(one, rank, 2) for rank in range(2)]
+    ranks[0].begin(1, (0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE))
+    ranks[0].waits(1, 1)
+    for rank in ranks:
+        rank.last_word()
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    process = subprocess.Popen(["sleep", "60"], env=environ | {"PATH": os.environ["PATH"]})
+    yield server, one, process
+    process.kill()
+    process.wait()
+
+
+def test_ranks_that_share_no_memory_are_asked(apart, capsys):
+    server, one, process = apart
+    for which in (["--pid", str(process.pid)], ["--job", "run"]):
+        assert main(["doctor", *which]) == 0
+        heading, verdict, _, first, second = capsys.readouterr().out.splitlines()
+        at = f"the store at 127.0.0.1:{server.port}, as 1.1"
+        assert heading == f"communicator 1 of 1, at {at}: 2 ranks"
+        assert verdict == "collective #0: rank 1 has not called it"
+        call = r"all_reduce #0 \(float32, sum\) of 10  1      rank 1     0.\d s  train.py:40"
+        assert re.match(rf"0     {call}  none$", first)
+        assert re.match(r"1     user code  .* none$", second)
+    one.set("failed", "1 1 0 0 0 0 0 0 0\n")
+    assert main(["doctor", "--pid", str(process.pid)]) == 0
+    assert "it has failed: lost, rank 1" in capsys.readouterr().out
+    for rank in range(2):
+        one.set(f"closed/{rank}", "1")
+    assert main(["doctor", "--pid", str(process.pid)]) == 2
+    assert "holds no communicator of ringdp open" in capsys.readouterr().err
+
+
+def test_a_job_whose_store_is_gone_is_told_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(outside, "TIMEOUT", timedelta(milliseconds=50))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with subprocess.Popen(["sleep", "60"], env=environ | {"PATH": os.environ["PATH"]}) as process:
+        assert main(["doctor", "--pid", str(process.pid)]) == 1
+        process.kill()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"at the store at 127.0.0.1:{port}: rank 0 cannot reach rank 0's store" in line
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """`ringdp doctor --pid` and `--job`: what the ranks of a running job do, read from outside it.
 
 It finds the shared segments that the job's processes hold open and prints one table for each, that
-is for each communicator. It only reads: a job that hangs goes on hanging.
+is for each communicator; of those without shared memory it asks the ranks through the job's store.
+A job that hangs goes on hanging.
 """
 
 from __future__ import annotations
@@ -9,23 +10,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ringdp.comm.outside import asked
+from ringdp.comm.rendezvous import VARIABLES
 from ringdp.comm.table import HEADINGS, missing, process_state, row, table
 from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.base import FailureKind
+from ringdp.transport.records import Observed
 from ringdp.transport.watch import Watched, segments
 
 RUN_ID = b"TORCHELASTIC_RUN_ID="  # torchrun's --rdzv-id, in the environment of its ranks
+# What all ranks of a job have in their environment, beside RANK.
+JOB = (*VARIABLES[1:], "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 def show_process(pid: int, console: Console) -> int:
     """The communicators of one rank. Returns the exit code."""
     if process_state(pid).endswith("has ended"):
         raise UsageError(f"--pid: there is no process {pid}")
-    found = _segments([pid])
+    found = _communicators([pid])
     if not found:
         below = " (it has children: --job shows them too)" * (len(family(pid)) > 1)
         raise UsageError(f"--pid: process {pid} holds no communicator of ringdp open{below}")
@@ -40,7 +48,7 @@ def show_job(job: str, console: Console) -> int:
         raise UsageError(
             f"--job: {job} is neither a process nor the --rdzv-id of a torchrun that runs here"
         )
-    found = _segments(pids)
+    found = _communicators(pids)
     if not found:
         raise UsageError(f"--job: none of {len(pids)} processes of {job} holds a communicator open")
     return _show(found, console)
@@ -74,50 +82,90 @@ def _of_run(run_id: str) -> list[int]:
     return found
 
 
-def _segments(pids: list[int]) -> list[Path]:
+class Seen(NamedTuple):
+    """A communicator: where it was found, and what is known of it, or why nothing is."""
+
+    where: str
+    observed: Observed | None
+    failed: tuple[FailureKind, int] | None = None
+    problem: str = ""
+
+
+def _communicators(pids: list[int]) -> list[Seen]:
     try:
-        return segments(pids)
+        shared = [_shared(path) for path in segments(pids)]
+        jobs = {tuple(sorted(environ.items())) for pid in pids if (environ := _environ(pid))}
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} may not be looked at: run the doctor as the user whose process it is"
         ) from None
+    return shared + [seen for job in sorted(jobs) for seen in _told(dict(job))]
 
 
-def _show(paths: list[Path], console: Console) -> int:
-    code = 0
-    for number, path in enumerate(paths, 1):
-        heading = f"communicator {number} of {len(paths)}, at {path}"
-        try:
-            watched = Watched(path)
-        except CommunicationError as error:
-            console.print(f"{heading}: {error}", markup=False, highlight=False, soft_wrap=True)
-            code = 1
+def _shared(path: Path) -> Seen:
+    try:
+        watched = Watched(path)
+    except CommunicationError as error:
+        return Seen(str(path), None, problem=str(error))
+    return Seen(str(path), watched, watched.failure())
+
+
+def _told(environ: dict[str, str]) -> list[Seen]:
+    """Of the ranks' job, in whose store they meet."""
+    where = f"the store at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    try:
+        found = asked(environ)
+    except CommunicationError as error:
+        return [Seen(where, None, problem=str(error))]
+    return [
+        Seen(f"{where}, as {name}", survey, failed and (failed.kind, failed.rank))
+        for name, survey, failed in found
+    ]
+
+
+def _environ(pid: int) -> dict[str, str]:
+    """Of a rank, what all ranks of its job have in common; else nothing."""
+    try:
+        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return {}  # it ended while we looked
+    found = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
+    if not all(v in found for v in VARIABLES):
+        return {}
+    return {v: found[v] for v in JOB if v in found} | {"RANK": "0"}
+
+
+def _show(found: list[Seen], console: Console) -> int:
+    for number, (where, observed, failed, problem) in enumerate(found, 1):
+        heading = f"communicator {number} of {len(found)}, at {where}"
+        if observed is None:
+            console.print(f"{heading}: {problem}", markup=False, highlight=False, soft_wrap=True)
             continue
-        lines = [f"{heading}: {watched.ranks} ranks", *_verdicts(watched)]
+        lines = [f"{heading}: {observed.ranks} ranks", *_verdicts(observed, failed)]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         if console.is_terminal:
-            console.print(_rich(watched))
+            console.print(_rich(observed))
         else:
-            console.print(table(watched), markup=False, highlight=False, soft_wrap=True)
-    return code
+            console.print(table(observed), markup=False, highlight=False, soft_wrap=True)
+    return int(any(seen.observed is None for seen in found))
 
 
-def _verdicts(watched: Watched) -> Iterator[str]:
+def _verdicts(observed: Observed, failed: tuple[FailureKind, int] | None) -> Iterator[str]:
     """Why it does not go on, as far as the records tell."""
-    if failure := watched.failure():
-        kind, rank = failure
+    if failed:
+        kind, rank = failed
         yield f"it has failed: {kind.name.lower()}, rank {rank}"
-    records = [watched.record(r) for r in range(watched.ranks)]
+    records = [record for r in range(observed.ranks) if (record := observed.record(r))]
     under_way = [r.finished for r in records if r.begun > r.finished]
     if under_way:
         first = min(under_way)
-        yield f"collective #{first}: {missing(watched, first)}"
+        yield f"collective #{first}: {missing(observed, first)}"
 
 
-def _rich(watched: Watched) -> Table:
+def _rich(observed: Observed) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="dim")
     for heading in HEADINGS:
         shown.add_column(heading, overflow="fold")
-    for rank in range(watched.ranks):
-        shown.add_row(*map(Text, row(watched, rank)))  # text, not markup
+    for rank in range(observed.ranks):
+        shown.add_row(*map(Text, row(observed, rank)))  # text, not markup
     return shown
