@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 FIGURE = RESULTS / "ring.svg"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 TORCH_BACKEND = RESULTS / "torch_backend.json"
+DDP_STEP = RESULTS / "ddp_step.json"
 ZERO_STEP = RESULTS / "zero_step.json"
 GUARD = RESULTS / "guard.json"
 TRACE = RESULTS / "trace.json"
@@ -156,6 +157,34 @@ def torch_backend() -> str:
     return "\n".join(lines)
 
 
+def ddp_step() -> str:
+    """Milliseconds of a step, and what a slow link leaves, from `python -m bench.ddp_step`."""
+    if not DDP_STEP.exists():
+        return "Not measured."
+    found = json.loads(DDP_STEP.read_text())
+    steps = found["step_ms"]
+    lines = [
+        f"| {found['parameters']:,} parameters, {found['ranks']} ranks | min, ms | median | max "
+        "| / one process alone | / torch's DDP over gloo |",
+        "|---|" + "---:|" * 5,
+    ]
+    for name, row in steps.items():
+        cells = [f"{row[which]:.0f}" for which in ("min", "median", "max")]
+        cells += [f"{row['median'] / steps[by]['median']:.2f}" for by in ("alone", "torch")]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    default = found["slow_link"][0]
+    ms = default["ms"]
+    lines += [
+        "",
+        f"Over an emulated link of {default['mb_per_s']:.0f} MB/s, where all reductions take "
+        f"{ms['communication']:.0f} ms and backward {ms['backward']:.0f} ms, forward and backward "
+        f"take {ms['exposed']:.0f} ms longer than without communication: "
+        f"{default['hidden_share']:.0%} is hidden, and {default['without_copies']:.0%} but for the "
+        f"{ms['copies']:.0f} ms for which the emulation itself takes the core.",
+    ]
+    return "\n".join(lines)
+
+
 def zero_step() -> str:
     """Milliseconds of a step, and what a slow link leaves, from `python -m bench.zero_step`."""
     if not ZERO_STEP.exists():
@@ -203,6 +232,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "ratios": ratios,
     "machine": machine,
     "torch_backend": torch_backend,
+    "ddp_step": ddp_step,
     "zero_step": zero_step,
     "kernels": kernels,
     "guard": guard,
