@@ -202,6 +202,8 @@ class C10dTransport(Answering):
             self._told.changed.wait_for(
                 lambda: ticket not in self._open or self._told.failure, timeout
             )
+            if ticket in self._open and self._told.failure is None and timeout > 0:
+                self._watch()
             return ticket not in self._open
 
     def failure(self) -> Failure | None:
@@ -309,7 +311,7 @@ class C10dTransport(Answering):
         self._end(ticket)
 
     def _watch(self) -> None:
-        """Look after every rank from now on: who waits for anybody hears of no one's death."""
+        """Look after every rank from now on: who waits for one hears of no other's death."""
         if self._watched:
             return
         self._watched = True

@@ -22,6 +22,7 @@ from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.told import Told
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear
+from tests.forks import PATIENCE, Forks, Say, store
 from tests.transport.test_conformance import ROWS, Case, agree, found
 
 pytestmark = pytest.mark.process
@@ -158,6 +159,28 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
         for heard in said[rank]:
             assert heard.error == heard.again == "PeerLost", heard
             assert "rank 1 has ended" in heard.text
+
+
+def waits_for_another(comm: Communicator, say: Say) -> None:
+    """Rank 2 is killed, where rank 0 waits for rank 1, which is in the user's code."""
+    c, talk = ringdp.init(transport="c10d", timeout=PATIENCE), store()
+    c.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 1:
+        talk.wait(["heard"])
+    say(hear(c, lambda: c.broadcast(torch.ones(10), 1)))
+    talk.set("heard", "")
+    talk.wait(["heard"])
+
+
+def test_a_death_is_heard_by_who_waits_for_another_rank(forks: Forks):
+    here, there, (code, _) = forks(3, waits_for_another)
+    assert code == -signal.SIGKILL
+    for code, (heard,) in (here, there):
+        assert code == 0
+        assert heard.error == heard.again == "PeerLost", heard
+        assert "; rank 2 has ended (process" in heard.text
 
 
 def leaves(comm: Communicator) -> Heard | None:
