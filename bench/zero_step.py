@@ -15,7 +15,7 @@ take as long as its forward and backward:
     communication  the same gathers and reductions one after the other, and nothing else
     edges          of these what nothing can hide: the first two gathers, of the root and the first
                    block, before anything computes, and the root's reduction, after everything has
-    exposed = together - silent        hidden = communication - exposed
+    exposed = together - silent, of the same round        hidden = communication - exposed
     hidden share = hidden / (communication - edges)
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 import statistics
@@ -38,7 +39,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ringdp
-from bench.ddp_step import LATENCY, ROUNDS, SHAPE, batch, elements, interleaved, stepper, summary
+from bench.ddp_step import (
+    LATENCY,
+    ROUNDS,
+    SHAPE,
+    batch,
+    elements,
+    interleaved,
+    longer,
+    stepper,
+    summary,
+)
 from ringdp.cli import gpt
 from ringdp.parallel.prefetch import iteration
 from ringdp.transport.base import Link
@@ -85,10 +96,10 @@ def main() -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
-    steps = compared(model, comm)
-    found = rows(interleaved(steps, arguments.rounds))
     single = comm.split(comm.rank)
     overlaps, spans = overlapped(model, single, arguments.rounds)
+    gc.collect()
+    found = rows(interleaved(compared(model, comm), arguments.rounds))
     if comm.rank == 0:
         print(f"{elements(model):,} parameters, {comm.size} ranks, float32, AdamW; ms")
         for row in (*found, *overlaps):
@@ -211,13 +222,15 @@ def overlapped(
         rounds,
     )
     ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
+    for ahead in AHEAD:
+        ms[f"exposed {ahead}"] = 1e3 * longer(times[f"{ahead}"], times["silent"])
     rows = [overlap_row(ahead, link, ms) for ahead in AHEAD]
     net, engine = trained[AHEAD[-1]]
     return rows, recorded(net, engine, lambda: both(net))
 
 
 def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> Overlap:
-    exposed = ms[f"{ahead}"] - ms["silent"]
+    exposed = ms[f"exposed {ahead}"]
     communication = ms[f"sent {ahead}"]
     hidden = communication - exposed
     return Overlap(

@@ -32,7 +32,13 @@ class Gathering:
         self._ahead: set[int] = set()  # gathered before their use
 
     def begin(self) -> None:
-        """A new iteration starts."""
+        """A new iteration starts, after which nothing may be left of one without a backward: what
+        its slices are may have changed."""
+        for index in self._ahead:
+            if self.units[index].state is State.GATHERING:
+                self.units[index].unshard()
+                self.units[index].reshard()
+        self._ahead.clear()
         self.in_use.clear()
         self._seen.clear()
         self._position = -1

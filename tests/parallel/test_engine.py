@@ -291,3 +291,23 @@ def test_bad_arguments_say_what_is_allowed(ranks):
             said, ("0 (DDP)", "trainable", "Linear", "must be floats", "at least 0"), strict=True
         ):
             assert word in text
+
+
+def changed_by_hand(comm: Communicator) -> Tensor:
+    """After a forward that no backward follows."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    engine = ringdp.shard(net, stage=3, unit=nn.Linear, comm=comm)
+    for step in range(2):
+        net(batch(step)).square().mean().backward()
+    net(batch(2))
+    with torch.no_grad():
+        for p in net[-1].parameters():
+            p.zero_()
+    out = net(batch(2))
+    engine.close()
+    return out.detach()
+
+
+def test_a_change_by_hand_is_seen_by_the_next_forward(ranks):
+    for out in ranks(2)(changed_by_hand):
+        assert not out.any()
