@@ -41,7 +41,7 @@ OUTSIDE = {
     "schedule": {"numpy"},
     "transport": {"numpy", "torch", "cupy"},
     "comm": {"torch"},
-    "parallel": {"torch"},
+    "parallel": {"torch", "safetensors"},
     "cli": {"torch", "numpy", "typer", "rich", "click", "mpi4py"},
     "": set(),
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ringdp
@@ -148,12 +150,26 @@ def exported(comm: Communicator, path: str) -> list[float]:
 
 
 def test_a_plain_model_loads_an_export(ranks, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     values = ranks(2)(exported, str(tmp_path / "model.safetensors"))[0]
     model = net(seed=5)
-    model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.cat([p.detach().flatten() for p in model.parameters()]).tolist() == values
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as asked: `no_dist`
+def test_torchs_distributed_checkpoint_reads_the_shards(ranks, tmp_path):
+    held, _ = ranks(4)(write_it, str(tmp_path), 3, "torch")[0]
+    (data,) = tmp_path.glob("data-*")
+    parameters = {name: p.numel() for name, p in net().named_parameters()}
+    moved = {name: n for name, n in parameters.items() if name != "blocks.2.weight"}  # frozen
+    state = {f"parameter/{name}": torch.empty(n) for name, n in parameters.items()}
+    state |= {f"optimizer/exp_avg/{name}": torch.empty(n) for name, n in moved.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(data)), no_dist=True)
+    for name in parameters:
+        assert state[f"parameter/{name}"].tolist() == held[name + name]
+    for name in moved:
+        assert state[f"optimizer/exp_avg/{name}"].tolist() == held[name + "exp_avg"]
 
 
 def dies(comm: Communicator, say: Any, path: str, rank: int, at: int) -> None:

@@ -31,18 +31,20 @@ def net(seed: int = 0) -> nn.Sequential:
 
 def test_a_damaged_file_is_told(tmp_path):
     path = tmp_path / "x.safetensors"
-    write(path, {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0)})
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0)}
+    write(path, tensors, {key: [0] for key in tensors})
+    (tmp_path / "mine").touch()
+    assert path.stat().st_mode == (tmp_path / "mine").stat().st_mode
     whole = path.read_bytes()
     file = TensorFile(path)
     assert file.read("a", 2, 4).tolist() == [2, 3]
     assert file.read("b", 0, 2).tolist() == [True, True]
     assert file.read("c", 0, 0).numel() == 0
-    assert file.dtype_and_elements("a") == ("F32", 6)
-    with pytest.raises(CheckpointError, match="no tensor d"):
+    assert file.dtype_and_elements("a") == (torch.float32, 6)
+    with pytest.raises(CheckpointError, match="no 1-D tensor d"):
         file.read("d", 0, 1)
     with pytest.raises(CheckpointError, match=r"elements 4\.\.7 of a, of 6"):
         file.read("a", 4, 7)
-    assert json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["a"]["shape"] == [6]
     for cut in (0, 4, 30, len(whole) - 1):
         path.write_bytes(whole[:cut])
         with pytest.raises(CheckpointError):
@@ -69,7 +71,7 @@ def test_a_forged_header_is_told(tmp_path, entry):
     with pytest.raises(CheckpointError):
         TensorFile(path).dtype_and_elements("a")
     path.write_bytes(b"\xff" * 64)
-    with pytest.raises(CheckpointError, match="cut off"):
+    with pytest.raises(CheckpointError, match="header"):
         TensorFile(path)
 
 
@@ -112,9 +114,9 @@ FORGED = {
     "extra": put("extra", value=3),
 }
 MISMATCHED = {
-    "dtype": put("tensors", WEIGHT, "dtype", value="F64"),
-    "no dtype": put("tensors", WEIGHT, "dtype", value="F31"),
-    "integers": put("tensors", WEIGHT, "dtype", value="I32"),
+    "dtype": put("tensors", WEIGHT, "dtype", value="float64"),
+    "no dtype": put("tensors", WEIGHT, "dtype", value="float31"),
+    "integers": put("tensors", WEIGHT, "dtype", value="int32"),
     "parts swapped": lambda index: (
         [part.__setitem__(0, 1 - part[0]) for part in index["tensors"][WEIGHT]["parts"]] and index
     ),

@@ -26,7 +26,7 @@ def export(path: str | os.PathLike[str], engine: Engine) -> None:
         if engine.comm.rank == 0:
             state = {k: v for k, v in engine.model.state_dict().items() if isinstance(v, Tensor)}
             try:
-                tensorfile.write(aside, state)
+                tensorfile.write(aside, state, {k: [0] * t.ndim for k, t in state.items()})
                 os.replace(aside, path)
                 sync_directory(path.parent)
             finally:

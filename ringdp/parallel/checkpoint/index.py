@@ -8,8 +8,10 @@ the parameter's own order, lie in parts on the ranks that owned them. `whole` va
 (Adam's `step`) lie with the parameter's first element. A save writes a new directory, then puts a
 new index in the old one's place by a rename; the directories that no index names go after that.
 
-Why not torch's distributed checkpoint: its index, `.metadata`, is a pickle, which may run anything
-when it is loaded. Of this one whatever is read is checked, and it leads to no other directory.
+Why torch's distributed checkpoint does not do it all: its index, `.metadata`, and what its ranks
+tell each other are pickles, which may run anything when they are loaded. Of this index whatever is
+read is checked, and it leads to no other directory. The files are its own: any program can load the
+directory by its HuggingFaceStorageReader, each tensor flat, under its key.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ringdp.errors import CheckpointError
 
-FORMAT = "ringdp.checkpoint.1"
+FORMAT = "ringdp.checkpoint.2"
 
 
 class Part(NamedTuple):

@@ -55,17 +55,14 @@ def load(
         reader = _Reader(path, index)
         for read in reads:
             reader.check(read)
-    try:
-        if optimizer is not None:
-            _set_options(optimizer, index)
-            optimizer.state.clear()
-            for key, name, piece in _of_state(index.scalars, found):
-                optimizer.state[piece.parameter][name] = index.scalars[key]
-        with torch.no_grad():
-            for read in reads:
-                read.put(reader.read(read))
-    finally:
-        reader.close()
+    if optimizer is not None:
+        _set_options(optimizer, index)
+        optimizer.state.clear()
+        for key, name, piece in _of_state(index.scalars, found):
+            optimizer.state[piece.parameter][name] = index.scalars[key]
+    with torch.no_grad():
+        for read in reads:
+            read.put(reader.read(read))
     engine.comm.barrier()
     return index.extra
 
@@ -79,7 +76,7 @@ class _Reader:
 
     def check(self, read: _Read) -> None:
         """Raises CheckpointError unless all files have what the index says of it."""
-        dtype = self._index.tensors[read.key].dtype
+        dtype = dtype_of(self._index.tensors[read.key].dtype)
         for part, _, _ in self._parts(read):
             file, said = self._file(part.rank), (dtype, part.end - part.begin)
             if (found := file.dtype_and_elements(read.key)) != said:
@@ -102,10 +99,6 @@ class _Reader:
         if rank not in self._files:
             self._files[rank] = TensorFile(file_of(self._directory, rank))
         return self._files[rank]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 def _check(index: Index, found: list[Piece], buffers: dict[str, Tensor]) -> None:

@@ -51,13 +51,17 @@ def save(
             tensors, shapes, scalars = _own(engine, optimizer, found)
             _check_json([groups, extra, scalars])
             directory.mkdir(parents=True, exist_ok=True)
-            tensorfile.write(file_of(directory, comm.rank), {k: t for k, (t, _) in tensors.items()})
+            tensorfile.write(
+                file_of(directory, comm.rank),
+                {key: tensor for key, (tensor, _) in tensors.items()},
+                {key: [begin] for key, (_, begin) in tensors.items()},
+            )
     except CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)  # the disk may be full
         raise
     facts = {
-        key: [tensorfile.dtype_name(t.dtype), shapes[key], begin, begin + t.numel()]
+        key: [str(t.dtype).removeprefix("torch."), shapes[key], begin, begin + t.numel()]
         for key, (t, begin) in tensors.items()
     }
     index = Index(name, comm.size, engine.stage.number, {}, {}, groups, extra or {})

@@ -1,129 +1,78 @@
-"""Files of named tensors in the safetensors format, written whole and read in parts.
+"""Files of named tensors, in the safetensors format: nothing in them is code.
 
-    8 bytes: length of the header · the header, JSON · the tensors' bytes, one behind the other
-
-Nothing in it is code, so nothing is unpickled.
+Each file also says where its tensors lie in the whole ones, in the words of torch's distributed
+checkpoint, whose HuggingFaceStorageReader therefore reads them, too.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ringdp.errors import CheckpointError
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    if dtype not in _NAMES:
-        raise CheckpointError(f"no safetensors name for {dtype}; there are {list(_NAMES)}")
-    return _NAMES[dtype]
-
 
 def dtype_of(name: str) -> torch.dtype:
     """Raises CheckpointError if torch has no such dtype."""
-    if name not in _DTYPES:
-        raise CheckpointError(f"no dtype for {name!r}; there are {list(_DTYPES)}")
-    return _DTYPES[name]
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise CheckpointError(f"torch has no dtype {name!r}")
+    return dtype
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors, and wait until the disk has them."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-    offset = 0
-    for name, t in tensors.items():
-        size = t.numel() * t.element_size()
-        header[name] = {
-            "dtype": dtype_name(t.dtype),
-            "shape": list(t.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for t in tensors.values():
-            if t.numel():
-                data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                file.write(data.numpy().data)
-        file.flush()
+def write(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, list[int]]) -> None:
+    """Write the tensors, and wait until the disk has them. `offsets`: a first element's place."""
+    places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+    path.touch()
+    mode = path.stat().st_mode  # the user's, where safetensors makes a file that is private
+    try:
+        save_file(dict(_apart(tensors)), path, about)
+    except (SafetensorError, ValueError, KeyError) as e:
+        raise CheckpointError(f"{path} cannot be written as safetensors: {e}") from e
+    path.chmod(mode)
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
+def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As safetensors asks for: contiguous, and none in the memory of another."""
+    end = 0
+    whole = [(name, t.detach().contiguous()) for name, t in tensors.items()]
+    for name, t in sorted(whole, key=lambda named: named[1].data_ptr()):
+        yield name, t.clone() if t.data_ptr() < end else t
+        end = max(end, t.data_ptr() + t.nbytes)
+
+
 class TensorFile:
-    """One such file, open for reading. Raises CheckpointError where it is none."""
+    """A file of 1-D tensors, open for reading. Raises CheckpointError where it is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("rb")
-            length = int.from_bytes(self._file.read(8), "little")
-            self.size = path.stat().st_size - 8 - length
-            if self.size < 0:
-                raise ValueError("it is cut off within its header")
-            self.header = json.loads(self._file.read(length))
-            if not isinstance(self.header, dict):
-                raise ValueError("its header is no JSON object")
-        except (OSError, ValueError, RecursionError) as e:
+            self._file: Any = safe_open(path, "pt")
+        except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{path} cannot be read as safetensors: {e}") from e
-        self._data = 8 + length
 
-    def dtype_and_elements(self, name: str) -> tuple[str, int]:
-        """What the header says of a tensor, all of whose bytes the file has."""
-        first, last, dtype = self._place(name)
-        return _NAMES[dtype], (last - first) // dtype.itemsize
+    def dtype_and_elements(self, name: str) -> tuple[torch.dtype, int]:
+        try:
+            tensor = self._file.get_slice(name)
+            (elements,) = tensor.get_shape()
+            return tensor[:0].dtype, elements
+        except (SafetensorError, ValueError) as e:
+            raise CheckpointError(f"{self.path} has no 1-D tensor {name}: {e}") from e
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Elements begin..end of a tensor, as a 1-D tensor of its own."""
-        first, last, dtype = self._place(name)
-        have = (last - first) // dtype.itemsize
-        if not 0 <= begin <= end <= have:
-            raise CheckpointError(f"{self.path}: elements {begin}..{end} of {name}, of {have}")
-        out = torch.empty(end - begin, dtype=dtype)
-        if out.numel():
-            self._file.seek(self._data + first + begin * dtype.itemsize)
-            got = self._file.readinto(out.view(torch.uint8).numpy().data)
-            if got != out.numel() * dtype.itemsize:
-                raise CheckpointError(f"{self.path} ends within tensor {name}: it is cut off")
-        return out
-
-    def _place(self, name: str) -> tuple[int, int, torch.dtype]:
-        """The tensor's first byte among the data, the one after its last, and its dtype."""
-        if name not in self.header:
-            raise CheckpointError(f"{self.path} has no tensor {name}")
-        try:
-            entry = self.header[name]
-            dtype, (first, last) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-            whole = math.prod(entry["shape"]) * dtype.itemsize == last - first
-            if not (whole and 0 <= first <= last):
-                raise ValueError(f"{entry} contradicts itself")
-        except (ValueError, KeyError, TypeError) as e:
-            raise CheckpointError(f"{self.path}: tensor {name} has a broken header: {e}") from e
-        if last > self.size:
-            raise CheckpointError(f"{self.path} ends within tensor {name}: it is cut off")
-        return first, last, dtype
-
-    def close(self) -> None:
-        self._file.close()
+        """Elements begin..end of a tensor, as a tensor of its own."""
+        _, elements = self.dtype_and_elements(name)
+        if not 0 <= begin <= end <= elements:
+            raise CheckpointError(f"{self.path}: elements {begin}..{end} of {name}, of {elements}")
+        values: Tensor = self._file.get_slice(name)[begin:end]
+        return values.clone()  # no part of the mapped file
