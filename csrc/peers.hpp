@@ -129,6 +129,7 @@ class Peers {
 
  private:
   static constexpr int kSpins = 2000, kYields = 200;
+  static constexpr std::chrono::milliseconds kLook{10};
   static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
 
   // Its lifetime, however it ends.
@@ -153,13 +154,15 @@ class Peers {
 
   template <class Ready>
   bool wait_on(int peer, Ready ready) {
+    // Where others compute, each yield and each nap may take as long as a time slice of theirs.
+    const auto look = Clock::now() + kLook;
     // relaxed: only a hint
     const auto yields = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
-    for (int i = 0; i < kYields && yields(); ++i) {
+    for (int i = 0; i < kYields && yields() && Clock::now() < look; ++i) {
       if (ready()) return true;
       sched_yield();
     }
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < 64 && (i == 0 || Clock::now() < look); ++i) {
       if (ready()) return true;
       timespec nap{0, i < 32 ? 20'000 : 100'000};
       nanosleep(&nap, nullptr);
