@@ -55,7 +55,8 @@ class Forks:
 
     def close(self) -> None:
         self.pipe.close()
-        self.process.join()
+        self.process.join(PATIENCE)
+        self.process.kill()
 
 
 def store() -> TCPStore:
@@ -108,8 +109,8 @@ def listen(pipe: Connection, words: list[Any]) -> None:
     try:
         while pipe.poll():
             words.append(pipe.recv())
-    except EOFError:
-        return  # it said all
+    except (EOFError, OSError):
+        return  # it said all, or was killed in the middle of a word
 
 
 def be_rank(

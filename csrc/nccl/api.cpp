@@ -33,6 +33,9 @@ RINGDP_API ncclResult_t hostNcclFault(int what, int launches, ncclResult_t resul
   return ncclSuccess;
 }
 
+// Whether that launch is still to come.
+RINGDP_API int hostNcclFaultIsDue() { return request().what.load() != Fault::none; }
+
 RINGDP_API ncclResult_t ncclGetVersion(int* version) {
   if (!version) return ncclInvalidArgument;
   *version = kVersion;

@@ -7,7 +7,9 @@ import linecache
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import wraps
 from itertools import product
 from pathlib import Path
@@ -46,11 +48,21 @@ def hear(comm: Communicator, *calls: Callable[[], object]) -> Heard | None:
     return None
 
 
-def held() -> tuple[int, int]:
-    """This process's mapped segments and its descriptors."""
+def until_failed(comm: Communicator) -> None:
+    """In the user's code, until another rank has given up."""
+    while comm._transport.failure() is None:
+        time.sleep(0.01)
+
+
+def held() -> Counter[str]:
+    """This process's mapped segments and its descriptors, by name. What it had before may go at any
+    time, so `held() - before` is what is left."""
     gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return maps.count("memfd:ringdp"), len(os.listdir("/proc/self/fd"))
+    found = Counter(re.findall(r"memfd:ringdp\S*", Path("/proc/self/maps").read_text()))
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the list itself, for one
+            found[os.readlink(f"/proc/self/fd/{fd}")] += 1
+    return found
 
 
 def leaves_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +72,7 @@ def leaves_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(comm: Communicator, *arguments: Any) -> Any:
         before = held()
         result = function(comm, *arguments)
-        assert held() == before
+        assert not held() - before
         comm.barrier()
         return result
 

@@ -132,7 +132,7 @@ def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks):
 TRAINING = """
 import os, signal, sys, torch, ringdp
 
-comm = ringdp.init(timeout=20)
+comm = ringdp.init(timeout=120)
 path, weights, first = sys.argv[1], torch.zeros(4), 0
 if os.path.exists(path):
     saved = torch.load(path)
@@ -161,7 +161,7 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     weights = torch.zeros(4)

@@ -56,6 +56,7 @@ def victim_ends(
     cases = [(form, comm.duplicate()) for form in forms(turn)]
     for _, c in cases:
         c.barrier()  # collective 0
+    comm.barrier()  # who were still in one would hear of the death there
     x = torch.ones(LARGE if when == "within" else SMALL)
     works: dict[Form, Work] = {}
 

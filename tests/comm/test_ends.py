@@ -112,5 +112,9 @@ def test_threads_are_back_before_the_interpreter_is_gone(tmp_path):
         )
         for rank in range(2)
     ]
-    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    try:
+        ended = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [code for _, code in ended] == [0, 0], ended

@@ -13,9 +13,12 @@ import torch
 
 import ringdp
 from ringdp import CommunicationError, Communicator
-from tests.comm.failing import Heard, fallible, hear, held
+from tests.comm.failing import Heard, fallible, hear, held, leaves_nothing
+from tests.ranks import TIMEOUT
 
 pytestmark = pytest.mark.process
+
+ALLOWED = TIMEOUT / 3  # s: it is no timeout. Takes 0.01 s, unless a busy machine stands still
 
 
 @fallible
@@ -34,60 +37,73 @@ def test_a_rank_that_closes_is_lost_to_the_others(ranks):
         if heard:
             assert heard.error == heard.again == "PeerLost"
             assert "rank 1 has ended" in heard.text
-            assert heard.seconds < 2.0
+            assert heard.seconds < ALLOWED
 
 
-@fallible
+@leaves_nothing
 def pending_close(comm: Communicator) -> float:
     start = time.monotonic()
-    if comm.rank == 0:
-        works = [comm.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
-        comm.close()
-        for work in works:  # the first runs, the others wait in line: neither may wait on
-            with pytest.raises(CommunicationError, match="closed"):
-                work.wait()
-            assert work.is_completed()
-            assert isinstance(work.exception(), CommunicationError)
+    with comm.duplicate() as other:
+        if comm.rank == 0:
+            works = [other.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
+            other.close()
+            for work in works:  # the first runs, the others wait in line: neither may wait on
+                with pytest.raises(CommunicationError, match="closed"):
+                    work.wait()
+                assert work.is_completed()
+                assert isinstance(work.exception(), CommunicationError)
+        comm.barrier()  # rank 1 closes no earlier: it would be lost to what is pending
     return time.monotonic() - start
 
 
 def test_close_ends_what_is_pending(ranks):
-    assert max(ranks(2)(pending_close)) < 2.0
+    assert max(ranks(2)(pending_close)) < ALLOWED
 
 
-@fallible
+@leaves_nothing
 def buffers_outlive_errors(comm: Communicator) -> None:
     """The tensor of a collective that timed out is not reused while the thread may write to it."""
-    if comm.rank == 1:
-        time.sleep(0.3)
-    for _ in range(20):
-        with pytest.raises(CommunicationError):
-            comm.all_reduce(torch.ones(100_000), async_op=True).wait(timeout=0.001)
-        x = torch.full((100_000,), 3.0)
-        time.sleep(0.001)
-        assert torch.all(x == 3.0)
+    with comm.duplicate() as other:
+        for call in range(20):
+            if (call, comm.rank) == (0, 1):
+                comm.barrier()  # rank 0 has given up
+            with pytest.raises(CommunicationError):
+                other.all_reduce(torch.ones(100_000), async_op=True).wait(timeout=0.001)
+            x = torch.full((100_000,), 3.0)
+            if (call, comm.rank) == (0, 0):
+                comm.barrier()
+            time.sleep(0.001)
+            assert torch.all(x == 3.0)
 
 
 def test_a_timed_out_buffer_is_not_freed_under_the_thread(ranks):
     ranks(2)(buffers_outlive_errors)
 
 
-@fallible
+def interrupt(comm: Communicator) -> None:
+    """This process, once it is in its second collective."""
+    while comm._transport.record(0).begun < 2:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@leaves_nothing
 def interrupted(comm: Communicator) -> float:
-    if comm.rank == 1:
-        time.sleep(1.5)
-        return 0.0
-    # A job in the background of a shell without job control starts with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        comm.barrier()
+    with comm.duplicate() as other:
+        other.barrier()
+        if comm.rank == 0:
+            # A job in the background of a shell without job control starts with SIGINT ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Thread(target=interrupt, args=(other,), daemon=True).start()
+            with pytest.raises(KeyboardInterrupt):
+                other.barrier()
+        comm.barrier()  # rank 1 does not come to the other one
     return time.monotonic() - start
 
 
 def test_ctrl_c_ends_a_wait(ranks):
-    assert ranks(2)(interrupted)[0] < 0.8
+    assert max(ranks(2)(interrupted)) < ALLOWED
 
 
 @fallible
@@ -121,7 +137,7 @@ def leaves(comm: Communicator) -> None:
             other.all_reduce(x, algorithm="ring" if i % 2 else "direct")
             assert torch.all(x == comm.size)
     del other
-    assert held() == before
+    assert not held() - before
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 TORCHRUN = """
 import sys, torch, ringdp
-comm = ringdp.init(timeout=20)
+comm = ringdp.init(timeout=120)
 x = torch.tensor([float(comm.rank + 1)])
 comm.all_reduce(x)
 sys.stdout.write(f"rank {comm.rank} of {comm.size}: {x.item()}\\n")  # whole lines, unbuffered too
@@ -37,7 +37,7 @@ def test_init_under_torchrun(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, Transfer, fuse, project, schedule
 from ringdp.tape import recorder
 from ringdp.transport.taped import ENTRIES
+from tests.forks import store
 from tests.tape.traces import Read
 from tests.transport.nccl.faults import only_with_host_nccl
 
@@ -121,36 +123,45 @@ def test_it_says_what_a_reader_needs(traced):
         assert told["all_reduce", "ring"]["rounds"] == rounds
 
 
-def sleeps(comm: ringdp.Communicator, path: Path) -> None:
-    """Rank 0 waits for rank 1, who is late: on the ranks' one clock."""
-    import time
+LATE = 0.3  # s
 
+
+def late_by_turns(comm: ringdp.Communicator, path: Path) -> None:
+    """The other rank waits, for rank 1 first, then for rank 0: on the ranks' one clock."""
     with ringdp.trace(path):
-        comm.barrier()
-        if comm.rank == 1:
-            time.sleep(0.2)
-        comm.all_reduce(torch.ones(10))
+        for late in (1, 0):
+            comm.barrier()
+            if comm.rank == late:
+                while comm._transport.record(1 - late).begun <= comm.issued:
+                    time.sleep(0.001)
+                time.sleep(LATE)
+            comm.all_reduce(torch.ones(10))
 
 
 def test_who_waited_for_whom_shows_on_one_clock(ranks, tmp_path):
-    ranks(2)(sleeps, tmp_path / "run.json")
+    ranks(2)(late_by_turns, tmp_path / "run.json")
     read = Read(tmp_path / "run.json")
-    early, late = (read.spans("collective", rank)[-1] for rank in (0, 1))
-    assert late["ts"] - early["ts"] > 150_000
-    assert early["args"]["waited_us"] > 150_000
-    assert abs(early["ts"] + early["dur"] - late["ts"] - late["dur"]) < 150_000
-    waits = read.spans("wait", 0)
-    assert max(w["dur"] for w in waits) > 90_000  # it looks for signals every 0.1 s
-    assert waits[-1]["name"].startswith("wait for all_reduce #")
+    for turn, late in ((1, 1), (3, 0)):
+        late_one, early_one = (read.spans("collective", r)[turn] for r in (late, 1 - late))
+        waited = late_one["ts"] - early_one["ts"]
+        assert waited >= LATE * 1e6
+        assert early_one["args"]["waited_us"] >= LATE / 2 * 1e6
+        assert early_one["dur"] >= waited, "it ends when both have come"
+        name = f"wait for all_reduce #{early_one['args']['number']}"
+        waits = [w for w in read.spans("wait", 1 - late) if w["name"].startswith(name)]
+        assert sum(w["dur"] for w in waits) >= LATE / 2 * 1e6
 
 
 def dies(comm: ringdp.Communicator, say, path: Path, transport: str) -> None:
     if transport != "shm":
         comm = ringdp.init(transport=transport)
+    talk = store()
     try:
         with ringdp.trace(path):
             comm.all_reduce(torch.ones(10))
+            talk.set(f"done/{comm.rank}", "")
             if comm.rank == 1:
+                talk.wait(["done/0", "done/2"])  # else they may hear of it in the first one
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.all_reduce(torch.ones(10))
     except ringdp.PeerLost as e:

@@ -24,7 +24,7 @@ def build(out: Path, *options: str, sources: Path = CSRC) -> Path:
         pytest.skip(f"no {CXX}")
     command = [CXX, "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", *options]
     command += ["-I", str(sources), str(HERE / "peer_in_threads.cpp"), "-o", str(out)]
-    built = subprocess.run(command, capture_output=True, text=True)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if "cannot find" in built.stderr and "tsan" in built.stderr:
         pytest.skip("no library for the sanitizer of threads")
     assert built.returncode == 0, built.stderr

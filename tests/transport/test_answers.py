@@ -102,8 +102,9 @@ def test_a_rank_without_an_answer_is_told_by_its_process(monkeypatch):
 def stalls(comm: Communicator, say: Say, how: str) -> None:
     """Rank 2 has called collective 0 only, where the others are in the next."""
     answers.PATIENCE = 0.5 if how == "stopped" else PATIENCE
-    c, talk, victim = ringdp.init(transport="c10d", timeout=0.3), store(), 2
+    c, talk, victim = ringdp.init(transport="c10d", timeout=PATIENCE), store(), 2
     c.barrier()
+    comm.barrier()
     pid = comm._transport.record(victim).pid
     if comm.rank == victim:
         if how == "stopped":
@@ -113,7 +114,12 @@ def stalls(comm: Communicator, say: Say, how: str) -> None:
     else:
         while how == "stopped" and "stopped" not in process_state(pid):
             time.sleep(0.01)
-        say(hear(c, lambda: c.all_reduce(torch.ones(10), tag=7)))
+        work = c.all_reduce(torch.ones(10), tag=7, async_op=True)
+        while c._transport.record(c.rank).begun < 2:
+            time.sleep(0.01)
+        talk.set(f"came/{comm.rank}", "")
+        talk.wait(["came/0", "came/1"])
+        say(hear(c, lambda: work.wait(0.3)))
         talk.set(f"done/{comm.rank}", "")
         talk.wait(["done/0", "done/1"])
         os.kill(pid, signal.SIGCONT)

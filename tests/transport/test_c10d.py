@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -21,7 +20,7 @@ from ringdp.transport.base import FailureKind, Link
 from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.told import Told
 from tests.comm import test_forms, test_groups, test_messages
-from tests.comm.failing import Heard, hear
+from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE, Forks, Say, store
 from tests.transport.test_conformance import ROWS, Case, agree, found
 
@@ -107,7 +106,7 @@ def of_a_group(comm: Communicator) -> None:
             assert parts is not None
             assert parts.rank == whole.size - 1 - whole.rank
             parts.barrier()
-            comm.barrier() if group is dist.group.WORLD else None
+            dist.barrier(group)  # else a rank that is done would be lost to one that is not
             parts.close()
     comm.barrier()
     dist.destroy_process_group()
@@ -125,7 +124,7 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
         "length": lambda: comm.all_reduce(x[1:] if odd else x),
         "dtype": lambda: comm.all_reduce(x.int() if odd else x),
         "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
-        "late": lambda: time.sleep(1) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
+        "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
     }[what]
     return hear(comm, act, comm.barrier, comm.barrier)
 
@@ -144,6 +143,7 @@ def killed(comm: Communicator) -> list[Heard | None]:
     c = ringdp.init(transport="c10d", timeout=30.0)
     others = [c.duplicate() for _ in range(2)]
     c.barrier()
+    comm.barrier()  # who were still in the other one might hear of the death there
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     x = torch.ones(5000)
@@ -165,6 +165,7 @@ def waits_for_another(comm: Communicator, say: Say) -> None:
     """Rank 2 is killed, where rank 0 waits for rank 1, which is in the user's code."""
     c, talk = ringdp.init(transport="c10d", timeout=PATIENCE), store()
     c.barrier()
+    comm.barrier()
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
@@ -188,6 +189,7 @@ def leaves(comm: Communicator) -> Heard | None:
     c = ringdp.init(transport="c10d", timeout=30.0)
     rendezvous._world = comm
     c.barrier()
+    comm.barrier()
     if comm.rank == 1:
         c.close()
         comm.barrier()

@@ -118,7 +118,10 @@ def test_a_dead_rank_is_named_and_all_end(kernels: Kernels, device: str) -> None
     ranks = VirtualRanks(
         3, channels=2, slab=SLAB, device=device, kernels=WithoutRank(kernels), timeout=0.1
     )
-    made = programs("all_reduce", "direct", 3)
+    made = programs("broadcast", "binomial", 3)
+    assert {row.recv_peer for p in made[1:] for row in p} == {
+        0
+    }  # who waits, waits for the dead one
     with pytest.raises(CollectiveTimeout, match=r"rank [12] waited longer than 0.1 s for rank 0"):
         ranks.run(made, [x.to(device) for x in inputs(3, 100, torch.float32)])
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
-
+SECONDS = 240  # only a hang reaches it
 
 HEAD = "c.head.store(head + 1, std::memory_order_release)"
 RELEASES = (  # the store that publishes, and what runs over it
@@ -59,6 +59,7 @@ def compiled(sanitizer: str, program: Path, sources: str = "csrc") -> Path:
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
+        timeout=SECONDS,
     )
     if "cannot find" in built.stderr and "san" in built.stderr:
         pytest.skip(f"no library for -fsanitize={sanitizer}")
@@ -69,9 +70,9 @@ def compiled(sanitizer: str, program: Path, sources: str = "csrc") -> Path:
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     # -R: a fixed layout, without which older sanitizers of threads stop at once
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-    done = subprocess.run([*fixed, *command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*fixed, *command], capture_output=True, text=True, timeout=SECONDS)
     if "personality" in done.stderr:  # a container may forbid it
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is not for this sanitizer")
     return done

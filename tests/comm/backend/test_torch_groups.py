@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -35,6 +36,7 @@ def again(comm: Communicator, say: Say) -> None:
         dist.destroy_process_group()
     dist.init_process_group("cpu:ringdp,cuda:ringdp")
     say(summed())
+    comm.barrier()  # both have their sum: who waits for it would hear of the abort there
     if comm.rank == 0:
         with pytest.raises(PeerLost, match="rank 1 has aborted") as caught:
             dist.barrier()
@@ -54,7 +56,9 @@ def parts(comm: Communicator, say: Say) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
         say([summed(mesh["rows"].get_group()), summed(mesh["columns"].get_group())])
         mine = [0, 2] if comm.rank % 2 == 0 else [3, 1]
-        half = everybody.split_group(mine, timedelta(seconds=9), group_name=f"half {comm.rank % 2}")
+        half = everybody.split_group(
+            mine, timedelta(seconds=PATIENCE), group_name=f"half {comm.rank % 2}"
+        )
         assert (half.size(), half.group_name) == (2, f"half {comm.rank % 2}")
         assert half.rank() == mine.index(comm.rank)
         ranks = torch.empty(2, dtype=torch.int64)
@@ -111,6 +115,7 @@ def test_futures_and_coalesced_works(forks):
 def fails(comm: Communicator, say: Say, how: str) -> None:
     dist.init_process_group("ringdp", timeout=timedelta(seconds=PATIENCE))
     dist.barrier()
+    comm.barrier()  # both are out of the other one
     if how == "dies" and comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.ones(3 + comm.rank * (how == "differs")), async_op=True)
@@ -187,4 +192,11 @@ def spawned(rank: int, path: str) -> None:
 
 
 def test_processes_that_torch_spawns(tmp_path):
-    processes.spawn(spawned, (str(tmp_path / "store"),), nprocs=2)
+    started = processes.spawn(spawned, (str(tmp_path / "store"),), nprocs=2, join=False)
+    until = time.monotonic() + 120
+    try:
+        while not started.join(until - time.monotonic()):  # whether all have ended
+            assert time.monotonic() < until, "they hang"
+    finally:
+        for process in started.processes:
+            process.kill()

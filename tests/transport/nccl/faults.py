@@ -27,3 +27,8 @@ def fault(what: int, launches: int = 0, result: int = 6) -> None:
     `result`: an ncclResult_t, by default that of a remote error.
     """
     assert ctypes.CDLL(str(HOST)).hostNcclFault(what, launches, result) == 0
+
+
+def fault_is_due() -> bool:
+    """Whether the launch that it happens to is still to come."""
+    return bool(ctypes.CDLL(str(HOST)).hostNcclFaultIsDue())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,7 +14,7 @@ from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.transport.nccl.transport import NcclTransport
 from tests.comm import test_forms, test_groups, test_messages
-from tests.comm.failing import Heard, hear
+from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import Say
 from tests.transport.nccl.faults import FAIL, LOSE, STALL, fault, only_with_host_nccl
 from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
@@ -172,7 +171,7 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
         "dtype": lambda: comm.all_reduce(x.int() if odd else x),
         "sizes": lambda: comm.all_gather_v(x, x[: sizes[comm.rank]], sizes),
         "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
-        "late": lambda: time.sleep(1) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
+        "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
     }[what]
     return hear(comm, act, comm.barrier, comm.barrier)
 
@@ -191,12 +190,14 @@ def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
 
 def suffers(comm: Communicator, what: int) -> Heard | None:
     """Rank 1 does, in its third launch from now on; every collective has one for its stamp."""
-    c = ringdp.init(transport="nccl-host", timeout=2.0 if what == STALL else 30.0)
+    c = ringdp.init(transport="nccl-host", timeout=30.0)
     rendezvous._world = comm
     c.barrier()
+    comm.barrier()
     if comm.rank == 1:
         fault(what, launches=2)
-    heard = hear(c, *[c.barrier] * 3)
+    x, patience = torch.ones(1), 0.5 if what == STALL else None
+    heard = hear(c, *[lambda: c.all_reduce(x, async_op=True).wait(patience)] * 3)
     c.close()
     return heard
 
@@ -216,6 +217,7 @@ def lost(comm: Communicator) -> list[Heard | None]:
     c = ringdp.init(transport="nccl-host", timeout=30.0)
     other = c.duplicate()
     c.barrier()
+    comm.barrier()  # who were still in the other one might hear of the death there
     if comm.rank == 1:
         fault(LOSE, launches=1)
     x = torch.ones(5000)
@@ -234,6 +236,7 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
 def again(comm: Communicator) -> None:
     """After a failure the same processes come together once more."""
     c = ringdp.init(transport="nccl-host", timeout=30.0)
+    comm.barrier()  # both have come
     if comm.rank == 0:
         c.abort()
     else:
