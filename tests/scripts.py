@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.ranks import SERVER
 
-PATIENCE = 60.0  # seconds; only a hang reaches it
+PATIENCE = 120.0  # seconds; only a hang reaches it
 
 
 def run(script: Path, ranks: int = 2) -> list[str]:

@@ -14,6 +14,8 @@ from ringdp.cli.main import main
 from tests import scripts
 
 TEXT = (readme.ROOT / "README.md").read_text()
+# Standalone: on a port that is free, where several jobs may run beside each other.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -65,8 +67,7 @@ def a_script_of(name: str, directory: Path) -> Path:
 @pytest.mark.process
 def test_five_lines_run_under_torchrun(tmp_path: Path):
     script = a_script_of("stage=3", tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(script)], check=True, timeout=60)
+    subprocess.run([*TORCHRUN, str(script)], check=True, timeout=240)
 
 
 @pytest.mark.process
@@ -98,12 +99,11 @@ def test_a_torch_script_needs_one_other_line(tmp_path: Path):
     example = (readme.ROOT / "examples" / "digits.py").read_text()
     assert example.count(diff[0]) == 1
     script = tmp_path / "digits.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     said = []
     for line in diff:
         script.write_text(example.replace(diff[0], line))
         run = subprocess.run(
-            [*command, str(script)], capture_output=True, text=True, check=True, timeout=120
+            [*TORCHRUN, str(script)], capture_output=True, text=True, check=True, timeout=240
         )
         said.append(run.stdout)
     assert said[0] == said[1], "accuracy and parameters"

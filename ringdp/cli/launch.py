@@ -221,7 +221,7 @@ class _Inbox:
         """Read what is left. With our writing ends closed and the ranks gone, pipes end."""
         for writer in writers:
             writer.close()
-        self._thread.join(timeout=1)
+        self._thread.join(timeout=5)
 
     def _run(self) -> None:
         open_pipes = list(self._readers)

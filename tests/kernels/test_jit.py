@@ -38,7 +38,11 @@ assert type(flatten_kernel.function).__name__ == "InterpretedFunction"
 
 def python(code: str, **env: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
 

@@ -45,11 +45,12 @@ def met(hosts: list[str], complaint: str | None = None) -> tuple[list[Meeting], 
 
 
 def together(act, ranks: int) -> None:
-    threads = [threading.Thread(target=act, args=(r,)) for r in range(ranks)]
+    threads = [threading.Thread(target=act, args=(r,), daemon=True) for r in range(ranks)]
     for t in threads:
         t.start()
     for t in threads:
-        t.join()
+        t.join(60)
+        assert not t.is_alive()
 
 
 def test_a_clock_of_another_host_is_right_to_its_bound():

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.bench import peers
+from ringdp.cli.bench.groups import probe_ranks
 from ringdp.cli.bench.rows import read
 from ringdp.cli.main import main
-from tests.cli.test_launch import alive
+from tests.cli.test_launch import SECONDS, alive
 
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
@@ -85,7 +86,7 @@ def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
         [*command, "--peer", "gloo", "--algorithm", "auto,ring", "--json", str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert run.returncode == 0, run.stderr
     assert "× peer" in run.stdout
@@ -111,7 +112,7 @@ def test_transports_beside_each_other_and_nccls_own(tmp_path: Path) -> None:
         [*command, "--transport=c10d,nccl-host", "--algorithm=ring,nccl", "--json", str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert run.returncode == 0, run.stderr
     report = read(out)
@@ -124,48 +125,40 @@ def test_transports_beside_each_other_and_nccls_own(tmp_path: Path) -> None:
     assert "transport" in run.stdout
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_rank(signum: int) -> None:
-    process = subprocess.Popen(
-        [RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+def measuring(start) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run that would take long, and its ranks, the first of them ringdp's."""
+    process = start(
+        *(RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000")
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
     ranks = [rank for group in children(process.pid) for rank in children(group)]
-    assert len(ranks) == 4  # ours and the probes
+    assert len(ranks) == 2 + probe_ranks(2, len(os.sched_getaffinity(0)))
+    return process, ranks
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_rank(start, signum: int) -> None:
+    process, ranks = measuring(start)
     process.send_signal(signum)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signum
     assert stderr == f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended\n"
     assert_gone(ranks)
 
 
 @pytest.mark.process
-def test_a_rank_that_dies_ends_the_run() -> None:
-    process = subprocess.Popen(
-        [RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "measuring 1,024 bytes\n"
-    ranks = [rank for group in children(process.pid) for rank in children(group)]
+def test_a_rank_that_dies_ends_the_run(start) -> None:
+    process, ranks = measuring(start)
     os.kill(ranks[0], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert re.search("ringdp: a rank of shm (died|failed) in all_reduce of 256 float32", stderr)
     assert_gone(ranks)
 
 
 def assert_gone(ranks: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while any(alive(rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [rank for rank in ranks if alive(rank)]
