@@ -51,7 +51,7 @@ from bench.ddp_step import (
     summary,
 )
 from ringdp.cli import gpt
-from ringdp.parallel.prefetch import iteration
+from ringdp.parallel.replay import iteration
 from ringdp.transport.base import Link
 
 AHEAD = (1, 3)  # blocks gathered ahead of their use
@@ -173,6 +173,9 @@ class Recorder:
 class _Waited:
     def __init__(self, work: Any, spans: list[Span], name: str, tag: int, issued: float) -> None:
         self.work, self.spans, self.name, self.tag, self.issued = work, spans, name, tag, issued
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
 
     def wait(self) -> None:
         begin = time.perf_counter()

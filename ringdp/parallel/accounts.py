@@ -27,6 +27,7 @@ class Accounts:
     roots: Sequence[int]
     gathering: Gathering
     reducing: Reducing
+    yields: bool  # see Note [gathers yield to reductions]
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
         """Bytes on this rank as counted so far; peaks are over the whole run."""
@@ -35,7 +36,7 @@ class Accounts:
             parameters=now["parameters"],
             gathered_peak=peak["gathered"],
             gradients=now["gradients"],
-            buckets=peak["buckets"],
+            buckets=peak["passing"] - peak["gathered"],
             optimizer=memory.state_bytes(optimizer.state.values()),
         )
 
@@ -48,6 +49,8 @@ class Accounts:
             self.comm.rank,
             widths=[u.widths for u in self.units],
             limit=self.gathering.limit,
+            overlap=self.reducing.overlap,
+            yields=self.yields,
             per_element=per_element,
             per_parameter=per_parameter,
         )

@@ -5,7 +5,8 @@ It hangs on the model's hooks:
     before a unit's forward    gather it (and start the gathers of the next ones), wait
     after its forward          stage 3: free it, but for the root
     before its backward        gather it again where it was freed
-    when its gradients exist   flatten, scale by 1/n, start the reduction
+    when a gradient exists     move it into the unit's bucket, times 1/n
+    when all of a unit's do    start the reduction
     before another's backward  stage 3: free it, unless the other lies inside it
     at the end of backward     wait for the reductions; p.grad is ready for the optimizer
 
@@ -83,12 +84,14 @@ class Engine(Taped):
             of.setdefault(module, []).append(index)
         self.groups = list(of.values())
         self.roots = self.groups[0]
-        self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes)
-        self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
+        gathers, reductions = comm.duplicate(), comm.duplicate()
+        self.reducing = Reducing(reductions, stage, ledger, overlap=overlap)
+        self.yields = not any(u.full.is_cuda for u in units)
+        under_way = self.reducing.under_way if self.yields else lambda: 0
+        self.gathering = Gathering(units, self.groups, gathers, prefetch_bytes, under_way)
 
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes
-        self._accumulate: dict[int, bool] = {}
         self._reduced: set[int] = set()
         self._held = self._closed = False  # held by full_parameters
         self.sync = True
@@ -118,11 +121,11 @@ class Engine(Taped):
         ]
         for index in indices:
             unit = self.units[index]
-            for p, entry in zip(unit.computed, unit.plan.entries, strict=True):
+            for at, p in enumerate(unit.computed):
                 if p.requires_grad:
                     self._handles.append(
                         p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            lambda _p, index=index, name=entry.name: me._gradient_made(index, name)
+                            lambda _p, index=index, at=at: me._gradient_made(index, at)
                         )
                     )
 
@@ -152,12 +155,19 @@ class Engine(Taped):
             self._rest(learn=False)
 
     def _use(self, index: int) -> None:
+        self._gather_deferred(wait=True)
         if self._awaiting:  # See Note [nodes run in reverse]
             for other in list(self.gathering.in_use):
                 nested = other in self._around[index] or index in self._around[other]
                 if other != index and not nested:
                     self.gathering.done_with(other, free=True)
         self.gathering.use(index)
+
+    def _gather_deferred(self, *, wait: bool) -> None:
+        """What has had to let a reduction end first. See Note [gathers yield to reductions]."""
+        if self.gathering.deferred and (wait or self.reducing.through()):
+            self.reducing.finish()
+            self.gathering.prefetch()
 
     # ---- backward
 
@@ -176,26 +186,14 @@ class Engine(Taped):
             raise UsageError("backward within full_parameters(), which is for reading only")
         if not self._awaiting:
             Variable._execution_engine.queue_callback(self._after_backward)
-        self._await_gradients(index)
-        self._use(index)
-
-    def _await_gradients(self, index: int) -> None:
         unit = self.units[index]
-        trainable = [p for p in unit.parameters if p.requires_grad]
-        self._awaiting[index] = len(trainable)
-        if not unit.trainable:
-            return
-        self.reducing.kept.settle(unit)
-        self._accumulate[index] = any(p.grad is not None for p in trainable)
-        for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
-            if self._accumulate[index]:
-                if p.grad is None:
-                    kept.zero_()
-                elif p.grad.data_ptr() != kept.data_ptr():  # the user has put another one there
-                    kept.copy_(p.grad)
-            p.grad = None
+        self._awaiting[index] = sum(p.requires_grad for p in unit.parameters)
+        self._use(index)
+        if unit.trainable:
+            self.reducing.open(unit, keep=not self.sync)
 
-    def _gradient_made(self, index: int, name: str) -> None:
+    def _gradient_made(self, index: int, at: int) -> None:
+        name = self.plan[index].entries[at].name
         if index not in self._awaiting:
             raise UsageError(
                 f"parameter {name} of unit {self.plan[index].name!r} got a gradient, but none of "
@@ -208,15 +206,15 @@ class Engine(Taped):
                 "backward, as a module does that is used twice under reentrant checkpointing. "
                 "Pass use_reentrant=False to torch.utils.checkpoint."
             )
-        self._awaiting[index] -= 1
+        if self.reducing.take(self.units[index], at):
+            self._awaiting[index] -= 1
+        self._gather_deferred(wait=False)
         if self._awaiting[index] == 0 and index not in self.roots:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        if self.sync:
-            self.reducing.start(self.units[index], accumulate=self._accumulate[index])
-        else:
-            self.reducing.keep(self.units[index])
+        self._gather_deferred(wait=True)
+        self.reducing.close(self.units[index])
         self._reduced.add(index)
 
     def _after_backward(self) -> None:
@@ -224,22 +222,17 @@ class Engine(Taped):
         trained = [u for u in self.units if u.trainable]
         for unit in reversed(trained):
             if unit.index not in self._awaiting:
-                self._await_gradients(unit.index)
+                self.reducing.open(unit, keep=not self.sync)
             if unit.index not in self._reduced:
                 self._reduce(unit.index)
         self._end_backward(learn=True)
         for unit in trained:
-            if not self.sync:
-                self.reducing.kept.show(unit, reduced=self._accumulate[unit.index])
-                continue
-            for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
-                if p.requires_grad and gradient.numel():
-                    p.grad = gradient
+            self.reducing.hand_out(unit)
 
     def _abandon_backward(self) -> None:
         """Clear what a backward that raised has left."""
         self._end_backward(learn=False)
-        self.reducing.kept.drop()
+        self.reducing.drop()
         for unit in self.units:
             for p in (*unit.parameters, *unit.computed):
                 p.grad = None

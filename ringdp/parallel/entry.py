@@ -52,11 +52,13 @@ def shard(
     any element-wise optimizer on `model.parameters()`. After `loss.backward()` the gradients are
     averaged over the ranks.
 
-    Stage 3 holds at most, beside its shards and activations: the root, the largest unit and
-    `prefetch_bytes` gathered (by default root + 2 units), one bucket of gradients, as large as the
-    largest unit, and what autograd has made of the gradients of one unit and the root. The root is
-    what lies in no unit, and stays from its forward to the end of its backward.
-    `Engine.memory_formula` gives the exact bytes of all but the last.
+    Stage 3 holds at most, beside its shards and activations: two gathered units (with
+    `prefetch_bytes` the largest one and as much), one bucket of gradients, as large as a unit, and
+    the weights and gradients of the root, which is what lies in no unit. Where the root has no
+    parameters, or those of three units, that is no more than twice the largest unit and its
+    gradients. On a GPU, and where buckets are of a wider dtype than what is gathered, one more
+    bucket takes the place of a gathered unit, or is beside it. `Engine.memory_formula` gives the
+    exact bytes.
     """
     _check(model, nn.Module, "model")
     _check(precision, Precision | None, "precision")

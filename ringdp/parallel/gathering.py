@@ -6,7 +6,7 @@ their own, so that they do not queue behind reductions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringdp.comm import Communicator
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
@@ -14,7 +14,10 @@ from ringdp.parallel.unit import FlatUnit, State
 
 
 class Gathering:
-    """Over the units of one model. `limit`: bytes that may be gathered and not yet used."""
+    """Over the units of one model.
+
+    `limit`: bytes that may be gathered and not yet used, those `under_way` to other ranks included.
+    """
 
     def __init__(
         self,
@@ -22,8 +25,11 @@ class Gathering:
         groups: Groups,
         comm: Communicator,
         prefetch_bytes: int | None,
+        under_way: Callable[[], int],
     ) -> None:
         self.units, self.groups, self.comm = units, groups, comm
+        self._under_way = under_way
+        self.deferred = False  # whether a gather waits for what is under way
         self._sizes = [u.bytes if u.freed else 0 for u in units]
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
@@ -53,7 +59,7 @@ class Gathering:
         if unit.state is State.SHARDED:
             unit.gather(self.comm)
         self._ahead.discard(index)
-        self._prefetch()
+        self.prefetch()
         if unit.state is State.GATHERING:
             unit.unshard()
         unit.check_frozen()
@@ -68,12 +74,12 @@ class Gathering:
         unit = self.units[index]
         if not (free and unit.freed and unit.state is State.UNSHARDED):
             return
-        if index in self._wanted(or_freed=index):
+        if index in self._wanted(self._under_way(), or_freed=index):
             unit.set_aside()
             self._ahead.add(index)
         else:
             unit.reshard()
-        self._prefetch()
+        self.prefetch()
 
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""
@@ -101,13 +107,17 @@ class Gathering:
             self._order = tuple(self._seen)
         self.in_use.clear()
         self._ahead.clear()
+        self.deferred = False
 
-    def _prefetch(self) -> None:
-        for index in self._wanted():
+    def prefetch(self) -> None:
+        """Start the gathers of the next ones."""
+        under_way = self._under_way()
+        for index in self._wanted(under_way):
             self.units[index].gather(self.comm)
             self._ahead.add(index)
+        self.deferred = under_way > 0 and bool(self._wanted(0))
 
-    def _wanted(self, or_freed: int | None = None) -> list[int]:
+    def _wanted(self, under_way: int, or_freed: int | None = None) -> list[int]:
         """The units to gather now, were that one freed."""
         if self._position is None:
             return []
@@ -119,7 +129,7 @@ class Gathering:
             sharded=[
                 i for i, u in enumerate(self.units) if u.state is State.SHARDED or i == or_freed
             ],
-            in_flight=sum(self._sizes[i] for i in self._ahead),
+            in_flight=sum(self._sizes[i] for i in self._ahead) + under_way,
             sizes=self._sizes,
             limit=self.limit,
         )

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.kernels import flatten
+from ringdp.parallel.filling import Filling
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.unit import FlatUnit
-
-Made = Sequence[tuple[Tensor, int]]  # gradients, and where they lie in their unit
 
 
 class _Shown(NamedTuple):
@@ -35,26 +33,23 @@ class Kept:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._sums: dict[int, Tensor] = {}
+        self._sums: dict[int, Filling] = {}
         self._shown: dict[int, list[_Shown]] = {}
 
     def __contains__(self, unit: FlatUnit) -> bool:
         return unit.index in self._sums
 
-    def add(self, unit: FlatUnit, made: Made) -> None:
-        sums = self._sums.get(unit.index)
-        if sums is None:
+    def open(self, unit: FlatUnit) -> Filling:
+        """The unit's sums, to add gradients to."""
+        if unit not in self:
             sums = torch.empty(unit.plan.padded, dtype=unit.dtypes.master, device=unit.full.device)
-            flatten([g for g, _ in made], sums, offsets=[offset for _, offset in made])
-            self._sums[unit.index] = sums
             self.ledger.take("gradients", sums.nbytes)
-            return
-        for gradient, offset in made:
-            sums[offset : offset + gradient.numel()].view(gradient.shape).add_(gradient)
+            self._sums[unit.index] = Filling(unit.plan, sums)
+        return self._sums[unit.index]
 
     def show(self, unit: FlatUnit, *, reduced: bool) -> None:
         """Set every .grad; `reduced`: to what backwards outside of no_sync came to."""
-        views = unit.gradient_views() if reduced else unit.at_rest(self._sums[unit.index])
+        views = unit.gradient_views() if reduced else unit.at_rest(self._sums[unit.index].whole())
         shown = []
         for p, view in zip(unit.parameters, views, strict=True):
             gradient = view.data.to(p.device) if p.requires_grad else None  # a version of its own
@@ -79,9 +74,9 @@ class Kept:
         if all(cleared):
             self.pop(unit)
             return
-        for entry, clear in zip(unit.plan.entries, cleared, strict=True):
+        for at, clear in enumerate(cleared):
             if clear:
-                self._sums[unit.index][entry.offset : entry.offset + entry.elements].zero_()
+                self._sums[unit.index].part(at).zero_()
 
     def any_waits(self, units: Sequence[FlatUnit]) -> bool:
         """Whether some wait for a backward that reduces them."""
@@ -94,14 +89,15 @@ class Kept:
 
     def pop(self, unit: FlatUnit) -> Tensor | None:
         """The unit's sums, which are no longer kept."""
-        sums = self._sums.pop(unit.index, None)
-        if sums is not None:
-            self.ledger.give("gradients", sums.nbytes)
-        return sums
+        filling = self._sums.pop(unit.index, None)
+        if filling is None:
+            return None
+        self.ledger.give("gradients", filling.flat.nbytes)
+        return filling.whole()
 
     def drop(self) -> None:
         """Forget all."""
-        self.ledger.give("gradients", sum(sums.nbytes for sums in self._sums.values()))
+        self.ledger.give("gradients", sum(f.flat.nbytes for f in self._sums.values()))
         self._sums.clear()
         self._shown.clear()
 

@@ -3,16 +3,19 @@
     parameters     what the rank keeps of them between steps, masters included
     gathered_peak  units gathered for their forward or backward, at the worst moment (stage 3)
     gradients      what the rank keeps of them for the optimizer
-    buckets        gradients on their way to other ranks, at the worst moment (stages 2, 3)
+    buckets        gradients on their way to other ranks: what they add to that peak (stages 2, 3)
     optimizer      the optimizer's state
 
-Stage 3's peak: shards + root + 2 units gathered + 1 bucket (see `prefetch.gathered_peak`).
+A unit's bucket is there from the start of its backward to the end of its reduction, the root's for
+the whole backward. With equal units, in one dtype, buckets are in stage 2 the root's and two units;
+in stage 3, where gathers yield to reductions, the root's and one unit. So stage 3's peak is, beside
+shards and activations: two gathered units, one bucket, and the root's weights and gradients (see
+`replay.peaks`).
 Bytes on the host count, too, where something is offloaded.
-It leaves out activations, and the gradients that autograd has made and the engine has not yet
-flattened: those of the unit whose backward runs, and of the root. The formulas are those of a step
-with one forward and one backward, in which every unit is called once and none lies inside another;
-gradients that accumulate over several backwards take one bucket in stages 0 and 1, too, and those
-that wait in no_sync the masters' size of their unit.
+It leaves out activations, and the gradient that autograd hands over, of one parameter. The formulas
+are those of a step with one forward and one backward, in which every unit is called once and none
+lies inside another; gradients that accumulate over several backwards take buckets in stages 0 and
+1, too, and those that wait in no_sync the masters' size of their unit.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
-from ringdp.parallel.prefetch import gathered_peak, gathers
+from ringdp.parallel.replay import gathers, iteration, peaks
 from ringdp.parallel.stages import Keep, Stage
 
 
@@ -94,7 +97,8 @@ def _kept(unit: Unit, keep: Keep) -> int:
 
 
 class Ledger:
-    """Makes and counts the engine's buffers: `now` and `peak` bytes of each category.
+    """Makes and counts the engine's buffers: `now` and `peak` bytes of each category, and `peak` of
+    what is "passing": gathered units and buckets together.
 
     The communicator makes them in memory that collectives read and write in place.
     """
@@ -107,6 +111,8 @@ class Ledger:
     def take(self, category: str, size: int) -> None:
         self.now[category] += size
         self.peak[category] = max(self.peak[category], self.now[category])
+        passing = self.now["gathered"] + self.now["buckets"]
+        self.peak["passing"] = max(self.peak["passing"], passing)
 
     def give(self, category: str, size: int) -> None:
         self.now[category] -= size
@@ -144,6 +150,8 @@ def formula(
     *,
     widths: Sequence[Widths],
     limit: int,
+    overlap: bool = True,
+    yields: bool = True,
     per_element: int,
     per_parameter: int,
 ) -> Memory:
@@ -151,8 +159,8 @@ def formula(
 
     In elements, with Ψ the sum of the units' padded sizes: parameters Ψ or Ψ/n, gradients Ψ or Ψ/n,
     the optimizer its elements of Ψ or Ψ/n without padding (Rajbhandari et al. 2020, figure 1);
-    gathered units by replaying an iteration (see `gathered_peak`); one bucket, as large as the
-    largest unit. `groups`: units of one module, the root's first.
+    gathered units and buckets by replaying an iteration. `groups`: units of one module, the root's
+    first. `limit`, `overlap`, `yields`: see `replay.iteration`.
     """
     each = list(zip(units, widths, strict=True))
     trained = [u for u, w in each if w.trainable]
@@ -160,12 +168,18 @@ def formula(
         owned = [e.elements for u in trained for e in u.entries if e.elements]
     else:
         owned = [elements for u in trained for elements in u.owned(rank)]
-    sizes = [w.compute * u.padded for u, w in each]
+    freed = stage.parameters is Keep.SHARD
+    sizes = [w.compute * u.padded if freed else 0 for u, w in each]
+    buckets = [w.bucket(u, stage) for u, w in each]
+    events = iteration(
+        sizes, groups, limit, freed=freed, buckets=buckets, overlap=overlap, yields=yields
+    )
+    gathered, passing = peaks(events, sizes, buckets)
     return Memory(
         parameters=sum(w.parameters(u, stage) for u, w in each),
-        gathered_peak=gathered_peak(sizes, groups, limit) if stage.parameters is Keep.SHARD else 0,
+        gathered_peak=gathered,
         gradients=sum(w.gradients(u, stage) for u, w in each),
-        buckets=max(w.bucket(u, stage) for u, w in each),
+        buckets=passing - gathered,
         optimizer=per_element * sum(owned) + per_parameter * len(owned),
     )
 
@@ -181,7 +195,7 @@ def traffic(
     """Exact bytes that one rank sends in a step.
 
     A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
-    twice what it frees between forward and backward (see `prefetch.gathers`); frozen units are not
+    twice what it frees between forward and backward (see `replay.gathers`); frozen units are not
     reduced.
     """
     reductions = 2 if stage.reduction == "all_reduce" else 1

@@ -3,13 +3,22 @@
 The order of the last iteration is the forecast for this one. Gathered but not yet used units may
 hold `limit` bytes at most; a unit that does not fit ends the look-ahead, and so does the unit in
 use, which will be freed before its next use.
+
+Note [gathers yield to reductions]
+    While a unit's gradients are put into its bucket, the bucket before may still be on its way to
+    the other ranks. On the host it counts as one of the units gathered ahead: the next gather
+    starts when that reduction is through, which the engine looks for whenever a gradient comes,
+    and no later than when the unit's own reduction starts. So the two buckets and the two gathered
+    units that there could be are never more than three together. Both take the same wire, so that
+    little is lost by their taking turns. What is gathered when is then a matter of time, but not
+    what is gathered after what: a gather that yields comes before all that the engine does next.
+    A GPU's work is put in its streams long before it runs, when no one can look; there they go
+    side by side.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Container, Sequence
 
 Groups = Sequence[Sequence[int]]  # units of one module, used together; those of the root first
 Order = tuple[int, ...]  # units in the order of their uses, a forward and its backward
@@ -54,97 +63,3 @@ def ahead(
             break
         found.append(unit)
     return found
-
-
-class Event(NamedTuple):
-    """Of an iteration: what happens to a unit, or which group runs."""
-
-    what: Literal["gather", "use", "free", "forward", "backward"]
-    which: int
-
-
-def iteration(sizes: Sequence[int], groups: Groups, limit: int, *, freed: bool) -> Iterator[Event]:
-    """What the engine does in one iteration in the order of `forecast`.
-
-    `freed`: whether units go after each use, all but the root; what would be gathered again at once
-    stays. The root's forward is taken to run after those of all others, its backward before theirs.
-    """
-    order = forecast(groups)
-    held: set[int] = set()
-    waiting: set[int] = set()  # gathered, not yet used
-    position = -1
-
-    def wanted(in_use: int | None) -> list[int]:
-        return ahead(
-            order,
-            position,
-            in_use=in_use,
-            sharded=set(range(len(sizes))) - held,
-            in_flight=sum(sizes[u] for u in waiting),
-            sizes=sizes,
-            limit=limit,
-        )
-
-    def prefetch(in_use: int | None) -> Iterator[Event]:
-        for unit in wanted(in_use):
-            held.add(unit)
-            waiting.add(unit)
-            yield Event("gather", unit)
-
-    def use(group: int) -> Iterator[Event]:
-        nonlocal position
-        for unit in groups[group]:
-            position += 1
-            if unit not in held:
-                held.add(unit)
-                yield Event("gather", unit)
-            waiting.discard(unit)
-            yield from prefetch(unit if group else None)
-            yield Event("use", unit)
-
-    def free(group: int) -> Iterator[Event]:
-        for unit in groups[group] if freed else ():
-            held.discard(unit)
-            if unit in wanted(None):
-                held.add(unit)
-                waiting.add(unit)
-            else:
-                yield Event("free", unit)
-            yield from prefetch(None)
-
-    inner = range(1, len(groups))
-    yield from use(0)
-    for group in inner:
-        yield from use(group)
-        yield Event("forward", group)
-        yield from free(group)
-    yield Event("forward", 0)
-    yield from use(0)
-    yield Event("backward", 0)
-    for group in reversed(inner):
-        yield from use(group)
-        yield Event("backward", group)
-        yield from free(group)
-
-
-def gathered_peak(sizes: Sequence[int], groups: Groups, limit: int) -> int:
-    """Peak bytes of gathered units over one iteration.
-
-    The root stays from its forward to the end of its backward; all others go after each use. With
-    equal units of S bytes and limit S this is root + 2 S.
-    """
-    held = peak = 0
-    for what, unit in iteration(sizes, groups, limit, freed=True):
-        if what in ("gather", "free"):
-            held += sizes[unit] if what == "gather" else -sizes[unit]
-            peak = max(peak, held)
-    return peak
-
-
-def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
-    """How often each unit is gathered in one iteration, where units are freed.
-
-    The root once, the last unit once if the limit lets it stay for its backward, others twice.
-    """
-    events = iteration(sizes, groups, limit, freed=True)
-    return Counter(unit for what, unit in events if what == "gather")

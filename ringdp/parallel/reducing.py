@@ -1,4 +1,5 @@
-"""Gradients on their way: flattened, scaled and reduced unit by unit, while backward goes on."""
+"""Gradients on their way: put into their unit's bucket as they come, scaled, and reduced unit by
+unit, while backward goes on."""
 
 from __future__ import annotations
 
@@ -8,11 +9,20 @@ import torch
 from torch import Tensor
 
 from ringdp.comm import Communicator, Work
-from ringdp.kernels import flatten
+from ringdp.kernels.precision import scaled_copy
+from ringdp.parallel.filling import Filling
 from ringdp.parallel.kept import Kept
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
+
+
+class _Open(NamedTuple):
+    """A unit whose gradients come. `keep`: not to be reduced."""
+
+    unit: FlatUnit
+    filling: Filling
+    keep: bool
 
 
 class _Reduction(NamedTuple):
@@ -23,42 +33,69 @@ class _Reduction(NamedTuple):
 
 
 class Reducing:
-    """Over a communicator of its own. Without `overlap` every reduction is waited for at once."""
+    """Over a communicator of its own. Without `overlap` every reduction is waited for at once.
+
+    A unit is opened, takes gradients, is closed, and handed out. Where its own gradient cannot
+    serve as its bucket, one other bucket is reduced at a time.
+    """
 
     def __init__(
         self, comm: Communicator, stage: Stage, ledger: Ledger, *, overlap: bool = True
     ) -> None:
         self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
+        self._open: dict[int, _Open] = {}
         self._pending: list[_Reduction] = []
+        self._accumulate: dict[int, bool] = {}  # units whose p.grad held something before
         self.kept = Kept(ledger)
 
-    def start(self, unit: FlatUnit, *, accumulate: bool) -> None:
-        """Average the unit's new gradients over the ranks, and take them off the parameters.
+    def open(self, unit: FlatUnit, *, keep: bool) -> None:
+        """The unit's gradients are about to come, to be averaged or, with `keep`, kept as they are.
 
-        The result goes to, or with `accumulate` on top of, the unit's own gradient. Where that
-        cannot serve as the bucket, one other bucket exists at a time.
+        What p.grad holds moves to the unit's own gradient.
         """
+        self.kept.settle(unit)
+        self._accumulate[unit.index] = accumulate = _set_aside(unit)
+        if keep or unit in self.kept:
+            filling = self.kept.open(unit)
+        else:
+            filling = Filling(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
+        self._open[unit.index] = _Open(unit, filling, keep)
+
+    def take(self, unit: FlatUnit, at: int) -> bool:
+        """Move in what the unit's parameter `at` has got; whether it is the first of it."""
+        parameter = unit.computed[at]
+        if parameter.grad is None:  # a hook of the user's has taken it away
+            return True
+        gradient, parameter.grad = parameter.grad, None
+        return self._open[unit.index].filling.take(at, gradient)
+
+    def close(self, unit: FlatUnit) -> None:
+        """All of the unit's gradients have come."""
+        if self._open[unit.index].keep:
+            del self._open[unit.index]
+        else:
+            self.start(unit)
+
+    def hand_out(self, unit: FlatUnit) -> None:
+        """Backward and all reductions are over: set every p.grad."""
         if unit in self.kept:
-            self.keep(unit)
-        if unit.bucket is not None and not (accumulate and unit.widths.own):
-            bucket = unit.bucket
-        else:
+            self.kept.show(unit, reduced=self._accumulate[unit.index])
+            return
+        for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
+            if p.requires_grad and gradient.numel():
+                p.grad = gradient
+
+    def start(self, unit: FlatUnit) -> None:
+        """Average the unit's gradients over the ranks."""
+        bucket = self._open.pop(unit.index).filling.whole()
+        accumulate = self._accumulate[unit.index]
+        sums = self.kept.pop(unit)
+        if sums is not None or bucket is not unit.bucket:
             self.finish()
-            bucket = self.ledger.empty(
-                "buckets", unit.plan.padded, unit.dtypes.reduce, unit.full.device
-            )
-        if (kept := self.kept.pop(unit)) is not None:
-            flatten([kept], bucket, scale=1 / self.comm.size, offsets=[0])
-        else:
-            made = _made(unit)
-            flatten(
-                [g for g, _ in made],
-                bucket,
-                scale=1 / self.comm.size,
-                offsets=[offset for _, offset in made],
-            )
-        for p in unit.computed:
-            p.grad = None
+        if sums is not None:
+            bucket = self._bucket(unit, accumulate)
+            scaled_copy(sums, bucket, 1 / self.comm.size)
+            del sums
         if self.stage.reduction == "all_reduce":
             work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
         else:
@@ -68,11 +105,13 @@ class Reducing:
         if not self.overlap:
             self.finish()
 
-    def keep(self, unit: FlatUnit) -> None:
-        """Add the unit's new gradients to those that wait for a reduction."""
-        self.kept.add(unit, _made(unit))
-        for p in unit.computed:
-            p.grad = None
+    def under_way(self) -> int:
+        """Bytes of the buckets that are being reduced."""
+        return sum(reduction.bucket.nbytes for reduction in self._pending)
+
+    def through(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        return all(reduction.work.is_completed() for reduction in self._pending)
 
     def finish(self) -> None:
         """Wait for all that has been started."""
@@ -81,6 +120,23 @@ class Reducing:
             to_host |= self._finish(self._pending.pop(0))
         if to_host:
             torch.cuda.current_stream().synchronize()
+
+    def drop(self) -> None:
+        """Forget what has come and is not reduced."""
+        for unit, filling, _ in self._open.values():
+            if unit not in self.kept:
+                self._give(unit, filling.flat)
+        self._open.clear()
+        self.kept.drop()
+
+    def _bucket(self, unit: FlatUnit, accumulate: bool) -> Tensor:
+        if unit.bucket is not None and not (accumulate and unit.widths.own):
+            return unit.bucket
+        return self.ledger.empty("buckets", unit.plan.padded, unit.dtypes.reduce, unit.full.device)
+
+    def _give(self, unit: FlatUnit, bucket: Tensor) -> None:
+        if bucket is not unit.bucket:
+            self.ledger.give("buckets", bucket.nbytes)
 
     def _finish(self, reduction: _Reduction) -> bool:
         """True if a copy to the host is under way."""
@@ -93,15 +149,19 @@ class Reducing:
             unit.gradient.add_(result.to(unit.gradient.device))
         else:
             unit.gradient.copy_(result, non_blocking=True)
-        if bucket is not unit.bucket:
-            self.ledger.give("buckets", bucket.nbytes)
+        self._give(unit, bucket)
         return result.is_cuda and not unit.gradient.is_cuda
 
 
-def _made(unit: FlatUnit) -> list[tuple[Tensor, int]]:
-    """The gradients that autograd has made, and where they lie in the unit."""
-    return [
-        (p.grad, e.offset)
-        for p, e in zip(unit.computed, unit.plan.entries, strict=True)
-        if p.grad is not None
-    ]
+def _set_aside(unit: FlatUnit) -> bool:
+    """Move what p.grad holds to the unit's own gradient; whether there was any."""
+    trainable = [p for p in unit.parameters if p.requires_grad]
+    accumulate = any(p.grad is not None for p in trainable)
+    for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
+        if accumulate:
+            if p.grad is None:
+                kept.zero_()
+            elif p.grad.data_ptr() != kept.data_ptr():  # the user has put another one there
+                kept.copy_(p.grad)
+        p.grad = None
+    return accumulate

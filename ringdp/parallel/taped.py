@@ -172,7 +172,7 @@ class Watcher:
 
     def _watch_prefetch(self) -> None:
         gathering = self.engine.gathering
-        method = gathering._prefetch
+        method = gathering.prefetch
 
         def prefetch() -> None:
             self._prefetching = True
@@ -181,7 +181,7 @@ class Watcher:
             finally:
                 self._prefetching = False
 
-        self._around.put(gathering, "_prefetch", prefetch)
+        self._around.put(gathering, "prefetch", prefetch)
 
     # --- memory
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringdp.parallel.prefetch import ahead, forecast, gathered_peak, gathers, iteration, position_of
+from ringdp.parallel.prefetch import ahead, forecast, position_of
+from ringdp.parallel.replay import gathers, iteration, peaks
 
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
 
@@ -65,6 +66,10 @@ def test_the_bound_holds_and_nothing_is_gathered_twice(sizes, limit, data):
     assert not found or in_flight + sum(sizes[u] for u in found) <= limit
     assert len(found) == len(set(found))
     assert set(found) <= sharded & set(order[position + 1 :])
+
+
+def gathered_peak(sizes, groups, limit):
+    return peaks(iteration(sizes, groups, limit, freed=True), sizes, sizes).gathered
 
 
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(2, 9))

@@ -7,8 +7,8 @@ optimizer in the masters' dtype, and in stages 0 and 1 the reduced bucket as wel
 
 DeepSpeed's estimator has whole parameters and gradients of two bytes each in stage 2 (4Ψ), 16Ψ/n
 with gradients and masters of four bytes, in stage 3 18Ψ/n and 4 bytes an element of the largest
-layer. The engine keeps one bucket in stage 2, not all gradients; in stage 3 it also keeps 18Ψ/n,
-and gathers the root and two units where DeepSpeed counts one layer.
+layer. The engine has two buckets in stage 2, not all gradients; in stage 3 it also keeps 18Ψ/n,
+and has the root, two units and two buckets where DeepSpeed counts one layer.
 """
 
 from __future__ import annotations

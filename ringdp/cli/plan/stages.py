@@ -17,7 +17,7 @@ from ringdp.schedule.algorithms import Collective
 from ringdp.schedule.cost import closed, seconds
 
 RANK = 0  # the one whose bytes are said: no other owns fewer padding
-ADAM = {"per_element": 8, "per_parameter": 4}  # bytes of torch's state, in float32
+PER_ELEMENT, PER_PARAMETER = 8, 4  # bytes of Adam's state in torch, in float32
 FLOPS = 2  # of a forward, a parameter and token
 MOST_RANKS = 65_536
 ALIKE = 1e-3  # times that differ by less, in proportion, are one: no prediction is that good
@@ -54,8 +54,9 @@ class Row:
         return sum(self.memory)
 
 
-def held(model: Model, stage: int, ranks: int) -> Memory:
-    """Bytes of one rank, by the engine's formula and its default look-ahead."""
+def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memory:
+    """Bytes of one rank, by the engine's formula and its default look-ahead. `yields`: on the host
+    gathers do (see Note [gathers yield to reductions])."""
     sizes = _gathered(model, stage, ranks)
     return formula(
         model.layout(ranks),
@@ -64,7 +65,9 @@ def held(model: Model, stage: int, ranks: int) -> Memory:
         RANK,
         widths=model.widths,
         limit=one_unit(sizes, model.groups),
-        **ADAM,
+        yields=yields,
+        per_element=PER_ELEMENT,
+        per_parameter=PER_PARAMETER,
     )
 
 

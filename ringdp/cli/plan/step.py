@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.memory import Widths
-from ringdp.parallel.prefetch import Groups, iteration
+from ringdp.parallel.prefetch import Groups
+from ringdp.parallel.replay import iteration
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.schedule.algorithms import Collective
 

@@ -20,8 +20,8 @@ from ringdp.schedule.cost import Machine
 
 MOST_WIDTH = 100  # characters that the tables need; a file gets them
 LEFT_OUT = (
-    "Left out: activations, the gradients of the unit whose backward runs, attention's own flops "
-    "(2 a parameter and token forward, 4 backward), launches, the input."
+    "Left out: activations, attention's own flops (2 a parameter and token forward, 4 backward), "
+    "launches, the input."
 )
 
 
@@ -130,8 +130,8 @@ def show_published(console: Console) -> int:
         "ZeRO's formula is the engine's for 2-byte parameters with 12 bytes of state an element. "
         "In bf16 the engine holds gradients for its optimizer in float32, and in stages 0 and 1 "
         "the reduced bucket too. DeepSpeed's stage 2 counts every gradient whole, the engine's "
-        "one bucket; in stage 3 both hold 18 bytes an element over n, DeepSpeed and one layer, "
-        "the engine and two units gathered, one bucket. ZeRO's rows leave these out.",
+        "two buckets; in stage 3 both hold 18 bytes an element over n, DeepSpeed and one layer, "
+        "the engine and two units gathered, two buckets. ZeRO's rows leave these out.",
         soft_wrap=True,
     )
     return 0

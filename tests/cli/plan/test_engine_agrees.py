@@ -65,5 +65,5 @@ def test_bytes_of_a_plan_are_the_engines(ranks, stage, precision):
     limit = one_unit(sizes, model.groups)
     sends = traffic(model.layout(2), model.groups, how, widths=model.widths, limit=limit)
     memory, sent = ranks(2)(one_step, stage, precision)[0]
-    assert memory == held(model, stage, 2)
+    assert memory == held(model, stage, 2, yields=True)
     assert sent == sends

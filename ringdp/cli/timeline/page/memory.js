@@ -6,6 +6,9 @@ function drawMemory() {
   const { points, formula } = one, sum = (list) => list.reduce((a, b) => a + b, 0);
   const most_of = (of) => points.reduce((a, p) => Math.max(a, of(p)), 0);
   const peaks = MEMORY.map((_, c) => most_of((p) => p[c + 1]));
+  // Buckets count with what they add to gathered units at the worst moment: so says the formula.
+  const [gathered, buckets] = ["gathered", "buckets"].map((name) => MEMORY.indexOf(name));
+  peaks[buckets] = most_of((p) => p[gathered + 1] + p[buckets + 1]) - peaks[gathered];
   const allowed = sum(formula.map((b, c) => b ?? peaks[c]));
   const most = Math.max(allowed, most_of((p) => sum(p.slice(1)))) * 1.06 || 1;
   const begin = points[0][0], end = Math.max(points.at(-1)[0], begin + 1);

@@ -1,0 +1,44 @@
+"""A unit's flat buffer while its gradients come in, one by one.
+
+Each is moved in as autograd hands it over, times a scale and in the buffer's dtype, so that beside
+the buffer there is never more than one of them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ringdp.kernels.precision import scaled_copy
+from ringdp.parallel.layout import Unit
+
+
+class Filling:
+    """`flat`: `plan.padded` elements, whatever is in them. `scale`: of what comes in."""
+
+    def __init__(self, plan: Unit, flat: Tensor, scale: float = 1.0) -> None:
+        self.plan, self.flat, self.scale = plan, flat, scale
+        self._there: set[int] = set()
+
+    def take(self, at: int, gradient: Tensor) -> bool:
+        """The gradient of the plan's entry `at`, or more of it; whether it is the first."""
+        gradient = gradient.detach()  # create_graph makes gradients with a history
+        part = self.part(at).view(gradient.shape)
+        first = at not in self._there
+        if first:
+            scaled_copy(gradient, part, self.scale)
+            self._there.add(at)
+        else:
+            part.add_(gradient, alpha=self.scale)
+        return first
+
+    def part(self, at: int) -> Tensor:
+        entry = self.plan.entries[at]
+        return self.flat.narrow(0, entry.offset, entry.elements)
+
+    def whole(self) -> Tensor:
+        """`flat`, with zeros where no gradient has come."""
+        for at in range(len(self.plan.entries)):
+            if at not in self._there:
+                self.part(at).zero_()
+        self.flat[self.plan.elements :].zero_()
+        return self.flat

@@ -1,0 +1,193 @@
+"""What the engine does in one iteration, without doing it, for the formulas of memory and of
+traffic, and for whoever predicts times.
+
+It follows `forecast`: one forward and one backward, every unit called once, none inside another.
+The root's forward is taken to run after those of all others, its backward before theirs; of several
+units in a module the last one's gradients are taken to be complete first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ringdp.parallel.prefetch import Groups, ahead, forecast
+
+
+class Event(NamedTuple):
+    """What happens to a unit, or which group runs.
+
+    Of a unit's bucket, where it has one that comes and goes: fill, when it is made; reduce, when
+    its gradients are complete; reduced, when it goes.
+    """
+
+    what: Literal["gather", "use", "free", "forward", "backward", "fill", "reduce", "reduced"]
+    which: int
+
+
+def iteration(
+    sizes: Sequence[int],
+    groups: Groups,
+    limit: int,
+    *,
+    freed: bool,
+    buckets: Sequence[int] = (),
+    overlap: bool = True,
+    yields: bool = False,
+) -> list[Event]:
+    """`sizes`: bytes that gathering a unit takes. `freed`: whether units go after each use, all but
+    the root; what would be gathered again at once stays. `buckets`: bytes of each unit's, where
+    they come and go. `overlap`: whether a reduction goes on during the next unit's backward.
+    `yields`: see Note [gathers yield to reductions].
+    """
+    replay = _Replay(sizes, groups, limit, freed, buckets or [0] * len(sizes), overlap, yields)
+    replay.forward()
+    replay.backward()
+    return replay.events
+
+
+class Peaks(NamedTuple):
+    """Bytes at the worst moment: of gathered units, and of these and all buckets together."""
+
+    gathered: int
+    passing: int
+
+
+def peaks(events: Sequence[Event], sizes: Sequence[int], buckets: Sequence[int]) -> Peaks:
+    """With equal units of S bytes, buckets alike, a limit of S and a root of R bytes that is
+    trained: R + 2 S, and 2 R + 3 S."""
+    gathered = filled = 0
+    most = Peaks(0, 0)
+    for what, unit in events:
+        if what in ("gather", "free"):
+            gathered += sizes[unit] if what == "gather" else -sizes[unit]
+        elif what in ("fill", "reduced"):
+            filled += buckets[unit] if what == "fill" else -buckets[unit]
+        most = Peaks(max(most.gathered, gathered), max(most.passing, gathered + filled))
+    return most
+
+
+def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
+    """How often each unit is gathered in one iteration, where units are freed.
+
+    The root once, the last unit once if the limit lets it stay for its backward, others twice.
+    """
+    events = iteration(sizes, groups, limit, freed=True)
+    return Counter(unit for what, unit in events if what == "gather")
+
+
+class _Replay:
+    """Every method does what the engine's of that name does, or its gathering's or reducing's."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        groups: Groups,
+        limit: int,
+        freed: bool,
+        buckets: Sequence[int],
+        overlap: bool,
+        yields: bool,
+    ) -> None:
+        self.sizes, self.groups, self.limit = sizes, groups, limit
+        self.freed, self.buckets, self.overlap, self.yields = freed, buckets, overlap, yields
+        self.order = forecast(groups)
+        self.events: list[Event] = []
+        self.held: set[int] = set()
+        self.waiting: set[int] = set()  # gathered, not yet used
+        self.position = -1
+        self.in_use: int | None = None  # but for the root
+        self.reducing: int | None = None  # whose bucket is being reduced
+        self.deferred = False
+
+    def forward(self) -> None:
+        inner = range(1, len(self.groups))
+        self.use(0)
+        for group in inner:
+            self.use(group)
+            self.events.append(Event("forward", group))
+            self.free(group)
+        self.events.append(Event("forward", 0))
+
+    def backward(self) -> None:
+        inner = range(1, len(self.groups))
+        self.use(0, fill=True)
+        self.events.append(Event("backward", 0))
+        for group in reversed(inner):
+            self.use(group, fill=True)
+            self.events.append(Event("backward", group))
+            for unit in reversed(self.groups[group]):
+                self.reduce(unit)
+            self.gather_deferred()
+            self.free(group)
+        for unit in reversed(self.groups[0]):
+            self.reduce(unit)
+        self.finish()
+
+    def use(self, group: int, *, fill: bool = False) -> None:
+        for unit in self.groups[group]:
+            self.position += 1
+            if unit not in self.held:
+                self.gather(unit)
+            self.waiting.discard(unit)
+            self.in_use = unit if group else None
+            self.prefetch()
+            self.events.append(Event("use", unit))
+            if fill and self.buckets[unit]:
+                self.events.append(Event("fill", unit))
+
+    def free(self, group: int) -> None:
+        for unit in self.groups[group] if self.freed else ():
+            self.held.discard(unit)
+            self.in_use = None
+            if unit in self.wanted():
+                self.held.add(unit)
+                self.waiting.add(unit)
+            else:
+                self.events.append(Event("free", unit))
+            self.prefetch()
+
+    def reduce(self, unit: int) -> None:
+        if self.buckets[unit]:
+            self.gather_deferred()
+            self.finish()
+            self.events.append(Event("reduce", unit))
+            self.reducing = unit
+            if not self.overlap:
+                self.finish()
+
+    def finish(self) -> None:
+        if self.reducing is not None:
+            self.events.append(Event("reduced", self.reducing))
+            self.reducing = None
+
+    def gather_deferred(self) -> None:
+        if self.deferred:
+            self.finish()
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        for unit in self.wanted():
+            self.gather(unit)
+            self.waiting.add(unit)
+        self.deferred = self.under_way() > 0 and bool(self.wanted(0))
+
+    def gather(self, unit: int) -> None:
+        self.held.add(unit)
+        self.events.append(Event("gather", unit))
+
+    def under_way(self) -> int:
+        return self.buckets[self.reducing] if self.yields and self.reducing is not None else 0
+
+    def wanted(self, under_way: int | None = None) -> list[int]:
+        beside = self.under_way() if under_way is None else under_way
+        return ahead(
+            self.order,
+            self.position,
+            in_use=self.in_use,
+            sharded=set(range(len(self.sizes))) - self.held,
+            in_flight=sum(self.sizes[u] for u in self.waiting) + beside,
+            sizes=self.sizes,
+            limit=self.limit,
+        )
