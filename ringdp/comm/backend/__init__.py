@@ -11,10 +11,17 @@ Ranks of one host only: what talks between hosts is torch's own gloo.
 
 from torch.distributed import Backend
 
-from ringdp.comm.backend.groups import NAME, create
+from ringdp.comm.backend.calls import Calls
+from ringdp.comm.backend.groups import NAME, Group, create
+from ringdp.comm.backend.messages import Messages
+from ringdp.comm.backend.moves import Moves
+from ringdp.comm.backend.reductions import Reductions
+from ringdp.comm.backend.untraced import leave_alone
+from ringdp.comm.backend.works import GroupWork, Watcher
 
 
 def register() -> None:
     """Make torch.distributed know the backend. It may be called again."""
     if NAME.upper() not in Backend._plugins:
+        leave_alone(Group, Calls, Reductions, Moves, Messages, GroupWork, Watcher)
         Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

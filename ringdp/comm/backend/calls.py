@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ringdp.comm.backend.works import Finish, GroupWork, Watcher
+from ringdp.comm.backend.works import Finish, GroupWork, Watcher, span_of
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.job import ReduceOp as Op
 from ringdp.comm.work import Work
@@ -55,12 +55,14 @@ class Calls:
 
     def _call(
         self,
+        what: str,
         options: Options,
         results: Sequence[Any],
         begins: Sequence[Begin],
         *finishes: Finish | None,
     ) -> GroupWork:
-        """Issue the calls, and run `finishes` when all have ended."""
+        """Issue the calls, and run `finishes` when all have ended. `what`: its name in profiles."""
+        span = span_of(what)
         limit = seconds(options.timeout)
         later = options.asyncOp or limit is not None or self._coalesced is not None
         with self._issuing:
@@ -68,6 +70,8 @@ class Calls:
         work = GroupWork(works, results, [f for f in finishes if f], limit, self._watcher)
         if not later:
             work.wait()
+        if span is not None:
+            span.end_with(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,7 +58,7 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
     def __init__(self, comm: Communicator, store: Store) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self._comm, self._store = comm, store
-        self._watcher = Watcher()
+        self._watcher, self._ones = Watcher(), deque(maxlen=16)
         self._issuing = threading.Lock()
         self._coalesced: list[GroupWork] | None = None
         self._name = self._desc = ""

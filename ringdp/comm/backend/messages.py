@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ringdp.comm.backend.calls import Calls, movable, only
-from ringdp.comm.backend.works import GroupWork
+from ringdp.comm.backend.works import GroupWork, span_of
 from ringdp.comm.work import Work
 
 
@@ -16,19 +16,28 @@ class Messages(Calls):
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
         tensor = only(tensors, "send: tensors")
-        return self._message(tensor, self._comm.isend(movable(tensor), dst, tag=tag))
+        return self._message(
+            "send", tensor, lambda: self._comm.isend(movable(tensor), dst, tag=tag)
+        )
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> GroupWork:
         tensor = only(tensors, "recv: tensors")
-        return self._message(tensor, self._comm.irecv(movable(tensor), src, tag=tag))
+        return self._message(
+            "recv", tensor, lambda: self._comm.irecv(movable(tensor), src, tag=tag)
+        )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
         tensor = only(tensors, "recv_anysource: tensors")
-        return self._message(tensor, self._comm.irecv(movable(tensor), None, tag=tag))
+        return self._message(
+            "recv", tensor, lambda: self._comm.irecv(movable(tensor), None, tag=tag)
+        )
 
-    def _message(self, tensor: Tensor, begun: Work) -> GroupWork:
+    def _message(self, what: str, tensor: Tensor, begin: Callable[[], Work]) -> GroupWork:
         # No watcher: a message that never comes must not keep collectives' futures from their end.
-        work = GroupWork([begun], [tensor], (), None, None)
+        span = span_of(what)
+        work = GroupWork([begin()], [tensor], (), None, None)
+        if span is not None:
+            span.end_with(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

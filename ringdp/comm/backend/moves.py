@@ -48,7 +48,10 @@ class Moves(Calls):
         options = chosen(BroadcastOptions, opts, fields)
         moved, source = movable(tensor), options.rootRank
         return self._call(
-            options, [tensor], [lambda later: self._comm.broadcast(moved, source, async_op=later)]
+            "broadcast",
+            options,
+            [tensor],
+            [lambda later: self._comm.broadcast(moved, source, async_op=later)],
         )
 
     def allgather(
@@ -68,6 +71,7 @@ class Moves(Calls):
         moved = [movable(t) for t in parts]
         whole, finish = room(moved)
         return self._call(
+            "all_gather",
             options,
             parts,
             [lambda later: self._comm.all_gather_v(whole, part, sizes(moved), async_op=later)],
@@ -89,7 +93,7 @@ class Moves(Calls):
 
         wholes, finishes = zip(*rooms, strict=True)
         begins = list(map(begin, wholes, map(movable, input_list)))
-        return self._call(options, output_lists, begins, *finishes)
+        return self._call("all_gather", options, output_lists, begins, *finishes)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -103,7 +107,7 @@ class Moves(Calls):
             whole, part = movable(output), movable(input)
             return lambda later: self._comm.all_gather(whole, part, async_op=later)
 
-        return self._call(options, outputs, list(map(begin, outputs, inputs)))
+        return self._call("all_gather", options, outputs, list(map(begin, outputs, inputs)))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -126,6 +130,7 @@ class Moves(Calls):
             parts = only(output_tensors, "gather: output_tensors") if nested else output_tensors
             whole, finish = room([movable(t) for t in parts])
         return self._call(
+            "gather",
             options,
             parts,
             [lambda later: self._comm.gather(whole, part, to, async_op=later)],
@@ -149,6 +154,7 @@ class Moves(Calls):
             parts = only(input_tensors, "scatter: input_tensors") if nested else input_tensors
             whole = joined([movable(t) for t in parts])
         return self._call(
+            "scatter",
             options,
             [output],
             [lambda later: self._comm.scatter(moved, whole, source, async_op=later)],
@@ -169,6 +175,7 @@ class Moves(Calls):
         to, source = movable(output), movable(input)
         if not output_split_sizes and not input_split_sizes:
             return self._call(
+                "all_to_all",
                 options,
                 [output],
                 [lambda later: self._comm.all_to_all(to, source, async_op=later)],
@@ -176,6 +183,7 @@ class Moves(Calls):
         received = self._cut(output, to.numel(), output_split_sizes)
         sent = self._cut(input, source.numel(), input_split_sizes)
         return self._call(
+            "all_to_all",
             options,
             [output],
             [lambda later: self._comm.all_to_all_v(to, source, received, sent, async_op=later)],
@@ -207,6 +215,7 @@ class Moves(Calls):
         outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
         whole, finish = room(outputs)
         return self._call(
+            "all_to_all",
             options,
             output_tensors,
             [

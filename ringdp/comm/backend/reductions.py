@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import repeat
@@ -38,6 +39,10 @@ from ringdp.errors import CollectiveTimeout
 class Reductions(Calls):
     """The methods of a group that combine the elements of all ranks."""
 
+    # DDP's join gives C++ a work of one element to wait for, and forgets it: without the Python
+    # half that C++ half would wait for ever.
+    _ones: deque[GroupWork]
+
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> GroupWork:
@@ -60,7 +65,11 @@ class Reductions(Calls):
             )
 
         finishes = map(Reduction.finish, how, tensors, repeat(self._comm.size))
-        return self._call(options, tensors, list(map(begin, tensors, how)), *finishes)
+        begins = list(map(begin, tensors, how))
+        work = self._call("all_reduce", options, tensors, begins, *finishes)
+        if tensors and tensors[0].numel() == 1:
+            self._ones.append(work)
+        return work
 
     def reduce(
         self,
@@ -79,7 +88,7 @@ class Reductions(Calls):
             return self._comm.reduce(tensor, to, by.op, scale=by.scale, async_op=later)
 
         finish = by.finish(tensor, self._comm.size) if self._comm.rank == to else None
-        return self._call(options, [tensor], [begin], finish)
+        return self._call("reduce", options, [tensor], [begin], finish)
 
     def reduce_scatter(
         self,
@@ -102,7 +111,8 @@ class Reductions(Calls):
                 output, joined(parts), sizes(parts), by.op, scale=by.scale, async_op=later
             )
 
-        return self._call(options, [output], [begin], by.finish(output, self._comm.size))
+        finish = by.finish(output, self._comm.size)
+        return self._call("reduce_scatter", options, [output], [begin], finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -119,7 +129,8 @@ class Reductions(Calls):
             )
 
         finishes = map(Reduction.finish, how, outputs, repeat(self._comm.size))
-        return self._call(options, outputs, list(map(begin, outputs, inputs, how)), *finishes)
+        begins = list(map(begin, outputs, inputs, how))
+        return self._call("reduce_scatter", options, outputs, begins, *finishes)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -128,7 +139,9 @@ class Reductions(Calls):
         given = opts if isinstance(opts, timedelta) else timeout
         options = chosen(BarrierOptions, opts, {"timeout": given})
         token = torch.zeros(1, dtype=torch.int32)
-        return self._call(options, [], [lambda later: self._comm.all_reduce(token, async_op=later)])
+        return self._call(
+            "barrier", options, [], [lambda later: self._comm.all_reduce(token, async_op=later)]
+        )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -1,0 +1,121 @@
+"""What torch's DDP does around its collectives works over the backend as over gloo: join, hooks
+that communicate in a future's callback, torch.compile, and the profiler."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ringdp import Communicator
+from tests.comm.backend.jobs import world
+from tests.forks import Say
+
+pytestmark = pytest.mark.process
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4))
+
+
+def gradients(model: nn.Module) -> list[float]:
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
+
+
+def rows(rank: int) -> Tensor:
+    return torch.arange(12.0).view(2, 6) / (1 + rank)
+
+
+def joined(rank: int) -> list[float]:
+    """Rank 1 has more to train on; the average is that of those who still take part."""
+    model, found = DistributedDataParallel(net()), []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(2 + 2 * rank):
+            model.zero_grad()
+            model(rows(rank)).sum().backward()
+            found += gradients(model)
+    return found
+
+
+def power_sgd(rank: int) -> list[float]:
+    """Its second all_reduce is issued, and waited for, in the callback of the first one."""
+    model = DistributedDataParallel(net())
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        model(rows(rank)).sum().backward()
+        found += gradients(model)
+    return found
+
+
+def in_a_callback(rank: int) -> list[float]:
+    """As that does, where the first one has not ended when the callback is added."""
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        time.sleep(0.05 * rank)  # it is not over on rank 0 when its future is asked for
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    second = first.then(again)
+    if rank == 0:
+        dist.send(torch.zeros(1), 1)
+    return second.wait().tolist()
+
+
+def compiled(rank: int) -> list[float]:
+    """DDP's own forward is compiled, and rebuilds its buckets from C++ within it."""
+    model = torch.compile(DistributedDataParallel(net()), backend="eager")
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        model(rows(rank)).sum().backward()
+        found += gradients(model)
+    return found
+
+
+CASES = {f.__name__: f for f in (joined, power_sgd, in_a_callback, compiled)}
+
+
+def both(comm: Communicator, say: Say) -> None:
+    for backend in ("gloo", "ringdp"):
+        with world(comm, backend):
+            for name, case in CASES.items():
+                torch._dynamo.reset()
+                say((backend, name, case(comm.rank)))
+
+
+def test_it_does_what_it_does_over_gloo(forks):
+    for ended in forks(2, both):
+        assert ended.code == 0
+        found = {(backend, name): values for backend, name, values in ended.said}
+        for name in CASES:
+            assert found["ringdp", name] == found["gloo", name]
+            assert any(found["ringdp", name])
+
+
+def profiled(comm: Communicator, say: Say) -> None:
+    model, steps = net(), 3
+    with world(comm, "ringdp"):
+        ddp = DistributedDataParallel(copy.deepcopy(model))
+        with torch.profiler.profile() as profile:
+            for _ in range(steps):
+                ddp(rows(comm.rank)).sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    say((counts["ringdp:all_reduce"], steps))
+
+
+def test_the_profiler_sees_collectives(forks):
+    for ended in forks(2, profiled):
+        ((seen, steps),) = ended.said
+        assert seen == steps
