@@ -64,8 +64,9 @@ NB_MODULE(_core, m) {
             const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
             const Rows what{reinterpret_cast<const Row*>(rows), row_count, cuts, chunks, scratch,
                             reinterpret_cast<std::byte*>(buffer)};
-            return self.start({what, dtype(dtype_code, op), number, kind, elements, checked(site)},
-                              background);
+            const Job job{what, dtype(dtype_code, op), number, kind, elements, checked(site)};
+            nb::gil_scoped_release free;
+            return self.start(job, background);
           })
       .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
       .def("failed",

@@ -66,7 +66,7 @@ class Peers {
   Peers(Segment& segment, int rank, const std::atomic<bool>& stop)
       : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {
     // More ranks than cores: whoever spins keeps the core from the rank that it waits for.
-    crowded_ = segment.ranks() > long(sysconf(_SC_NPROCESSORS_ONLN));
+    crowded_ = segment.ranks() > cores_;
   }
 
   std::atomic<std::uint64_t> sent_bytes{0};
@@ -78,6 +78,14 @@ class Peers {
     end_ = end;
     background_ = background;
     spins_ = background || crowded_ ? 0 : kSpins;
+  }
+
+  // Whether this thread may leave work to another one without giving its core away.
+  bool spare_core() const {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return true;
+    const long cores = CPU_COUNT(&allowed);
+    return cores > 1 && (cores < cores_ || cores_ >= 2 * segment_.ranks());
   }
 
   void round(int round) { record_.round.store(round, std::memory_order_relaxed); }
@@ -155,7 +163,7 @@ class Peers {
   template <class Ready>
   bool wait_on(int peer, Ready ready) {
     // Where others compute, each yield and each nap may take as long as a time slice of theirs.
-    const auto look = Clock::now() + kLook;
+    const auto look = std::min(end_, Clock::now() + kLook);
     // relaxed: only a hint
     const auto yields = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
     for (int i = 0; i < kYields && yields() && Clock::now() < look; ++i) {
@@ -181,6 +189,7 @@ class Peers {
   RankRecord& record_;
   int rank_;
   const std::atomic<bool>& stop_;
+  const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
   bool crowded_;
   Clock::time_point end_ = Clock::time_point::max();
   int spins_ = 0;

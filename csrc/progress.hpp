@@ -1,5 +1,14 @@
 // Runs collectives one after the other in the order of `start`: on the thread that waits for one, or
 // else on a thread of its own, beside Python.
+//
+// Note [at the call]
+//   Whoever moves bytes takes a core. Where a rank has only one, a thread beside it hides nothing, and
+//   costs: it takes the core in the middle of a computation, for each of its looks whether the others
+//   have come. So there a call in the background is run by its caller as long as the others keep up,
+//   and only then left to the thread: it blocks for no longer than a little time in all. Over an
+//   emulated link, whose bytes move by themselves, it starts nothing.
+//   torch's DDP of 55 MB in 3 buckets on a core of its own, over what a step without communication
+//   takes (medians of 51 steps, two cores of an AMD EPYC): on a thread 6.4 ms, at the call 4.4.
 #pragma once
 
 #include <condition_variable>
@@ -35,30 +44,35 @@ class Progress {
         rank_(rank),
         peers_(segment_, rank, stop_),
         interpreter_(segment_, rank, peers_, put_, link),
-        direct_(segment_, rank, peers_, put_, arena) {}
+        direct_(segment_, rank, peers_, put_, arena),
+        far_(link.bandwidth > 0) {}
   ~Progress() { close(); }
 
   void connect() { segment_.connect(); }
 
   // In the background somebody sees to it at once; else whoever waits for it does.
   std::uint64_t start(const Job& job, bool background) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     const auto ticket = queue(job, background);
-    if (background) wake();
+    if (!background) return ticket;
+    // See Note [at the call].
+    if (jobs_.size() == 1 && !running_ && !failed_ && !far_ && !peers_.spare_core())
+      settle(ticket, [&] { run_front(lock, Clock::now() + kPatience, false); });
+    if (finished_ < ticket) wake();
     return ticket;
   }
 
   // Whether that job has ended; after a failure no job ends any more.
   bool wait(std::uint64_t ticket, double seconds) {
     std::unique_lock lock(mutex_);
-    return settle(lock, ticket, seconds);
+    return settle(ticket, [&] { work_on(lock, ticket, seconds); });
   }
 
   // Both at once: 0 if it has ended, else its ticket.
   std::uint64_t run(const Job& job, double seconds) {
     std::unique_lock lock(mutex_);
     const auto ticket = queue(job, false);
-    return settle(lock, ticket, seconds) ? 0 : ticket;
+    return settle(ticket, [&] { work_on(lock, ticket, seconds); }) ? 0 : ticket;
   }
 
   // How many jobs have ended: nothing of theirs is used any more.
@@ -110,37 +124,43 @@ class Progress {
   Peers& peers() { return peers_; }
 
  private:
+  // For how long a caller waits for the others, in all: a part of what handing 25 MiB over cost.
+  static constexpr std::chrono::microseconds kPatience{500};
+
   std::uint64_t queue(const Job& job, bool background) {
     jobs_.push_back(job);
     if (waits_.on()) jobs_.back().issued = now();
     jobs_.back().background = background;
+    caller_ = std::this_thread::get_id();
     return ++started_;
   }
 
-  bool settle(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
+  // Whether the job has ended, after `work` on it, which counts as a wait of this thread.
+  template <class Work>
+  bool settle(std::uint64_t ticket, Work work) {
     if (finished_ >= ticket) return true;
-    if (!waits_.on()) return work_on(lock, ticket, seconds);
-    const auto since = now();
-    const bool ended = work_on(lock, ticket, seconds);
-    waits_.wait(since, ticket, std::int32_t(gettid()));
-    return ended;
+    const auto since = waits_.on() ? now() : 0;
+    work();
+    if (since) waits_.wait(since, ticket, std::int32_t(gettid()));
+    return finished_ >= ticket;
   }
 
-  bool work_on(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
+  void work_on(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
     const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                         std::chrono::duration<double>(seconds));
+    // Another thread that waits says nothing of whether the one that calls computes.
+    const bool idle = std::this_thread::get_id() == caller_;
     do {
       if (failed_) break;
       if (running_) {
-        ++peers_.waiting;
+        peers_.waiting += idle;
         done_.wait_until(lock, end);
-        --peers_.waiting;
+        peers_.waiting -= idle;
       } else {
-        run_front(lock, end, false);
+        run_front(lock, end, !idle);
       }
     } while (finished_ < ticket && Clock::now() < end);
     if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
-    return finished_ >= ticket;
   }
 
   void wake() {
@@ -196,7 +216,8 @@ class Progress {
     if (failed && !failed_) failed_ = failed;  // first: `failed` prefers what this rank has seen
     done_.notify_all();
     if (failed && failed->reporter < 0 && failed->failure != Failure::stopped) announce(*failed);
-    if (!background && !jobs_.empty() && thread_.joinable()) work_.notify_one();
+    if (std::this_thread::get_id() != thread_.get_id() && !jobs_.empty() && thread_.joinable())
+      work_.notify_one();
   }
 
   void begin(const Job& job) {
@@ -237,6 +258,7 @@ class Progress {
   Put put_;
   Interpreter interpreter_;
   Direct direct_;
+  bool far_;  // over a link
   std::mutex mutex_;
   std::condition_variable work_, done_;
   std::deque<Job> jobs_;
@@ -244,6 +266,7 @@ class Progress {
   std::uint64_t started_ = 0, finished_ = 0;
   std::uint64_t done_before_ = 0;  // `finished_` for whoever runs the first job, without the lock
   Tape waits_;                     // under the lock
+  std::thread::id caller_;         // of the last job
   std::optional<Failed> failed_;
   std::thread thread_;
   bool closed_ = false;

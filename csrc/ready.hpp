@@ -36,7 +36,9 @@ class Prepared {
 
   // A ticket for `wait`.
   std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
-    return core_.start(job(whole, part, number, site), true);
+    const Job what = job(whole, part, number, site);
+    nb::gil_scoped_release free;
+    return core_.start(what, true);
   }
   // 0 if it has ended; after a while, or a failure, the ticket.
   std::uint64_t run(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +34,31 @@ def handles(comm: Communicator) -> None:
     assert torch.equal(view, everyone(comm, 300, 300).sum(0).t())
 
 
+def pinned(comm: Communicator) -> None:
+    """A rank with one core runs a call itself while the others keep up, and waits for none."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        handles(comm)
+        with comm.duplicate() as other:
+            for i in range(6):
+                late = i % comm.size == comm.rank
+                lengths = (3, 40_000, 400_000)  # lines, a whole message, tiles
+                tensors = [values(comm.rank, n, seed=i) for n in lengths]
+                if late:
+                    other.barrier()  # which the others come to only after their calls
+                    time.sleep(0.002)  # longer than a call looks out for others
+                works = [comm.all_reduce(t, async_op=True) for t in tensors]
+                if not late:
+                    other.barrier()
+                for work in works:
+                    work.wait()
+                for t in tensors:
+                    assert torch.equal(t, everyone(comm, len(t), seed=i).sum(0))
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def dropped(comm: Communicator) -> None:
     """Buffers of works that nobody holds are not given to others while they are in use."""
     for i in range(30):
@@ -51,7 +78,7 @@ def kept(comm: Communicator) -> int:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("what", [handles, dropped])
+@pytest.mark.parametrize("what", [handles, pinned, dropped])
 def test_works(ranks, n: int, what: Callable[[Communicator], None]):
     ranks(n)(what)
 

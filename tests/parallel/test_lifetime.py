@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -284,7 +285,8 @@ def disagree(comm: Communicator, stage: int) -> str:
     except ringdp.RingdpError as e:
         return f"{type(e).__name__}: {e}"
     finally:
-        engine.close()
+        with suppress(ringdp.CommunicationError):  # what the others have left may be known by now
+            engine.close()
     return ""
 
 

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -224,16 +225,19 @@ void messages(int n) {
   check(ranks[1]->failed()->failure == Failure::damaged && ranks[1]->failed()->rank == 0, "refused");
 }
 
-// Rank 0 fails in one of several ways; no rank's wait may last.
+// Rank 0 fails in one of several ways; no rank's wait may last. The others call beside it, or `after` it.
 template <class Act>
-void failing(int n, char** paths, Failure expected, Act act) {
+void failing(int n, char** paths, Failure expected, Act act, bool after = false) {
   auto ranks = connected(n);
+  std::promise<void> acted;
+  const auto over = acted.get_future().share();
   std::vector<std::thread> threads;
   for (int r = 0; r < n; ++r)
     threads.emplace_back([&, r] {
       std::vector<float> first(900, 1), second(900, 1);  // both outlive the progress thread
       Plan plan(paths[r], 900);
-      if (r == 0) return act(*ranks[0], plan, first.data());
+      if (r == 0) return act(*ranks[0], plan, first.data()), acted.set_value();
+      if (after) over.wait();
       ranks[r]->start(plan.job(first.data(), 0), true);
       const auto ticket = ranks[r]->start(plan.job(second.data(), 1), r % 2);
       check(!ranks[r]->wait(ticket, 30), "a failed job does not end");
@@ -258,10 +262,11 @@ int main(int count, char** arguments) {
     check(!rank.wait(ticket, 30), "a mistaken job does not end");
     rank.close();
   });
-  failing(n, paths, Failure::lost, [](Progress& rank, const Plan& plan, float* buffer) {
+  const auto closes = [](Progress& rank, const Plan& plan, float* buffer) {
     rank.start(plan.job(buffer, 0), true);
-    const auto queued = rank.start(plan.job(buffer, 5), true);
-    rank.close();  // with one job running, or ended, and one in line
+    const auto queued = rank.start(plan.job(buffer, 1), true);
+    rank.close();  // with one job that nobody joins, and one in line
     check(!rank.wait(queued, 30), "a queued job ends with the communicator");
-  });
+  };
+  failing(n, paths, Failure::lost, closes, true);
 }
