@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as processes
-from torch.distributed import TCPStore
+
+from ringdp.cli.loopback import loopback_store
 
 
 def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -18,7 +19,7 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     `function` is one of a module's, its arguments can be pickled. A rank that raises ends all, and
     its error is raised here.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     said: SimpleQueue[Any] = processes.get_context("spawn").SimpleQueue()
     started = processes.spawn(
         _rank, (ranks, store.port, said, function, arguments), nprocs=ranks, join=False

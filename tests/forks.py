@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import TCPStore
 
+from ringdp.cli.loopback import loopback_store
 from tests.ranks import SERVER
 
 Say = Callable[[Any], None]
@@ -47,7 +48,7 @@ class Forks:
         there.close()
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Ended]:
-        job_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job_store = loopback_store()
         name = function.__module__, function.__qualname__
         self.pipe.send((sys.path, size, job_store.port, *name, arguments))
         ended: list[Ended] = self.pipe.recv()

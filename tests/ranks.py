@@ -20,9 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from torch.distributed import TCPStore
-
 import ringdp
+from ringdp.cli.loopback import loopback_store
 
 TIMEOUT = 120.0  # seconds; a machine that does other things too is slow
 
@@ -31,6 +30,10 @@ TIMEOUT = 120.0  # seconds; a machine that does other things too is slow
 SPAWN = multiprocessing.get_context("spawn")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "pytest", "ringdp.cli.train", "torch._dynamo"])
+
+# torch asks for the name of every host that it connects to, this one too: where a name server loses
+# a question, that takes 5 s, or with this 1 s. Processes that the tests start inherit it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 class RankError(AssertionError):
@@ -49,7 +52,7 @@ class Pool:
         """`spawned` for ranks that use a GPU."""
         context = SPAWN if spawned else SERVER
         self.size, self.timeout = size, timeout
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = loopback_store()
         self.pipes: list[Connection] = []
         self.died: list[int] = []
         self.processes = []

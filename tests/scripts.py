@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore
 
+from ringdp.cli.loopback import loopback_store
 from tests.ranks import SERVER
 
 PATIENCE = 120.0  # seconds; only a hang reaches it
@@ -22,7 +22,7 @@ def run(script: Path, ranks: int = 2) -> list[str]:
 
     They run in the script's directory; with 0 ranks one process, which no launcher has started.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     launchers = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 from ringdp import Communicator
 from ringdp.cli.doctor import report
 from ringdp.cli.doctor.check import Check
+from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main
 from ringdp.comm import outside
 from ringdp.comm.call import fingerprint
@@ -114,7 +115,7 @@ def apart() -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
 
     Of two ranks that share no memory the first waits; both have had their last word.
     """
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = loopback_store()
     job = PrefixStore("ringdp/run/0", server)
     for k, line in enumerate(["", "1 x", "2 0", "1.1 2"], 1):  # only the last one makes sense
         job.set(f"communicators/{k}", line)

@@ -28,7 +28,7 @@ from tests.cli.misbehaving import (
 pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).with_name("misbehaving.py")
-SECONDS = 120.0  # only a hang reaches it
+SECONDS = 240.0  # only a hang reaches it
 
 
 def await_ranks(process: subprocess.Popen[str]) -> list[int]:

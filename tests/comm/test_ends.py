@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 import ringdp
 from ringdp import Communicator
+from ringdp.cli.loopback import loopback_store
 from tests.forks import Forks, Say
 
 pytestmark = pytest.mark.process
@@ -100,7 +100,7 @@ def test_threads_are_back_before_the_interpreter_is_gone(tmp_path):
     """Else those that wait for messages and for futures abort the process while it ends."""
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [

@@ -23,11 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from ringdp.cli.bench import peers, probe
 from ringdp.cli.bench.contender import Failure, Hello, Round, Times
 from ringdp.cli.launch import RankError
+from ringdp.cli.loopback import loopback_store
 
 START_TIMEOUT = 180.0  # s: imports of many ranks on few cores
 ROUND_TIMEOUT = 600.0  # s: only a hang reaches it
@@ -111,7 +110,7 @@ class _Group:
             launch = peers.launch(name, ranks, len(cores))
             self._start([*launch.command, *python], shared | launch.environment)
             return
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         shared |= {
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",

@@ -1,0 +1,202 @@
+"""Over gloo, a rank that ends, stalls or errs, whenever: every other rank names it.
+
+A sample of what tests/comm asks of shared memory. One job has a communicator for each of some
+collectives, and its victim fails at the same point of them all: the last rank, or the first.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import ringdp
+from ringdp import Communicator, Work
+from ringdp.comm.table import process_state
+from ringdp.transport import answers
+from tests.comm.failing import WHENS, Form, Heard, hear, names_its_line
+from tests.comm.test_deaths import ENDS
+from tests.comm.test_late import TIMEOUT
+from tests.comm.test_mistakes import ELEMENTS, MISTAKES
+from tests.forks import PATIENCE, Forks, Say, store
+
+pytestmark = pytest.mark.process
+
+FORMS = (Form("all_reduce", "ring"), Form("all_gather", "direct"), Form("broadcast", "binomial"))
+SUMS = (Form("reduce", "direct"), Form("all_reduce", "direct"), Form("reduce_scatter", "ring"))
+SMALL, LARGE = 1000, 50_000  # elements
+
+
+def sampled(hows: Iterable[str]) -> list[ParameterSet]:
+    """(how, when, ranks, victim): each how at each time once, and in `exhaustive` the product."""
+    pairs = list(product(hows, WHENS))
+    quick = {
+        (how, when, n, (n - 1) * (i // 2 % 2))
+        for i, (how, when) in enumerate(pairs)
+        for n in [2 + 2 * (i % 2)]
+    }
+    return [
+        pytest.param(
+            *row,
+            id="{}-{}-{}-rank{}".format(*row),
+            marks=() if row in quick else pytest.mark.exhaustive,
+        )
+        for row in [(*pair, n, v) for pair in pairs for n in (2, 4) for v in (0, n - 1)]
+    ]
+
+
+def made(comm: Communicator, count: int, warn_after: float = PATIENCE) -> list[Communicator]:
+    """Communicators over gloo, in whose collective 0 all ranks have been."""
+    whole = ringdp.init(transport="c10d", timeout=PATIENCE, warn_after=warn_after)
+    found = [whole.duplicate() for _ in range(count)]
+    for c in found:
+        c.barrier()
+    comm.barrier()  # who were still in one would hear of a failure there
+    return found
+
+
+def begin(form: Form, c: Communicator, when: str) -> Work:
+    return form.begin(c, torch.ones(LARGE if when == "within" else SMALL))
+
+
+def meet(comm: Communicator, what: str, without: int) -> None:
+    """Returns once every other rank but that one has come here."""
+    talk = store()
+    talk.set(f"{what}/{comm.rank}", "")
+    talk.wait([f"{what}/{r}" for r in range(comm.size) if r != without])
+
+
+def victim_ends(comm: Communicator, say: Say, how: str, when: str, victim: int) -> None:
+    cases = list(zip(FORMS, made(comm, len(FORMS)), strict=True))
+    works: dict[Form, Work] = {}
+    if comm.rank == victim:
+        for form, c in cases if when != "before" else ():
+            works[form] = begin(form, c, when)
+        for work in works.values() if when == "after" else ():
+            work.wait()
+        ENDS[how][0]()
+
+    def start(form: Form, c: Communicator) -> None:
+        works[form] = begin(form, c, when)
+
+    early = {form: hear(c, partial(start, form, c)) for form, c in cases}
+    for form, c in cases:
+        say(early[form] or hear(c, works[form].wait, c.barrier))
+    meet(comm, "heard", without=victim)  # who leaves is lost to the others, too
+
+
+@pytest.mark.parametrize(("how", "when", "n", "victim"), sampled(["killed", "raising", "exiting"]))
+def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, victim):
+    for rank, (code, said) in enumerate(forks(n, victim_ends, how, when, victim)):
+        assert code == (ENDS[how][1] if rank == victim else 0)
+        for form, h in zip(FORMS, said, strict=True) if rank != victim else ():
+            where = f"{form} on rank {rank}: {h}"
+            assert h is not None, where
+            assert h.error == h.again == "PeerLost", where
+            assert names_its_line(h.text), where
+            assert h.text.startswith(f"rank {rank} "), where
+            assert f"; rank {victim} has ended" in h.text.splitlines()[0], where
+
+
+def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int) -> None:
+    answers.PATIENCE = 0.5 if how == "stopped" else PATIENCE
+    cases, talk = list(zip(FORMS, made(comm, len(FORMS)), strict=True)), store()
+    pid = comm._transport.record(victim).pid
+    if comm.rank == victim:
+        works = [begin(form, c, when) for form, c in cases if when != "before"]
+        for work in works if when == "after" else ():
+            work.wait()
+        talk.set("stalls", "")
+        if how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        talk.wait([f"heard/{r}" for r in range(comm.size) if r != victim])
+        for _, c in cases:
+            say(hear(c, c.barrier))
+    else:
+        works = [begin(form, c, when) for form, c in cases]
+        talk.wait(["stalls"])
+        while how == "stopped" and "stopped" not in process_state(pid):
+            time.sleep(0.01)
+        meet(comm, "came", without=victim)
+        # What the victim has done its part of ends, however slow the others are; and who only
+        # sleeps goes on in the background with what it has begun.
+        ends = when == "after" or (how, when) == ("sleeping", "within")
+
+        def other(work: Work, c: Communicator) -> Heard | None:
+            late = partial(c.all_reduce, torch.ones(1), async_op=True)
+            return hear(
+                c, lambda: work.wait(PATIENCE if ends else TIMEOUT), lambda: late().wait(TIMEOUT)
+            )
+
+        with ThreadPoolExecutor(len(cases)) as pool:
+            for heard in pool.map(other, works, [c for _, c in cases]):
+                say(heard)
+        meet(comm, "heard", without=victim)
+        os.kill(pid, signal.SIGCONT)
+    meet(comm, "left", without=-1)
+
+
+@pytest.mark.parametrize(("how", "when", "n", "victim"), sampled(["stopped", "sleeping"]))
+def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, victim):
+    for rank, (code, said) in enumerate(forks(n, victim_stalls, how, when, victim)):
+        assert code == 0
+        for form, h in zip(FORMS, said, strict=True):
+            where = f"{form} on rank {rank}: {h}"
+            assert h is not None, where
+            assert h.error == h.again == "CollectiveTimeout", where
+            if rank != victim:
+                why = h.text.splitlines()[0].partition("; ")[2]
+                stopped = rf"rank {victim} gives no answer \(process \d+ is stopped\)"
+                assert re.search(stopped if how == "stopped" else f"rank {victim}", why), where
+
+
+def mistakes(when: str) -> list[str]:
+    """Each in one of the three."""
+    return list(MISTAKES)[WHENS.index(when) :: len(WHENS)]
+
+
+def victim_errs(comm: Communicator, say: Say, when: str, victim: int) -> None:
+    """In the first, the second or the third of its calls, each mistake on a communicator."""
+    answers.PATIENCE = PATIENCE
+    some = mistakes(when)
+    comms = made(comm, len(some), warn_after=0.2)  # where each waits for another, that finds it
+    for i, (what, c) in enumerate(zip(some, comms, strict=True)):
+        form = SUMS[0] if what == "root" else SUMS[i % len(SUMS)]
+        for _ in range(WHENS.index(when)):
+            form.call(c, torch.ones(ELEMENTS))
+        comm.barrier()  # who were still in one of these would hear of the mistake there
+        call = MISTAKES[what if comm.rank == victim else "nothing"]
+        say((what, hear(c, lambda call=call, form=form, c=c: call(form.call, c), c.barrier)))
+    meet(comm, "left", without=-1)
+
+
+@pytest.mark.parametrize(
+    ("n", "when", "victim"), [(4, "before", 3), (2, "within", 1), (4, "after", 0)]
+)
+def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, when, victim):
+    for rank, (code, said) in enumerate(forks(n, victim_errs, when, victim)):
+        assert code == 0
+        assert [what for what, _ in said] == mistakes(when)
+        for what, h in said:
+            where = f"{what} on rank {rank}: {h}"
+            if what == "nothing":
+                assert h is None, where
+                continue
+            assert h.error == h.again == "CollectiveMismatch", where
+            calls = re.findall(r"^  rank (\d): (\w+) (#.*) at (.*):(\d+)$", h.text, re.M)
+            (one, *call), (other, *other_call) = calls
+            assert one != other, where
+            assert str(victim) in (one, other), where
+            assert call[:2] != other_call[:2], where
+            for _, name, _, file, line in calls:
+                assert f".{name}" in linecache.getline(file, int(line)), where
