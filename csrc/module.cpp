@@ -5,7 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "mailbox.hpp"
-#include "ready.hpp"
+#include "repeated.hpp"
 #include "watch.hpp"
 
 using namespace ringdp;
@@ -114,14 +114,15 @@ NB_MODULE(_core, m) {
   nb::class_<Ready>(m, "Ready")
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
-      .def_prop_ro("last", &Ready::last)
-      .def_prop_ro("site", &Ready::site)
+      .def_rw("issued", &Ready::issued)
+      .def_rw("held", &Ready::held)
+      .def_prop_rw("told", [](Ready& self) { return self.sites().told; },
+                   [](Ready& self, bool told) { self.sites().told = told; })
+      .def("site", [](Ready& self) { return self.sites().here(); })
       .def("learn", &Ready::learn)
       .def("remember", &Ready::remember)
-      .def("forget", &Ready::forget)
-      .def("run", &Ready::run, nb::arg("collective"), nb::arg("whole").none(),
-           nb::arg("part").none(), nb::arg("op").none(), nb::arg("tag").none(), nb::arg("number"),
-           nb::arg("frame").none());
+      .def("forget", &Ready::forget);
+  m.attr("Repeated") = repeated_type();
 
   m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");

@@ -77,8 +77,15 @@ class Peers {
   void slice(Clock::time_point end, bool background) {
     end_ = end;
     background_ = background;
+    dashes_ = false;
     spins_ = background || crowded_ ? 0 : kSpins;
   }
+  // Or: only as long as it spins.
+  void dash() {
+    slice(Clock::time_point::max(), false);
+    dashes_ = true;
+  }
+  bool crowded() const { return crowded_; }
 
   // Whether this thread may leave work to another one without giving its core away.
   bool spare_core() const {
@@ -154,6 +161,7 @@ class Peers {
       if (ready()) return;
       pause();
     }
+    if (dashes_) throw Later{};
     record_.peer.store(peer, std::memory_order_relaxed);
     while (!wait_on(peer, ready)) {
     }
@@ -193,7 +201,7 @@ class Peers {
   bool crowded_;
   Clock::time_point end_ = Clock::time_point::max();
   int spins_ = 0;
-  bool background_ = false;
+  bool background_ = false, dashes_ = false;
 };
 
 }  // namespace ringdp

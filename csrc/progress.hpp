@@ -75,6 +75,21 @@ class Progress {
     return settle(ticket, [&] { work_on(lock, ticket, seconds); }) ? 0 : ticket;
   }
 
+  // Whether an exchange of so many bytes may be run by `dash`.
+  bool brief(std::size_t bytes) const { return bytes <= kBrief && !peers_.crowded(); }
+
+  // As `run`, but under the lock all the time, and only until it would have to yield: some tens of us.
+  std::uint64_t dash(const Job& job) {
+    std::lock_guard lock(mutex_);
+    const auto ticket = queue(job, false);
+    if (jobs_.size() == 1 && !running_ && !failed_ && !waits_.on()) {
+      peers_.dash();
+      done_before_ = finished_;
+      if (const auto f = ended(attempt(jobs_.front()))) announce(*f);
+    }
+    return finished_ >= ticket ? 0 : ticket;
+  }
+
   // How many jobs have ended: nothing of theirs is used any more.
   std::uint64_t finished() {
     std::lock_guard lock(mutex_);
@@ -126,6 +141,7 @@ class Progress {
  private:
   // For how long a caller waits for the others, in all: a part of what handing 25 MiB over cost.
   static constexpr std::chrono::microseconds kPatience{500};
+  static constexpr std::size_t kBrief = 16 << 10;  // bytes: some 3 us
 
   std::uint64_t queue(const Job& job, bool background) {
     jobs_.push_back(job);
@@ -186,11 +202,26 @@ class Progress {
     running_ = true;
     done_before_ = finished_;
     const Job& job = jobs_.front();  // a deque keeps it in its place
+    lock.unlock();
+    peers_.slice(end, background);
+    const Outcome outcome = attempt(job);
+    lock.lock();
+    running_ = false;
+    const auto failed = ended(outcome);
+    done_.notify_all();
+    if (failed) announce(*failed);
+    if (std::this_thread::get_id() != thread_.get_id() && !jobs_.empty() && thread_.joinable())
+      work_.notify_one();
+  }
+
+  struct Outcome {
     bool ended = false;
     std::optional<Failed> failed;
-    lock.unlock();
+  };
+
+  // Runs it on from where it was.
+  Outcome attempt(const Job& job) {
     try {
-      peers_.slice(end, background);
       if (!begun_) {
         if (auto f = peers_.reported()) throw *f;  // after a failure nothing begins any more
         peers_.tape.begin();
@@ -200,24 +231,26 @@ class Progress {
       std::holds_alternative<Rows>(job.what) ? interpreter_.run() : direct_.run();
       segment_.record(rank_).end();
       if (peers_.tape.active) note(job, true);
-      ended = true;
+      return {true, std::nullopt};
     } catch (const Later&) {
+      return {};
     } catch (const Failed& f) {
       if (peers_.tape.active) note(job, false);
-      failed = f;
+      return {false, f};
     }
-    lock.lock();
-    running_ = false;
-    if (ended) {
+  }
+
+  // Under the lock. What the others have to hear of.
+  std::optional<Failed> ended(const Outcome& outcome) {
+    if (outcome.ended) {
       jobs_.pop_front();
       begun_ = false;
       ++finished_;
     }
+    const auto& failed = outcome.failed;
     if (failed && !failed_) failed_ = failed;  // first: `failed` prefers what this rank has seen
-    done_.notify_all();
-    if (failed && failed->reporter < 0 && failed->failure != Failure::stopped) announce(*failed);
-    if (std::this_thread::get_id() != thread_.get_id() && !jobs_.empty() && thread_.joinable())
-      work_.notify_one();
+    const bool ours = failed && failed->reporter < 0 && failed->failure != Failure::stopped;
+    return ours ? failed : std::nullopt;
   }
 
   void begin(const Job& job) {

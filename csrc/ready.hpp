@@ -30,6 +30,7 @@ class Prepared {
         dtype_(dtype(dtype_code, op)), kind_(kind), root_(root) {
     if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
       throw nb::value_error("bounds are ranks + 1 numbers");
+    brief_ = core.brief(bounds_.back() * dtype_.size);
   }
 
   std::uint64_t kind() const { return kind_; }
@@ -43,7 +44,10 @@ class Prepared {
   // 0 if it has ended; after a while, or a failure, the ticket.
   std::uint64_t run(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
     const Job what = job(whole, part, number, site);
+    const auto ticket = brief_ ? core_.dash(what) : 0;
+    if (brief_ && !ticket) return 0;
     nb::gil_scoped_release free;
+    if (brief_) return core_.wait(ticket, kSlice) ? 0 : ticket;
     return core_.run(what, kSlice);
   }
 
@@ -62,6 +66,7 @@ class Prepared {
   Dtype dtype_;
   std::uint64_t kind_;
   int root_;
+  bool brief_;  // over before the GIL would have been given away and taken back
 };
 
 class Ready {
@@ -78,36 +83,45 @@ class Ready {
 
   void forget() { known_.clear(); }
 
-  // See Sites::learn.
-  void learn(nb::dict known, nb::object search) { sites_.learn(std::move(known), std::move(search)); }
+  // For `Sites::learn`; what a call that has ended gives; what the transport keeps for those under way.
+  void learn(nb::object line, nb::bytes nowhere, nb::object ended, nb::object kept) {
+    sites_.learn(std::move(line), std::move(nowhere));
+    ended_ = std::move(ended), kept_ = std::move(kept);
+  }
 
-  // What the last `run` ran, and the user's line that it found.
-  nb::object last() const { return last_; }
-  nb::bytes site() const { return site_; }
+  std::uint64_t issued = 0;  // calls so far, those that were issued elsewhere too
+  bool held = false;         // whether all calls are to be issued elsewhere
+  Sites& sites() { return sites_; }
 
-  // As Prepared::run, called from `frame` (see Sites); or -1, and nothing is done, if there was no such call, or its
-  // tensors are not the buffers themselves: both plain, and apart or the part in its place in the whole.
-  std::int64_t run(int collective, nb::handle whole, nb::handle part, nb::handle op,
-                   nb::handle tag, std::uint64_t number, nb::handle frame) {
+  // The call of `comm`, if it was made before and its tensors are the buffers themselves: both plain,
+  // and apart or the part in its place in the whole. Else null, and nothing is done. An `op` or `tag`
+  // that is not given is null.
+  nb::object again(nb::handle comm, int collective, nb::handle whole, nb::handle part, nb::handle op,
+                   nb::handle tag) {
+    if (held) return {};
     const auto all = tensors_.plain(whole.ptr());
-    Py_ssize_t letters = 0;
-    const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8AndSize(op.ptr(), &letters) : nullptr;
-    const auto label = PyLong_Check(tag.ptr()) ? PyLong_AsLongLong(tag.ptr()) : -1;  // -1: no tag
-    if (!all || !text || letters > kLetters || std::strlen(text) != std::size_t(letters) || label < 0)
-      return PyErr_Clear(), -1;
+    const auto letters = packed(op);
+    const auto label = !tag.is_valid() ? 0 : PyLong_Check(tag.ptr()) ? PyLong_AsLongLong(tag.ptr()) : -1;
+    if (!all || !letters || label < 0) return PyErr_Clear(), nb::object();
     std::uintptr_t piece = 0;
-    if (!part.is_none()) {
+    if (part.is_valid()) {
       const auto one = tensors_.plain(part.ptr());
-      if (!one || one->dtype != all->dtype || one->elements * ranks_ != all->elements) return -1;
+      if (!one || one->dtype != all->dtype || one->elements * ranks_ != all->elements) return {};
       const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
-      if (!apart && one->data != all->data + rank_ * one->bytes) return -1;
+      if (!apart && one->data != all->data + rank_ * one->bytes) return {};
       piece = reinterpret_cast<std::uintptr_t>(one->data);
     }
-    const auto found = known_.find({collective, all->dtype, all->elements, packed(text), label});
-    if (found == known_.end()) return -1;
-    site_ = sites_.of(frame);
-    last_ = found->second;
-    return nb::cast<Prepared&>(last_).run(reinterpret_cast<std::uintptr_t>(all->data), piece, number, site_);
+    const auto found = known_.find({collective, all->dtype, all->elements, letters, label});
+    if (found == known_.end()) return {};
+    const nb::object what = found->second;
+    const auto site = sites_.here();
+    const auto number = issued++;
+    const auto ticket = nb::cast<Prepared&>(what).run(reinterpret_cast<std::uintptr_t>(all->data), piece,
+                                                      number, site);
+    if (ticket)
+      return comm.attr("_unended")(ticket, what, whole, part.is_valid() ? part : nb::none(), number, site);
+    if (PyDict_Size(kept_.ptr())) comm.attr("_release")();
+    return ended_;
   }
 
  private:
@@ -136,13 +150,21 @@ class Ready {
     std::memcpy(&word, op.data(), std::min(op.size(), sizeof word));
     return word;
   }
+  // 0 for what is no op.
+  static std::uint64_t packed(nb::handle op) {
+    static const std::uint64_t sum = packed(std::string_view("sum"));
+    if (!op.is_valid()) return sum;
+    Py_ssize_t letters = 0;
+    const char* text = PyUnicode_Check(op.ptr()) ? PyUnicode_AsUTF8AndSize(op.ptr(), &letters) : nullptr;
+    if (!text || letters > kLetters || std::strlen(text) != std::size_t(letters)) return 0;
+    return packed(std::string_view(text, letters));
+  }
 
   int rank_, ranks_;
   Tensors tensors_;
   std::unordered_map<Key, nb::object, Hash> known_;
   Sites sites_;
-  nb::object last_;
-  nb::bytes site_ = sites_.of(nb::none());
+  nb::object ended_, kept_;
 };
 
 }  // namespace ringdp

@@ -1,9 +1,10 @@
-// The user's line of a call, in the table that comm.call keeps: see there, Note [the user's line]. It
-// is looked up here because, of a call that has been made before, it would be a tenth in Python.
+// The user's line of a call, as comm.call says it, remembered by place: see there, Note [the user's
+// line]. Of a call that has been made before it would be a tenth in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <cstdint>
 
 #include "record.hpp"
@@ -12,37 +13,61 @@ namespace ringdp {
 
 class Sites {
  public:
-  // `known`: by place, bytes; empty where the line is not the user's. `search`: of a frame whose place
-  // is not known, or not the user's.
-  void learn(nanobind::dict known, nanobind::object search) {
-    known_ = std::move(known), search_ = std::move(search);
+  bool told = true;  // else calls are from nowhere: to measure what it costs
+
+  // `line`: of a frame, empty where that is not the user's. `nowhere`: where no frame is.
+  void learn(nanobind::object line, nanobind::bytes nowhere) {
+    line_ = std::move(line), nowhere_ = std::move(nowhere);
   }
 
-  // SITE_BYTES bytes, for a call from `frame`; zeros for one from None.
-  nanobind::bytes of(nanobind::handle frame) const {
-    if (frame.is_none()) return nowhere_;
-    const auto code = nanobind::steal(code_of(frame));
-    const auto offset = nanobind::steal(PyObject_GetAttr(frame.ptr(), lasti()));
-    if (!code || !offset) throw nanobind::python_error();
-    const auto place = reinterpret_cast<std::intptr_t>(code.ptr()) + PyLong_AsSsize_t(offset.ptr());
-    const auto key = nanobind::steal(PyLong_FromSsize_t(place));
-    PyObject* const found = PyDict_GetItemWithError(known_.ptr(), key.ptr());
-    if (found && PyObject_IsTrue(found)) return nanobind::borrow<nanobind::bytes>(found);
-    return nanobind::cast<nanobind::bytes>(search_(frame));
+  // Of the first frame, from the one that runs now on up, that is the user's: SITE_BYTES bytes.
+  nanobind::bytes here() {
+    if (!told) return zeros_;
+    auto frame = nanobind::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+    for (; frame.is_valid() && !frame.is_none(); frame = back(frame))
+      if (const auto& site = of(frame); site.size()) return site;
+    return nowhere_;
   }
 
  private:
-  static PyObject* code_of(nanobind::handle frame) {
-    return reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr())));
-  }
-  static PyObject* lasti() {
-    static PyObject* const name = PyUnicode_InternFromString("f_lasti");
-    return name;
+  static constexpr std::size_t kPlaces = 64;  // that it remembers; of those that collide, the last
+
+  struct Place {
+    nanobind::object code;  // while it lives, no other gets its address
+    int instruction = 0;
+    nanobind::bytes site;
+  };
+
+  const nanobind::bytes& of(nanobind::handle frame) {
+    auto code = nanobind::steal(
+        reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+    const int at = instruction(frame);
+    const auto address = reinterpret_cast<std::uintptr_t>(code.ptr());
+    Place& place = places_[(address / 64 + at / 2) % kPlaces];
+    if (!place.code.is(code) || place.instruction != at) {
+      auto site = nanobind::cast<nanobind::bytes>(line_(frame));
+      if (site.size() && site.size() != kSite) throw nanobind::value_error("a site has SITE_BYTES bytes");
+      place = {std::move(code), at, std::move(site)};
+    }
+    return place.site;
   }
 
-  nanobind::dict known_;
-  nanobind::object search_;
-  nanobind::bytes nowhere_{std::array<char, kSite>{}.data(), kSite};
+#ifdef Py_LIMITED_API
+  static int instruction(nanobind::handle frame) { return nanobind::cast<int>(frame.attr("f_lasti")); }
+  static nanobind::object back(nanobind::handle frame) { return frame.attr("f_back"); }
+#else
+  static int instruction(nanobind::handle frame) {
+    return PyFrame_GetLasti(reinterpret_cast<PyFrameObject*>(frame.ptr()));
+  }
+  static nanobind::object back(nanobind::handle frame) {
+    auto* const outer = PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()));
+    return nanobind::steal(reinterpret_cast<PyObject*>(outer));
+  }
+#endif
+
+  nanobind::object line_;
+  nanobind::bytes zeros_{std::array<char, kSite>{}.data(), kSite}, nowhere_ = zeros_;
+  std::array<Place, kPlaces> places_;
 };
 
 }  // namespace ringdp

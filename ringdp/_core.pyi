@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 CALLS: int
@@ -77,11 +77,18 @@ class Ready:
     def __init__(
         self, rank: int, ranks: int, table: object, tensor: type, parameter: type
     ) -> None: ...
-    @property
-    def last(self) -> Prepared: ...
-    @property
+    issued: int
+    held: bool
+    told: bool
     def site(self) -> bytes: ...
-    def learn(self, known: dict[int, bytes], search: Callable[[FrameType], bytes], /) -> None: ...
+    def learn(
+        self,
+        line: Callable[[FrameType], bytes],
+        nowhere: bytes,
+        ended: object,
+        kept: Mapping[int, object],
+        /,
+    ) -> None: ...
     def remember(
         self,
         collective: int,
@@ -93,17 +100,10 @@ class Ready:
         /,
     ) -> None: ...
     def forget(self) -> None: ...
-    def run(
-        self,
-        collective: int,
-        whole: object,
-        part: object,
-        op: object,
-        tag: int,
-        number: int,
-        frame: FrameType | None,
-        /,
-    ) -> int: ...
+
+class Repeated:
+    __wrapped__: object
+    def __init__(self, collective: int, method: object, /) -> None: ...
 
 class Watch:
     ranks: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,11 @@ class Labelled(Issuer):
 
     _name: str
     _ranks: Sequence[int]
-    _issued: int
     _label: str | None = None
+
+    @property
+    @abstractmethod
+    def issued(self) -> int: ...
 
     def label(self, text: str) -> None:
         """What traces call it."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from sys import _getframe
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ringdp.comm.call import SITES, TAGS, call_site, fingerprint
+from ringdp.comm.call import NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.job import Exchange, How, Job, W
@@ -35,6 +34,12 @@ from ringdp.transport.base import DIRECT, DTYPES, FailureKind, Op, Prepared, Tra
 from ringdp.transport.records import Call
 
 _all: WeakSet[Communicator] = WeakSet()
+
+
+class Calls:
+    """How many there were, where nothing else counts them."""
+
+    issued = 0
 
 
 # Joins those ranks of the job, under a name of their own; collective over them. The arena: that of
@@ -63,12 +68,13 @@ class Communicator(Reductions, Moves, Messages, Taped):
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._transport = connect(name, self._ranks, arena)
         self.rank, self.size = self._transport.rank, len(ranks)
-        self._copies = self._issued = 0
+        self._copies = 0
         self._guard = Guard(self._transport, timeout, warn_after)
         self.closed = False
-        self._ready = self._transport.ready
+        self._ready = self._transport.ready  # None: every call goes through Python
+        self._calls = self._ready or Calls()
         if self._ready:
-            self._ready.learn(*SITES)
+            self._ready.learn(line, NOWHERE, ENDED, self._transport.kept)
         self._zero = torch.zeros(1, dtype=torch.int32, device=self._transport.device)
         self._group: Group | None = None
         _all.add(self)
@@ -87,7 +93,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
     @property
     def issued(self) -> int:
         """How many collectives this rank has called."""
-        return self._issued
+        return self._calls.issued
 
     @property
     def wired(self) -> bool:
@@ -149,14 +155,20 @@ class Communicator(Reductions, Moves, Messages, Taped):
         With `async_op` it does not wait: the Group that it gives can be waited for later. An error
         in the block goes through, and leaves what was issued under way.
         """
-        outer, self._group = self._group, Group()
-        group = self._group
+        outer, group = self._group, Group()
+        self._collect(group)
         try:
             yield group
         finally:
-            self._group = outer
+            self._collect(outer)
         if not async_op:
             group.wait()
+
+    def _collect(self, group: Group | None) -> None:
+        """The works of calls from now on, in that group."""
+        self._group = group
+        if self._ready:
+            self._ready.held = group is not None
 
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent to others over this communicator."""
@@ -170,7 +182,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         """
         if not self.closed:
             try:
-                self._guard.farewell(self._issued)
+                self._guard.farewell(self.issued)
             finally:
                 self._close()
 
@@ -231,12 +243,12 @@ class Communicator(Reductions, Moves, Messages, Taped):
         return self._program(collective, how)
 
     def _issue(self, job: Job, how: How) -> Work:
-        """The one place that hands anything to the transport, but for `_again`."""
+        """The one place that hands anything to the transport, but for `repeated`."""
         what = job.what
         buffer = what.one if isinstance(what, Exchange) else what.buffer
         kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
         elements = buffer.numel() if job.elements is None else job.elements
-        call = (self._issued, kind, elements, call_site(3))
+        call = (self.issued, kind, elements, call_site(3))
         self._guard.check(call)
         self._transport.check(buffer)
         op: Op = "sum" if job.op == "avg" else job.op
@@ -251,30 +263,25 @@ class Communicator(Reductions, Moves, Messages, Taped):
         ticket = self._transport.start(
             what.program, buffer, op, call, background=how.async_op, bounds=what.bounds
         )
-        self._issued += 1
+        self._calls.issued += 1
         return self._waited(Work(self._guard, call, ticket, job.finish), how.async_op)
 
-    def _again(
-        self, collective: int, whole: Tensor, part: Tensor | None, op: str, tag: int
-    ) -> Work | None:
-        """As short as can be: small messages take a microsecond."""
-        ready = self._ready
-        if ready is None or self._group is not None:
-            return None
-        number = self._issued
-        ticket = ready.run(collective, whole, part, op, tag, number, _getframe(2))
-        if ticket < 0:
-            return None
-        self._issued = number + 1
-        if not ticket:
-            if self._transport.kept:
-                self._transport.release()
-            return ENDED
-        what, site = ready.last, ready.site
+    def _unended(
+        self,
+        ticket: int,
+        what: Prepared,
+        whole: Tensor,
+        part: Tensor | None,
+        number: int,
+        site: bytes,
+    ) -> Work:
+        """Of a repeated call that takes long, or has failed: see `repeated`."""
         self._transport.keep(ticket, what, whole, part, site)
-        return self._waited(
-            Work(self._guard, (number, what.kind, whole.numel(), site), ticket, None), False
-        )
+        call = number, what.kind, whole.numel(), site
+        return self._waited(Work(self._guard, call, ticket, None), False)
+
+    def _release(self) -> None:
+        self._transport.release()
 
     def _run(
         self,
@@ -287,7 +294,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
     ) -> Work:
         number, _, _, site = call
         addresses = _address(whole), _address(part)
-        self._issued += 1
+        self._calls.issued += 1
         ticket = (ready.start if background else ready.run)(*addresses, number, site)
         if ticket:
             self._transport.keep(ticket, ready, whole, part, site)

@@ -105,12 +105,6 @@ class Issuer(ABC):
     _zero: Tensor  # [1], which sums leave as it is
 
     @abstractmethod
-    def _again(
-        self, collective: int, whole: Tensor, part: Tensor | None, op: str, tag: int
-    ) -> Work | None:
-        """If there was such a call before, the same with these tensors. `collective`: of DIRECT."""
-
-    @abstractmethod
     def _waited(self, work: W, background: bool) -> W: ...
 
     @abstractmethod

@@ -18,10 +18,8 @@ from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
-from ringdp.transport.base import DIRECT
 from ringdp.transport.base import shard_bounds as even_bounds
-
-ALL_GATHER = DIRECT.index("all_gather")
+from ringdp.transport.repeated import repeated
 
 
 @uncompiled
@@ -53,6 +51,7 @@ class Moves(Issuer):
         what = Exchange("all_gather", bounds, buffer, buffer if mine else None)
         return self._issue(Job("broadcast", what, finish), how)
 
+    @repeated("all_gather")
     def all_gather(
         self,
         output: Tensor,
@@ -66,10 +65,6 @@ class Moves(Issuer):
 
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
-        if algorithm == "direct" and not async_op:
-            work = self._again(ALL_GATHER, output, input, "sum", tag)
-            if work:
-                return work
         how = self._how("all_gather", input, algorithm, async_op, tag)
         return self._all_gather("all_gather", output, input, None, how)
 

@@ -27,10 +27,10 @@ from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
-from ringdp.transport.base import DIRECT, OPS
+from ringdp.transport.base import OPS
 from ringdp.transport.base import shard_bounds as even_bounds
+from ringdp.transport.repeated import repeated
 
-ALL_REDUCE, REDUCE_SCATTER = DIRECT.index("all_reduce"), DIRECT.index("reduce_scatter")
 BITWISE = ("band", "bor", "bxor")
 
 
@@ -38,6 +38,7 @@ BITWISE = ("band", "bor", "bxor")
 class Reductions(Issuer):
     """The methods of a Communicator that combine the elements of all ranks."""
 
+    @repeated("all_reduce")
     def all_reduce(
         self,
         tensor: Tensor,
@@ -49,10 +50,6 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
-        if algorithm == "direct" and not async_op and scale is None:
-            work = self._again(ALL_REDUCE, tensor, None, op, tag)
-            if work:
-                return work
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor, self.size)
         program = self._program_or_exchange("all_reduce", how)
@@ -99,6 +96,7 @@ class Reductions(Issuer):
         what = Exchange("reduce_scatter", bounds, buffer, buffer if self.rank == root else None)
         return self._issue(Job("reduce", what, finish, op), how)
 
+    @repeated("reduce_scatter")
     def reduce_scatter(
         self,
         output: Tensor,
@@ -115,10 +113,6 @@ class Reductions(Issuer):
         input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
-        if algorithm == "direct" and not async_op and scale is None:
-            work = self._again(REDUCE_SCATTER, input, output, op, tag)
-            if work:
-                return work
         how = self._how("reduce_scatter", input, algorithm, async_op, tag)
         return self._reduce_scatter("reduce_scatter", output, input, None, op, scale, how)
 

@@ -37,7 +37,7 @@ class Seen:
         buffer = what.one if isinstance(what, Exchange) else what.buffer
         kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
         elements = buffer.numel() if job.elements is None else job.elements
-        number, site, begin = self._comm._issued, call_site(3), monotonic_ns()
+        number, site, begin = self._comm.issued, call_site(3), monotonic_ns()
         algorithm = how.algorithm if isinstance(how.algorithm, str) else how.algorithm.__qualname__
 
         def ended(**more: Any) -> None:

@@ -17,7 +17,8 @@ C = TypeVar("C", bound=type)
 
 def uncompiled(kind: C) -> C:
     """The class itself. For its own methods; those that it inherits are their class's."""
-    for function in vars(kind).values():
+    for member in vars(kind).values():
+        function = getattr(member, "__wrapped__", member)
         if isinstance(function, FunctionType):
             function._torchdynamo_disable = True  # type: ignore[attr-defined]
             _run_as_it_is(function)

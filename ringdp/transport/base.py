@@ -111,18 +111,22 @@ class Ready(Protocol):
     A collective and a dtype are their places in DIRECT and DTYPES, an op is what the user says.
     """
 
-    @property
-    def last(self) -> Prepared:
-        """What the last `run` ran."""
-        ...
+    issued: int
+    """Calls of the communicator so far, whoever issued them."""
+    told: bool
+    """Whether a call says where it was made; only to measure what that costs, it may not."""
+    held: bool
+    """Whether no call is to be made here."""
 
-    @property
-    def site(self) -> bytes:
-        """The user's line that it found."""
-        ...
-
-    def learn(self, known: dict[int, bytes], search: Callable[[FrameType], bytes], /) -> None:
-        """How to find it: see comm.call."""
+    def learn(
+        self,
+        line: Callable[[FrameType], bytes],
+        nowhere: bytes,
+        ended: object,
+        kept: Mapping[int, object],
+        /,
+    ) -> None:
+        """The user's line (see comm.call), what a call gives that has ended, Transport.kept."""
         ...
 
     def remember(
@@ -132,23 +136,6 @@ class Ready(Protocol):
         ...
 
     def forget(self) -> None: ...
-
-    def run(
-        self,
-        collective: int,
-        whole: object,
-        part: object,
-        op: object,
-        tag: int,
-        number: int,
-        frame: FrameType | None,
-        /,
-    ) -> int:
-        """As Prepared.run, called from `frame`, None: from nowhere.
-
-        -1 where there was no such call, or these are not flat buffers.
-        """
-        ...
 
 
 class Transport(Observed, Protocol):

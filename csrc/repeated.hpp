@@ -1,0 +1,121 @@
+// A method of a communicator whose second calls stay in C++. What `Ready` knows is run at once; every
+// other call goes on to the Python function that it stands for, which alone says what the method means.
+#pragma once
+
+#include "ready.hpp"
+#include <structmember.h>
+
+namespace ringdp {
+
+struct Repeated {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject* function;
+  int collective;
+};
+
+// Where a call's arguments stand behind `self`, by collective (base.DIRECT's order); 0: it has none.
+struct Places {
+  int whole, part, op;
+};
+constexpr Places kArguments[] = {{1, 0, 2}, {2, 1, 3}, {1, 2, 0}};
+
+// What the call gives, or null: nothing is done.
+inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  static PyObject* const op_name = PyUnicode_InternFromString("op");
+  static PyObject* const tag_name = PyUnicode_InternFromString("tag");
+  static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
+  const Places at = kArguments[method.collective];
+  const int tensors = at.part ? 2 : 1;
+  if (count < 1 + tensors || count > 1 + tensors + (at.op ? 1 : 0)) return {};
+  PyObject *op = count > 1 + tensors ? args[at.op] : nullptr, *tag = nullptr;
+  for (Py_ssize_t i = 0, given = names ? PyTuple_Size(names) : 0; i < given; ++i) {
+    PyObject* const name = PyTuple_GetItem(names, i);
+    if (name == op_name && at.op && !op)
+      op = args[count + i];
+    else if (name == tag_name)
+      tag = args[count + i];
+    else
+      return {};
+  }
+  const auto ready = nb::steal(PyObject_GetAttr(args[0], ready_name));
+  if (!ready.is_valid()) return PyErr_Clear(), nb::object();
+  if (!nb::isinstance<Ready>(ready)) return {};
+  return nb::inst_ptr<Ready>(ready)->again(args[0], method.collective, args[at.whole],
+                                           at.part ? args[at.part] : nullptr, op, tag);
+}
+
+inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+  const auto& method = *reinterpret_cast<Repeated*>(self);
+  try {
+    if (auto done = again(method, args, PyVectorcall_NARGS(flags), names); done.is_valid())
+      return done.release().ptr();
+  } catch (nb::python_error& e) {
+    e.restore();
+    return nullptr;
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+    return nullptr;
+  }
+  return PyObject_Vectorcall(method.function, args, flags, names);
+}
+
+// Repeated(collective, function)
+inline PyObject* new_repeated(PyTypeObject* type, PyObject* args, PyObject*) {
+  int collective;
+  PyObject* function;
+  if (!PyArg_ParseTuple(args, "iO", &collective, &function)) return nullptr;
+  if (collective < 0 || collective >= int(std::size(kArguments)))
+    return PyErr_Format(PyExc_ValueError, "no collective %d that repeats", collective);
+  auto* const made = PyType_GenericAlloc(type, 0);
+  if (!made) return nullptr;
+  auto& method = *reinterpret_cast<Repeated*>(made);
+  method.call = call_repeated;
+  method.function = Py_NewRef(function);
+  method.collective = collective;
+  return made;
+}
+
+inline void end_repeated(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  Py_DECREF(reinterpret_cast<Repeated*>(self)->function);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+inline PyObject* bind_repeated(PyObject* self, PyObject* object, PyObject*) {
+  static PyObject* const method = nb::module_::import_("types").attr("MethodType").inc_ref().ptr();
+  return object ? PyObject_CallFunctionObjArgs(method, self, object, nullptr) : Py_NewRef(self);
+}
+
+// Its name, its documentation, its marks are the function's.
+inline PyObject* look_up_repeated(PyObject* self, PyObject* name) {
+  PyObject* const function = reinterpret_cast<Repeated*>(self)->function;
+  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
+  if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0) return PyObject_GenericGetAttr(self, name);
+  return PyObject_GetAttr(function, name);
+}
+inline int mark_repeated(PyObject* self, PyObject* name, PyObject* value) {
+  return PyObject_SetAttr(reinterpret_cast<Repeated*>(self)->function, name, value);
+}
+
+inline nb::object repeated_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Repeated, call), READONLY, nullptr}, {}};
+  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_repeated)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(end_repeated)},
+                                {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_descr_get, reinterpret_cast<void*>(bind_repeated)},
+                                {Py_tp_getattro, reinterpret_cast<void*>(look_up_repeated)},
+                                {Py_tp_setattro, reinterpret_cast<void*>(mark_repeated)},
+                                {Py_tp_members, members},
+                                {0, nullptr}};
+  // By Cython's name for its functions torch.compile knows that a method is C, and calls it as it is;
+  // of another type's it would lose the `self` (torch 2.13).
+  static PyType_Spec spec{"ringdp._core.cython_function_or_method", sizeof(Repeated), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+                          slots};
+  return nb::steal(PyType_FromSpec(&spec));
+}
+
+}  // namespace ringdp

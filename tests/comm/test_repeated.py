@@ -1,0 +1,156 @@
+"""A second call stays in C++, and is right, numbered, told and refused like the first."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringdp import Communicator, Work
+from ringdp.comm.call import named, place
+from ringdp.comm.job import How, Job
+from tests.comm.failing import Heard, fallible, hear
+
+pytestmark = pytest.mark.process
+
+Call = Callable[[Communicator, Tensor, Tensor], Work]  # of a whole and a part of it
+
+REPEATED: dict[str, Call] = {
+    "all_reduce": lambda c, x, _: c.all_reduce(x),
+    "op": lambda c, x, _: c.all_reduce(x, "max"),
+    "op by name": lambda c, x, _: c.all_reduce(x, op="max"),
+    "tag": lambda c, x, _: c.all_reduce(x, tag=3),
+    "unbound": lambda c, x, _: Communicator.all_reduce(c, x),
+    "barrier": lambda c, x, _: c.barrier(),  # type: ignore[func-returns-value]
+    "reduce_scatter": lambda c, x, p: c.reduce_scatter(p, x),
+    "reduce_scatter, op": lambda c, x, p: c.reduce_scatter(p, x, "min", tag=1),
+    "all_gather": lambda c, x, p: c.all_gather(x, p),
+}
+OTHERS: dict[str, Call] = {
+    "tensor by name": lambda c, x, _: c.all_reduce(tensor=x),
+    "average": lambda c, x, _: c.all_reduce(x, "avg"),
+    "scale": lambda c, x, _: c.all_reduce(x, scale=2.0),
+    "algorithm": lambda c, x, _: c.all_reduce(x, algorithm="ring"),
+    "async": lambda c, x, _: c.all_reduce(x, async_op=True),
+    "not flat": lambda c, x, _: c.all_reduce(x.view(-1, 2).t()),
+    "broadcast": lambda c, x, _: c.broadcast(x),
+}
+
+
+def issued_by_python(comm: Communicator, call: Callable[[], object]) -> int:
+    """How many of the calls."""
+    seen: list[Job] = []
+    issue = comm._issue
+
+    def noted(job: Job, how: How) -> Work:
+        seen.append(job)
+        return issue(job, how)
+
+    comm._issue = noted  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        del comm._issue
+    return len(seen)
+
+
+def second_calls(comm: Communicator) -> None:
+    if comm._ready is None:
+        pytest.skip("an older torch")
+    x, part = torch.ones(4 * comm.size), torch.ones(4)
+    for times, calls in ((0, REPEATED), (1, OTHERS)):
+        for name, call in calls.items():
+            call(comm, x, part)
+            before = comm.issued
+            assert issued_by_python(comm, lambda c=call: c(comm, x, part)) == times, name  # type: ignore[misc]
+            assert comm.issued == before + 1, name
+            comm.barrier()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_which_calls_stay_in_c(ranks, n: int):
+    ranks(n)(second_calls)
+
+
+def within_a_group(comm: Communicator) -> None:
+    xs = [torch.full((8,), comm.rank + 1.0) for _ in range(3)]
+    comm.all_reduce(torch.ones(8))
+    with comm.group():
+        with comm.group():
+            comm.all_reduce(xs[0])
+        comm.all_reduce(xs[1])
+    comm.all_reduce(xs[2])
+    for x in xs:
+        assert torch.equal(x, torch.full((8,), 3.0))
+
+
+def test_a_group_takes_in_what_would_be_repeated(ranks):
+    ranks(2)(within_a_group)
+
+
+@fallible
+def differing(comm: Communicator) -> tuple[Heard | None, str, int]:
+    x = torch.ones(8)
+    calls = [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, "max")]
+    for call in calls:  # both have been made before
+        call()
+    number = comm.issued
+    return hear(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
+
+
+def test_ranks_that_repeat_different_calls_are_told_both(ranks):
+    for heard, here, number in ranks(2)(differing):
+        assert heard.error == heard.again == "CollectiveMismatch"
+        for op in ("sum", "max"):
+            assert f"all_reduce #{number} (float32, {op}) of 8 elements" in heard.text
+        assert heard.text.count(here.rpartition(":")[0]) >= 2
+
+
+@fallible
+def alone(comm: Communicator) -> Heard | None:
+    x = torch.ones(8)
+    comm.all_reduce(x)
+    if comm.rank == 0:
+        comm.set_timeout(0.3)
+    else:  # until rank 0 has given up
+        while comm._transport.failure() is None:
+            time.sleep(0.01)
+    return hear(comm, lambda: comm.all_reduce(x))
+
+
+def test_a_repeated_call_times_out(ranks):
+    heard, _ = ranks(2)(alone)
+    assert heard.error == heard.again == "CollectiveTimeout"
+    assert "rank 0 waited for all_reduce #2 (float32, sum) of 8 elements" in heard.text
+    assert f"{os.path.basename(__file__)}:" in heard.text
+
+
+def recorded(comm: Communicator) -> None:
+    x = torch.ones(8, dtype=torch.int32)
+    for _ in range(2):
+        comm.all_reduce(x, "max", tag=5)
+        line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+        number, kind, elements, site = comm._transport.call(comm.rank, comm.issued - 1)
+        assert (number, elements) == (comm.issued - 1, 8)
+        assert named(number, kind) == f"all_reduce #{number} (int32, max)"
+        assert kind >> 24 == 5
+        assert place(site).endswith(f"{__file__[-30:]}:{line}")
+
+
+def test_a_repeated_call_is_on_record(ranks):
+    ranks(2)(recorded)
+
+
+def test_it_is_the_method_to_whoever_looks():
+    assert list(inspect.signature(Communicator.all_reduce).parameters)[:3] == [
+        "self",
+        "tensor",
+        "op",
+    ]
+    assert Communicator.all_reduce.__doc__.startswith("Every rank's `tensor`")
+    assert Communicator.all_reduce.__qualname__ == "Reductions.all_reduce"
