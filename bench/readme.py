@@ -24,6 +24,7 @@ from bench.required import (
     minimum,
     reached,
 )
+from bench.small import Small
 from ringdp.cli.bench.rows import read
 from ringdp.schedule import schedule, svg
 
@@ -34,6 +35,7 @@ TORCH_BACKEND = RESULTS / "torch_backend.json"
 DDP_STEP = RESULTS / "ddp_step.json"
 ZERO_STEP = RESULTS / "zero_step.json"
 GUARD = RESULTS / "guard.json"
+SMALL = RESULTS / "small.json"
 TRACE = RESULTS / "trace.json"
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
@@ -123,6 +125,21 @@ def guard() -> str:
     rows = [Row(**row) for row in json.loads(GUARD.read_text())]
     costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {_bytes(r.bytes)}" for r in rows]
     return f"What that takes of a call (`bench/guard.py`): {', '.join(costs)}."
+
+
+def small() -> str:
+    """From `python -m bench.small`."""
+    if not SMALL.exists():
+        return "`bench/small.py` measures what a small call is made of; not yet for this version."
+    found = Small(**json.loads(SMALL.read_text()))
+    parts = [f"{us:.2f} µs of {_bytes(int(size))}" for size, us in found.exchange_us.items()]
+    return (
+        f"What a small call is made of (`bench/small.py`): the exchange, in a loop of C++ on two "
+        f"cores, takes {' and '.join(parts)}; all the rest, as on one rank, which exchanges "
+        f"nothing, {found.alone_us:.2f} µs. A method in C++ that does nothing takes "
+        f"{found.method_us:.2f} µs to call from Python, so that and the exchange are the "
+        f"least that a call could take."
+    )
 
 
 def machine() -> str:
@@ -231,6 +248,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "plots": plots,
     "ratios": ratios,
     "machine": machine,
+    "small": small,
     "torch_backend": torch_backend,
     "ddp_step": ddp_step,
     "zero_step": zero_step,

@@ -6,6 +6,13 @@
 //   k-1, for which it has read every peer's message k-1, and a peer writes that one only when it has
 //   finished reading the messages k-2.
 //
+// Note [short messages]
+//   Of 1 KiB in 0.21 us, writing took 0.05, waiting 0.07 and reading 0.06, at 4 KiB 0.57: 0.20, 0.12,
+//   0.18 (two cores that share a cache). What was tried for it and lost: taking the lines of the next
+//   message from the peer's cache ahead, after a call (0.33, 0.83) or before writing (0.31, 0.91);
+//   asking for all of the peer's lines at once before reading them (0.20, 0.60: the same); stores
+//   around the caches (0.51, 1.28); lines with flags beyond kTiny.
+//
 // Note [room]
 //   A line that a peer has read lies in the peer's cache until other lines push it out, and has to be
 //   taken from there before it is written again: 64 KiB through two slots took 9.4 us, through eight

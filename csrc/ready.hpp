@@ -78,7 +78,8 @@ class Ready {
   void remember(int collective, int dtype, std::int64_t elements, std::string_view op,
                 std::int64_t tag, nb::object prepared) {
     if (known_.size() >= kMost) known_.clear();
-    known_[{collective, dtype, elements, packed(op), tag}] = std::move(prepared);
+    auto* const what = nb::cast<Prepared*>(prepared);
+    known_[{collective, dtype, elements, packed(op), tag}] = {what, std::move(prepared)};
   }
 
   void forget() { known_.clear(); }
@@ -113,13 +114,13 @@ class Ready {
     }
     const auto found = known_.find({collective, all->dtype, all->elements, letters, label});
     if (found == known_.end()) return {};
-    const nb::object what = found->second;
+    const Known what = found->second;
     const auto site = sites_.here();
     const auto number = issued++;
-    const auto ticket = nb::cast<Prepared&>(what).run(reinterpret_cast<std::uintptr_t>(all->data), piece,
+    const auto ticket = what.prepared->run(reinterpret_cast<std::uintptr_t>(all->data), piece,
                                                       number, site);
     if (ticket)
-      return comm.attr("_unended")(ticket, what, whole, part.is_valid() ? part : nb::none(), number, site);
+      return comm.attr("_unended")(ticket, what.object, whole, part.is_valid() ? part : nb::none(), number, site);
     if (PyDict_Size(kept_.ptr())) comm.attr("_release")();
     return ended_;
   }
@@ -136,6 +137,10 @@ class Ready {
       return collective == o.collective && dtype == o.dtype && elements == o.elements && op == o.op &&
              tag == o.tag;
     }
+  };
+  struct Known {
+    Prepared* prepared;
+    nb::object object;  // it
   };
   struct Hash {
     std::size_t operator()(const Key& k) const {
@@ -162,7 +167,7 @@ class Ready {
 
   int rank_, ranks_;
   Tensors tensors_;
-  std::unordered_map<Key, nb::object, Hash> known_;
+  std::unordered_map<Key, Known, Hash> known_;
   Sites sites_;
   nb::object ended_, kept_;
 };

@@ -95,8 +95,8 @@ class Tensors {
   static bool freed(PyObject* tensor, const std::byte* data, std::size_t size) {
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     if (address >= kHigh) return false;
-    static PyObject* const name = PyUnicode_InternFromString("storage_offset");
-    PyObject* const answer = PyObject_CallMethodNoArgs(tensor, name);
+    static PyObject* const method = method_of(tensor, "storage_offset");
+    PyObject* const answer = PyObject_Vectorcall(method, &tensor, 1, nullptr);
     const auto offset = answer ? PyLong_AsSize_t(answer) : 0;
     Py_XDECREF(answer);
     PyErr_Clear();
@@ -105,12 +105,17 @@ class Tensors {
 
   // torch's lazy negation, of which DLPack does not tell.
   static bool negative(PyObject* tensor) {
-    static PyObject* const name = PyUnicode_InternFromString("is_neg");
-    PyObject* const answer = PyObject_CallMethodNoArgs(tensor, name);
+    static PyObject* const method = method_of(tensor, "is_neg");
+    PyObject* const answer = PyObject_Vectorcall(method, &tensor, 1, nullptr);
     const bool is = answer != Py_False;
     Py_XDECREF(answer);
     PyErr_Clear();
     return is;
+  }
+
+  // Not bound, so that it is looked up once; both classes have torch.Tensor's.
+  static PyObject* method_of(PyObject* tensor, const char* name) {
+    return PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), name);
   }
 
   const DlExchange* exchange_;

@@ -1,0 +1,92 @@
+"""What a small all_reduce is made of: the exchange alone, and what Python adds around it.
+
+    python -m bench.small --json bench/results/small.json
+
+    exchange    in a loop of C++, on two cores (small.cpp): no Python, no tensor, no caller's line
+    method      a method in C++ that does nothing, called from Python
+    alone       comm.all_reduce(x) on one rank: all of a call but the exchange
+
+With this exchange no call from Python is faster than method + exchange; ours is alone + exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import ringdp
+
+HERE = Path(__file__).parent
+BYTES = (1 << 10, 4 << 10)
+ROUNDS, CALLS = 20, 50_000  # of what Python adds
+
+
+@dataclass(frozen=True)
+class Small:
+    """In µs; exchanges by bytes, at the median of calls, the rest at the best of the rounds."""
+
+    exchange_us: dict[str, float]
+    method_us: float
+    alone_us: float
+
+
+def measured() -> Small:
+    """Raises CalledProcessError where there is no compiler of C++."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    exchanges = exchange_us((cores[0], cores[1 % len(cores)]))
+    os.sched_setaffinity(0, cores[:1])
+    with ringdp.init() as comm:
+        x = torch.zeros(BYTES[0] // 4)
+        nothing = _best_us(lambda: None)
+        core = comm._transport._core  # type: ignore[attr-defined]
+        method, alone = _best_us(core.sent_bytes), _best_us(lambda: comm.all_reduce(x))
+    return Small(exchanges, method, round(alone - nothing, 3))
+
+
+def exchange_us(cores: tuple[int, int]) -> dict[str, float]:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "small"
+        made = [compiler, "-std=c++17", "-O3", "-pthread", HERE / "small.cpp", "-o", program]
+        subprocess.run(made, check=True)
+        found = {}
+        for size in BYTES:
+            run = [program, *map(str, (size, *cores))]
+            said = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+            found[str(size)] = int(said) / 1e3
+    return found
+
+
+def _best_us(call: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        best = min(best, (time.perf_counter() - start) / CALLS)
+    return round(1e6 * best, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    path = parser.parse_args().json
+    found = measured()
+    print(found)
+    if path:
+        path.write_text(json.dumps(asdict(found), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
