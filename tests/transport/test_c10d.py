@@ -91,7 +91,7 @@ def test_it_offers_what_a_communicator_has(ranks, n: int):
 
 
 def of_a_group(comm: Communicator) -> None:
-    store = dist.PrefixStore(f"of_a_group/{comm.size}", comm._connect.args[0])
+    store = dist.PrefixStore(f"of_a_group/{comm.issued}", comm._connect.args[0])
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     evens = dist.new_group(range(0, comm.size, 2))
     for group in (dist.group.WORLD, evens):

@@ -109,7 +109,6 @@ def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, vic
 
 
 def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int) -> None:
-    answers.PATIENCE = 0.5 if how == "stopped" else PATIENCE
     cases, talk = list(zip(FORMS, made(comm, len(FORMS)), strict=True)), store()
     pid = comm._transport.record(victim).pid
     if comm.rank == victim:
@@ -167,7 +166,7 @@ def mistakes(when: str) -> list[str]:
 
 def victim_errs(comm: Communicator, say: Say, when: str, victim: int) -> None:
     """In the first, the second or the third of its calls, each mistake on a communicator."""
-    answers.PATIENCE = PATIENCE
+    answers.PATIENCE = 8.0  # a busy machine is slow; it looks for answers 40 times in it
     some = mistakes(when)
     comms = made(comm, len(some), warn_after=0.2)  # where each waits for another, that finds it
     for i, (what, c) in enumerate(zip(some, comms, strict=True)):
