@@ -34,7 +34,7 @@ Note [nodes run in reverse]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,13 +49,14 @@ from torch.optim.optimizer import (
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import outside
+from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.outputs import tensors
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.taped import Taped
+from ringdp.parallel.taped import Taped, in_backward
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
@@ -93,6 +94,8 @@ class Engine(Taped):
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes
         self._reduced: set[int] = set()
+        self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
+        self._arrivals: dict[int, Arrivals] = {}  # by unit
         self._held = self._closed = False  # held by full_parameters
         self.sync = True
         # An optimizer may step with a forward left open: by an exception, or without its backward.
@@ -121,19 +124,15 @@ class Engine(Taped):
         ]
         for index in indices:
             unit = self.units[index]
-            for at, p in enumerate(unit.computed):
-                if p.requires_grad:
-                    self._handles.append(
-                        p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            lambda _p, index=index, at=at: me._gradient_made(index, at)
-                        )
-                    )
+            arrivals = Arrivals(unit, lambda at, index=index: me._gradient_made(index, at))  # type: ignore[misc]
+            self._arrivals[index] = arrivals
+            self._handles += arrivals.handles.values()
 
     def _before_forward(self, indices: list[int]) -> None:
         if self._held:
             return
         for index in indices:
-            if torch._C._current_graph_task_id() == -1:  # not a recomputation within backward
+            if not in_backward():  # not a recomputation
                 if self._awaiting:
                     self._abandon_backward()
                 if index == 0:  # a new iteration
@@ -172,6 +171,8 @@ class Engine(Taped):
     # ---- backward
 
     def _before_backward(self, indices: list[int]) -> None:
+        if self._awaiting and self._backward() is None:
+            self._abandon_backward()
         for index in indices:
             self._prepare_backward(index)
 
@@ -185,11 +186,17 @@ class Engine(Taped):
         if self._held:
             raise UsageError("backward within full_parameters(), which is for reading only")
         if not self._awaiting:
-            Variable._execution_engine.queue_callback(self._after_backward)
+
+            def after() -> None:
+                self._after_backward()
+
+            self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
+            Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
         self._awaiting[index] = sum(p.requires_grad for p in unit.parameters)
         self._use(index)
         if unit.trainable:
+            self._arrivals[index].expect()
             self.reducing.open(unit, keep=not self.sync)
 
     def _gradient_made(self, index: int, at: int) -> None:
@@ -206,6 +213,7 @@ class Engine(Taped):
                 "backward, as a module does that is used twice under reentrant checkpointing. "
                 "Pass use_reentrant=False to torch.utils.checkpoint."
             )
+        self._arrivals[index].relay(at)
         if self.reducing.take(self.units[index], at):
             self._awaiting[index] -= 1
         self._gather_deferred(wait=False)
@@ -250,11 +258,18 @@ class Engine(Taped):
         self.gathering.end(learn=learn)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._rest(learn=False)
         ours = {id(p) for unit in self.units for p in unit.parameters}
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         if any(id(p) in ours for p in stepped):
+            if in_backward():
+                raise UsageError(
+                    "an optimizer steps within backward, where gradients are not reduced yet and "
+                    "weights are gathered; step it after backward"
+                )
             self.check_reduced("the optimizer steps")
+        if in_backward():
+            return
+        self._rest(learn=False)
         for unit in self.units:
             outside.release(unit.parameters)
 

@@ -6,8 +6,10 @@ the buffer there is never more than one of them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.layout import Unit
 
@@ -21,6 +23,11 @@ class Filling:
 
     def take(self, at: int, gradient: Tensor) -> bool:
         """The gradient of the plan's entry `at`, or more of it; whether it is the first."""
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {self.plan.entries[at].name} got a sparse gradient, which flat buffers "
+                "have no room for; make its module with sparse=False"
+            )
         gradient = gradient.detach()  # create_graph makes gradients with a history
         part = self.part(at).view(gradient.shape)
         first = at not in self._there

@@ -107,7 +107,7 @@ class Watcher:
 
     def _forward_begins(self, indices: Group) -> None:
         self._held.introduce()
-        if indices is self.engine.roots and not _in_backward():
+        if indices is self.engine.roots and not in_backward():
             self._forwards.clear()  # of one that raised
             self._backwards.clear()
         self._forwards.append((indices, monotonic_ns()))
@@ -116,7 +116,7 @@ class Watcher:
         while self._forwards:
             group, since = self._forwards.pop()
             if group is indices:
-                kind = "recompute" if _in_backward() else "forward"
+                kind = "recompute" if in_backward() else "forward"
                 self.recorder.span(f"{kind} {self._named(group)}", kind, since)
                 return
 
@@ -226,7 +226,7 @@ class Steps:
             handle.remove()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -1,0 +1,197 @@
+"""What people hang on parameters and do within backward: gradient hooks of their own, a backward
+that raises before another, an optimizer's step. One process is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Offload, UsageError
+
+pytestmark = pytest.mark.process
+
+WIDTH = 6
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def batch(seed: int = 0) -> Tensor:  # on every rank the same, which is then the average
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: nn.Module, seed: int = 0) -> Tensor:
+    out: Tensor = model(batch(seed)).square().mean()
+    return out
+
+
+Loop = Callable[[nn.Module, list[nn.Parameter]], None]
+
+
+def double(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(2)
+
+
+def replace(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 4
+
+
+def take_away(p: Tensor) -> None:
+    p.grad = None
+
+
+def hooks_of_tensors(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    shapes = []
+    for p in parameters:
+        p.register_hook(lambda g: shapes.append(g.shape) or g * 2)
+    loss(model).backward()
+    assert sorted(shapes) == sorted(p.shape for p in net().parameters())
+
+
+def hooks_after(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(double)
+        p.register_post_accumulate_grad_hook(replace)
+    loss(model).backward()
+
+
+def hook_that_takes_away(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    parameters[2].register_post_accumulate_grad_hook(take_away)
+    loss(model).backward()
+
+
+def hooks_removed(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    handles = [p.register_post_accumulate_grad_hook(double) for p in parameters]
+    handles += [p.register_hook(lambda g: g * 8) for p in parameters]
+    loss(model).backward()
+    for handle in handles:
+        handle.remove()
+    loss(model, 1).backward()
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError("on purpose")
+
+
+def another_after_one_that_raises(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    handle = model[1].register_forward_pre_hook(lambda _m, inputs: Fail.apply(inputs[0]))
+    first = loss(model)
+    handle.remove()
+    second = loss(model, 1)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        first.backward()
+    for p in parameters:
+        p.grad = None
+    second.backward()
+
+
+def a_hook_that_raises(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    def fail(p: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = parameters[2].register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss(model).backward()
+    handle.remove()
+    model.zero_grad()
+    loss(model, 1).backward()
+
+
+def some_inputs_only(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    x = batch().requires_grad_()
+    value = model(x).square().mean()
+    value.backward(inputs=[x], retain_graph=True)
+    value.backward()
+
+
+def whole_hooks_of_modules(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    for module in model:
+        module.register_full_backward_hook(
+            lambda _m, gi, _go: tuple(None if g is None else 2 * g for g in gi)
+        )
+    loss(model).backward()
+
+
+LOOPS: list[Loop] = [
+    hooks_of_tensors,
+    hooks_after,
+    hook_that_takes_away,
+    hooks_removed,
+    another_after_one_that_raises,
+    a_hook_that_raises,
+    some_inputs_only,
+    whole_hooks_of_modules,
+]
+
+
+def gradients(comm: Communicator, stage: int, apart: bool, at: int) -> None:
+    loop = LOOPS[at]
+    model, twin = net(), net()
+    offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
+    engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
+    try:
+        loop(model, list(model.parameters()))
+        loop(twin, list(twin.parameters()))
+        for unit in engine.units:
+            for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+                whole = twin.get_parameter(entry.name)
+                exact = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                if stage:
+                    begin, end = unit.plan.local(entry, comm.rank)
+                    first = unit.rank * unit.plan.shard + begin - entry.offset
+                    exact = exact.flatten()[first : first + end - begin]
+                torch.testing.assert_close(view, exact, msg=f"{entry.name}")
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
+)
+@pytest.mark.parametrize("at", range(len(LOOPS)), ids=[f.__name__ for f in LOOPS])
+def test_gradients_are_those_of_one_process(ranks, at, stage, apart):
+    ranks(2)(gradients, stage, apart, at)
+
+
+def refused(comm: Communicator, stage: int) -> list[str]:
+    def step_within(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        loss(model).backward()
+
+    def sparse(model: nn.Module) -> None:
+        model(torch.tensor([1, 2])).sum().backward()
+
+    said = []
+    for attempt, model in (
+        (step_within, net()),
+        (sparse, nn.Sequential(nn.Embedding(5, WIDTH, sparse=True))),
+    ):
+        engine = ringdp.shard(model, stage=stage, comm=comm)
+        with pytest.raises(UsageError) as caught:
+            attempt(model)
+        said.append(str(caught.value))
+        engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_cannot_be_done_is_told(ranks, stage):
+    for step, sparse in ranks(2)(refused, stage):
+        assert "steps within backward" in step
+        assert "parameter 0.weight got a sparse gradient" in sparse
