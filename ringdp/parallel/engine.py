@@ -11,17 +11,18 @@ It hangs on the model's hooks:
     at the end of backward     wait for the reductions; p.grad is ready for the optimizer
 
 The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
-their own, so that neither waits for the other. Nothing here looks at the stage's number: what
-differs between stages is data (`stages.STAGES`).
+their own, so that neither queues behind the other (but see Note [gathers yield to reductions], in
+`prefetch`). Nothing here looks at the stage's number: what differs between stages is data
+(`stages.STAGES`).
 
 Within `no_sync` a unit's gradients are not reduced but added up, unsharded and in the masters'
 dtype, in every stage alike: one reduction less costs the memory of whole gradients. Without it
 every backward reduces, and shards add up.
 
 A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
-the gradients accumulated so far; the next forward starts afresh. Stage 3 refuses `create_graph`.
-The loss must be made of what units return, as tensors in containers or dataclasses: the hooks that
-tell the engine that a unit's backward starts hang on those.
+the gradients accumulated so far; the next forward or backward starts afresh. Stage 3 refuses
+`create_graph`. The loss must be made of what units return, as tensors in containers or dataclasses:
+the hooks that tell the engine that a unit's backward starts hang on those.
 
 Note [nodes run in reverse]
     Autograd runs the nodes that are ready in the reverse order of their making. So once the
