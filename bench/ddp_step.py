@@ -15,8 +15,8 @@ buckets, take as long as backward computes:
     communication  the same all_reduces, and nothing else
     exposed = together - silent, of the same round        hidden = communication - exposed
 
-The emulation copies what a network's hardware would move, on the cores that compute, for so long as
-`copies` says. That counts as exposed in `hidden_share`, and not in `without_copies`.
+What the emulation takes of the cores that compute, additions included, is `copies`. It counts as
+exposed in `hidden_share`, and not in `without_copies`.
 """
 
 from __future__ import annotations

@@ -11,40 +11,50 @@
 // A buffer in the arena is read where it is, so its rank lays out nothing; where all of them are, an
 // owner writes its sums to all buffers itself and nobody collects.
 //
+// Over a link its end is held back: see Note [held back] in link.hpp.
+//
 // It may stop between two steps and go on later: a step waits before it does anything, or can be
 // done again.
 #pragma once
 
+#include "link.hpp"
 #include "messages.hpp"
 
 namespace ringdp {
 
 class Direct : private Messages {
  public:
-  using Messages::Messages;
+  Direct(Segment& segment, int rank, Peers& peers, Put& put, Arena arena, Link link)
+      : Messages(segment, rank, peers, put, arena), link_(link) {}
 
   void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
     Messages::begin(job, dtype, number, digest);
-    std::size_t longest = 0;
-    for (int r = 0; r < ranks_; ++r) longest = std::max(longest, bytes(r));
-    const std::size_t message = gathers() ? longest : bytes(0, ranks_);
+    moved_all_ = false;
+    if (!link_.is_none()) latest_ = now();
+    longest_ = 0;
+    for (int r = 0; r < ranks_; ++r) longest_ = std::max(longest_, bytes(r));
+    const std::size_t message = gathers() ? longest_ : bytes(0, ranks_);
     part_ = segment_.part() / dtype.size * dtype.size;
-    count_ = (longest + part_ - 1) / part_;
+    count_ = (longest_ + part_ - 1) / part_;
     path_ = ranks_ == 1         ? Path::alone
-            : message <= kTiny  ? Path::lines
+            : message <= kTiny && link_.is_none() ? Path::lines  // which don't say when they began
             : message <= whole_limit() ? Path::whole
                                 : Path::tiles;
   }
 
   void run() {
-    peers_.round(0);
-    switch (path_) {
-      case Path::alone: finish_whole(); break;
-      case Path::lines: run_lines(); break;
-      case Path::whole: run_whole(); break;
-      case Path::tiles: run_tiles(); break;
+    if (!moved_all_) {
+      peers_.round(0);
+      switch (path_) {
+        case Path::alone: finish_whole(); break;
+        case Path::lines: run_lines(); break;
+        case Path::whole: run_whole(); break;
+        case Path::tiles: run_tiles(); break;
+      }
+      peers_.sent_bytes.fetch_add(sent(), std::memory_order_relaxed);
+      moved_all_ = true;
     }
-    peers_.sent_bytes.fetch_add(sent(), std::memory_order_relaxed);
+    if (!link_.is_none()) peers_.await_time(latest_ + link_.takes(2 * (ranks_ - 1), longest_));
   }
 
  private:
@@ -202,7 +212,10 @@ class Direct : private Messages {
     for (int i = 1; i < ranks_; ++i) await((rank_ + i) % ranks_, counter, least);
   }
 
+  Link link_;
   Path path_ = Path::alone;
+  bool moved_all_ = false;
+  std::size_t longest_ = 0;           // bytes of a shard
   std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; how many tiles
   std::uint64_t tiles_ = 0;           // so far, the same on every rank
   bool all_registered_ = false;

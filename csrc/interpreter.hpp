@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "combine.hpp"
+#include "link.hpp"
 #include "peers.hpp"
 
 namespace ringdp {
@@ -37,19 +38,6 @@ struct Rows {
   std::byte* buffer;
 };
 
-// A network that this host does not have. A message takes its rank's port for the latency and for its
-// bytes, as in the cost model (see Note [one message]); a communicator has ports of its own.
-//
-// Note [one message]
-//   What a rank sends another in one round is one message, however many chunks and slabs it comes in:
-//   its first slab pays the latency. A slab that comes later was not sent later by the network that
-//   is emulated, which has room for whole messages, but by these few slots: paying for each of the
-//   batches that they make of it took a ring of 8 ranks 1.7 times what it should for 16 MiB.
-struct Link {
-  double latency = 0, bandwidth = 0;  // s, bytes/s; a bandwidth of 0 is no link at all
-  int stride = 1;                     // slabs taken at a time
-};
-
 class Interpreter {
  public:
   Interpreter(Segment& segment, int rank, Peers& peers, Put& put, Link link)
@@ -63,7 +51,7 @@ class Interpreter {
     scratch_pieces_.assign(scratch, {});
     going_.assign(job.count, true);
     left_ = job.count;
-    if (link_.bandwidth > 0) find_messages(), late_ = 0;
+    if (!link_.is_none()) find_messages(), late_ = 0;
     sums_.resize(std::max(sums_.size(), std::size_t(job.chunks + job.scratch) * stride_));
     for (auto& sum : sums_) sum.clear();
     first_ = row_ = turn_ = 0;
@@ -185,11 +173,11 @@ class Interpreter {
   Stamp& receive(int peer) {
     Cursors& c = segment_.cursors(peer, rank_);
     const auto tail = c.tail.load(std::memory_order_relaxed);  // only we write it
-    const auto began = link_.bandwidth > 0 ? now() - late_ : 0;
+    const auto began = !link_.is_none() ? now() - late_ : 0;
     // acquire: the slot's contents, written before the release of `head`, are visible now
     peers_.await(peer, [&] { return c.head.load(std::memory_order_acquire) > tail; });
     Stamp& stamp = segment_.slot(peer, rank_, tail);
-    if (link_.bandwidth > 0) {
+    if (!link_.is_none()) {
       const auto due = std::max(began, now() < stamp.arrival ? await_arrival(peer, tail) : stamp.arrival);
       late_ = now() - due;
     }
@@ -227,7 +215,7 @@ class Interpreter {
 
   // When what is sent now has come through the link, in ns: it queues behind what was sent before.
   std::uint64_t arrival(std::size_t bytes) {
-    if (link_.bandwidth <= 0) return 0;
+    if (link_.is_none()) return 0;
     const bool opens = first_ + turn_ == 0 && opens_[row_];
     const double takes = (opens ? link_.latency : 0) + double(bytes) / link_.bandwidth;
     return port_free_ = std::max(port_free_, now() - late_) + std::uint64_t(takes * 1e9);

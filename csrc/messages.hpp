@@ -210,6 +210,7 @@ class Messages {
   void post(std::int64_t offset) {
     Post& mine = segment_.board(rank_).posts[posts_ % 2];
     mine.heading = heading_;
+    mine.began = latest_;
     mine.offset = offsets_[rank_] = offset;
     mine.count.store(posts_ + 1, std::memory_order_release);  // release: message and heading first
   }
@@ -219,6 +220,7 @@ class Messages {
     // acquire: the heading, and the message if it lies whole, were written before the count
     peers_.await(r, [&] { return theirs.count.load(std::memory_order_acquire) == posts_ + 1; });
     check(r, theirs.heading);
+    latest_ = std::max(latest_, theirs.began);
     offsets_[r] = theirs.offset;
   }
 
@@ -247,6 +249,7 @@ class Messages {
   Dtype dtype_{};
   Heading heading_{};
   std::int64_t step_ = 0;
+  std::uint64_t latest_ = 0;  // ns, over a link: when the last of the ranks heard from began
   std::uint64_t lines_ = 0, posts_ = 0;  // so far, the same on every rank
   std::size_t next_ = 2 * kShort;        // where there is room for a long message
   std::vector<const std::byte*> from_;   // by rank: whence to read

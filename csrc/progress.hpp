@@ -44,8 +44,8 @@ class Progress {
         rank_(rank),
         peers_(segment_, rank, stop_),
         interpreter_(segment_, rank, peers_, put_, link),
-        direct_(segment_, rank, peers_, put_, arena),
-        far_(link.bandwidth > 0) {}
+        direct_(segment_, rank, peers_, put_, arena, link),
+        far_(!link.is_none()) {}
   ~Progress() { close(); }
 
   void connect() { segment_.connect(); }

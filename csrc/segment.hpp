@@ -32,7 +32,7 @@
 
 namespace ringdp {
 
-constexpr std::uint64_t kMagic = 0x72696e6764703032;  // "ringdp02": another layout, another number
+constexpr std::uint64_t kMagic = 0x72696e6764703033;  // "ringdp03": another layout, another number
 
 struct alignas(kLine) Header {
   std::uint64_t magic, token, bytes;  // bytes: of the whole segment
@@ -71,6 +71,7 @@ struct Heading {
 struct Post {
   alignas(kLine) std::atomic<std::uint64_t> count;  // how many it has posted; written last
   Heading heading;
+  std::uint64_t began;  // ns; over a link only
   std::int64_t offset;  // where its message lies: in the arena, or among its messages; -1: nowhere
 };
 

@@ -98,7 +98,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
     @property
     def wired(self) -> bool:
         """Whether bytes go over a network that knows none of our collectives: torch's, a `Link`."""
-        return self._transport.own is None
+        return self._transport.own is None or self._transport.link is not None
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor in the memory that the transport moves best.
@@ -238,7 +238,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
         return program(collective, how.algorithm, self.size, self.rank, how.root, depth)
 
     def _program_or_exchange(self, collective: Collective, how: How) -> Program | None:
-        if how.algorithm == self._transport.own:
+        here = self._transport.link is None or collective == "all_reduce"
+        if here and how.algorithm == self._transport.own:
             return None
         return self._program(collective, how)
 

@@ -76,7 +76,8 @@ class Link(NamedTuple):
     """A network that a host transport emulates: messages arrive late, over one port a rank.
 
     The cost model's α and 1/β: what a rank sends another in one round of a collective takes its
-    port for `latency` and for its bytes.
+    port for `latency` and for its bytes. Copies into and out of messages take the ranks' cores; a
+    direct all_reduce makes none, but for its end, which is late, it is that without a link.
     """
 
     latency: float  # s a message
@@ -195,7 +196,7 @@ class Transport(Observed, Protocol):
 
     @property
     def own(self) -> str | None:
-        """The algorithm that `prepare` runs, if there is one."""
+        """The algorithm that `prepare` runs, if there is one; over a `link` of all_reduce only."""
         ...
 
     @property

@@ -62,6 +62,7 @@ class ShmTransport:
     """One rank's end of the shared segment. See `Transport`."""
 
     device = torch.device("cpu")
+    own = "direct"
 
     def __init__(
         self,
@@ -77,8 +78,6 @@ class ShmTransport:
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
         self.rank, self.ranks, self.link = rank, ranks, link
-        # A network has no memory that all ranks can reach.
-        self.own = "direct" if link is None else None
         stride = max(1, STRIDE // ranks) if link else 1
         self.depth = LEAST_DEPTH if link else fifo_depth(ranks)
         depth = self.depth * stride

@@ -21,14 +21,15 @@ def over(comm: Communicator, algorithm: str) -> tuple[bool, float, float, float]
     """Whether the bits are those without a link; when it began and ended, and seconds of CPU."""
     g = torch.Generator().manual_seed(comm.rank)
     x = torch.randn(ELEMENTS, generator=g)
-    y = x.clone()
+    y, z = x.clone(), x.clone()
     comm.all_reduce(x, algorithm=algorithm)
     with ringdp.init(link=SLOW) as slow:
         slow.barrier()
         began, busy = time.monotonic(), time.process_time()
         slow.all_reduce(y, algorithm=algorithm, async_op=True).wait()
         ended, busy = time.monotonic(), time.process_time() - busy
-    return torch.equal(x, y), began, ended, busy
+        slow.all_reduce(z, algorithm=algorithm)  # the caller stops now and then to look for signals
+    return torch.equal(x, y) and torch.equal(x, z), began, ended, busy
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -9,7 +9,7 @@ Note [how large a bucket is]
     nothing to hide behind. Ranks that share memory hide nothing anyway, since the cores that
     compute move the bytes, so that few large buckets win: with torch's 25 MiB a step of a 55 MB
     model took 1.08 of one without communication, with 2 MiB 1.12. Over a link as slow as backward
-    25 MiB left 60 % of the communication exposed, 2 MiB three tenths, smaller ones no less
+    25 MiB left 55 % of the communication exposed, 2 MiB a fifth, smaller ones no less
     (`python -m bench.ddp_step`; two cores of an AMD EPYC).
     Not kept: to reduce every large gradient in its place, without a bucket. It saves a copy of
     hot memory, and meets the others eight times as often: 1.10.
