@@ -88,7 +88,7 @@ class Engine(Taped):
         self.roots = self.groups[0]
         gathers, reductions = comm.duplicate(), comm.duplicate()
         self.reducing = Reducing(reductions, stage, ledger, overlap=overlap)
-        self.yields = not any(u.full.is_cuda for u in units)
+        self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
         under_way = self.reducing.under_way if self.yields else lambda: 0
         self.gathering = Gathering(units, self.groups, gathers, prefetch_bytes, under_way)
 

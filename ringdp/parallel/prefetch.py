@@ -6,14 +6,15 @@ use, which will be freed before its next use.
 
 Note [gathers yield to reductions]
     While a unit's gradients are put into its bucket, the bucket before may still be on its way to
-    the other ranks. On the host it counts as one of the units gathered ahead: the next gather
-    starts when that reduction is through, which the engine looks for whenever a gradient comes,
-    and no later than when the unit's own reduction starts. So the two buckets and the two gathered
-    units that there could be are never more than three together. Both take the same wire, so that
-    little is lost by their taking turns. What is gathered when is then a matter of time, but not
-    what is gathered after what: a gather that yields comes before all that the engine does next.
-    A GPU's work is put in its streams long before it runs, when no one can look; there they go
-    side by side.
+    the other ranks. In the host's memory it counts as one of the units gathered ahead: the next
+    gather starts when that reduction is through, which the engine looks for whenever a gradient
+    comes, and no later than when the unit's own reduction starts. So the two buckets and the two
+    gathered units that there could be are never more than three together. What is gathered when is
+    then a matter of time, but not what is gathered after what: a gather that yields comes before
+    all that the engine does next.
+    Over a network they go side by side, and there is one bucket more: taking turns there hid 69 to
+    78 % of an emulated link instead of 80 to 88. So they do on a GPU, whose work is put in its
+    streams long before it runs, when no one can look.
 """
 
 from __future__ import annotations

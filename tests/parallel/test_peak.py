@@ -137,6 +137,19 @@ def test_a_rank_holds_what_is_said(ranks, kind, stage, prefetch, blocks):
         assert formula <= most <= formula + activations
 
 
+def peak_over_a_link(_: Communicator) -> Found:
+    comm = ringdp.init(link=ringdp.Link(latency=1e-3, bandwidth=1e9))
+    found = peak(comm, Net, 3, None)
+    comm.close()
+    return found
+
+
+def test_over_a_network_a_gather_waits_for_no_bucket(ranks):
+    for most, formula, unit, _ in ranks(2)(peak_over_a_link):
+        assert formula == 4 * unit
+        assert formula <= most <= formula + unit // 8
+
+
 @pytest.mark.parametrize("kind", [Net, Tied])
 def test_stage_3_peaks_at_two_units_and_a_bucket(ranks, kind):
     """Where the root has no parameters, or is as large as three blocks."""

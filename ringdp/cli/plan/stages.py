@@ -55,8 +55,8 @@ class Row:
 
 
 def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memory:
-    """Bytes of one rank, by the engine's formula and its default look-ahead. `yields`: on the host
-    gathers do (see Note [gathers yield to reductions])."""
+    """Bytes of one rank, by the engine's formula and its default look-ahead. `yields`: in the
+    host's memory gathers do (see Note [gathers yield to reductions])."""
     sizes = _gathered(model, stage, ranks)
     return formula(
         model.layout(ranks),
