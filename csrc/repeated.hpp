@@ -24,6 +24,8 @@ constexpr Places kArguments[] = {{1, 0, 2}, {2, 1, 3}, {1, 2, 0}};
 inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   static PyObject* const op_name = PyUnicode_InternFromString("op");
   static PyObject* const tag_name = PyUnicode_InternFromString("tag");
+  static PyObject* const scale_name = PyUnicode_InternFromString("scale");
+  static PyObject* const later_name = PyUnicode_InternFromString("async_op");
   static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
   const Places at = kArguments[method.collective];
   const int tensors = at.part ? 2 : 1;
@@ -35,7 +37,8 @@ inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_
       op = args[count + i];
     else if (name == tag_name)
       tag = args[count + i];
-    else
+    else if (!(name == scale_name && args[count + i] == Py_None) &&
+             !(name == later_name && args[count + i] == Py_False))  // the defaults
       return {};
   }
   const auto ready = nb::steal(PyObject_GetAttr(args[0], ready_name));

@@ -25,6 +25,7 @@ REPEATED: dict[str, Call] = {
     "op": lambda c, x, _: c.all_reduce(x, "max"),
     "op by name": lambda c, x, _: c.all_reduce(x, op="max"),
     "tag": lambda c, x, _: c.all_reduce(x, tag=3),
+    "defaults": lambda c, x, _: c.all_reduce(x, "sum", scale=None, async_op=False),
     "unbound": lambda c, x, _: Communicator.all_reduce(c, x),
     "barrier": lambda c, x, _: c.barrier(),  # type: ignore[func-returns-value]
     "reduce_scatter": lambda c, x, p: c.reduce_scatter(p, x),
