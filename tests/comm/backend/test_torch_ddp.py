@@ -33,15 +33,20 @@ def rows(rank: int) -> Tensor:
     return torch.arange(12.0).view(2, 6) / (1 + rank)
 
 
+def backwards(model: nn.Module, rank: int, times: int) -> list[float]:
+    found = []
+    for _ in range(times):
+        model.zero_grad()
+        model(rows(rank)).sum().backward()
+        found += gradients(model)
+    return found
+
+
 def joined(rank: int) -> list[float]:
     """Rank 1 has more to train on; the average is that of those who still take part."""
-    model, found = DistributedDataParallel(net()), []
+    model = DistributedDataParallel(net())
     with model.join(divide_by_initial_world_size=False):
-        for _ in range(2 + 2 * rank):
-            model.zero_grad()
-            model(rows(rank)).sum().backward()
-            found += gradients(model)
-    return found
+        return backwards(model, rank, 2 + 2 * rank)
 
 
 def power_sgd(rank: int) -> list[float]:
@@ -49,12 +54,7 @@ def power_sgd(rank: int) -> list[float]:
     model = DistributedDataParallel(net())
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    found = []
-    for _ in range(4):
-        model.zero_grad()
-        model(rows(rank)).sum().backward()
-        found += gradients(model)
-    return found
+    return backwards(model, rank, 4)
 
 
 def in_a_callback(rank: int) -> list[float]:
@@ -76,12 +76,7 @@ def in_a_callback(rank: int) -> list[float]:
 def compiled(rank: int) -> list[float]:
     """DDP's own forward is compiled, and rebuilds its buckets from C++ within it."""
     model = torch.compile(DistributedDataParallel(net()), backend="eager")
-    found = []
-    for _ in range(3):
-        model.zero_grad()
-        model(rows(rank)).sum().backward()
-        found += gradients(model)
-    return found
+    return backwards(model, rank, 3)
 
 
 CASES = {f.__name__: f for f in (joined, power_sgd, in_a_callback, compiled)}
