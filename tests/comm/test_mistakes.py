@@ -59,6 +59,7 @@ def mistaken_once(comm: Communicator, what: str, form: Form) -> Heard | None:
     mine = comm.rank == comm.size // 2
     with comm.duplicate() as c:
         c.barrier()  # collective 0
+        comm.barrier()  # all are through it: who is not would hear of the mistake there
         call = MISTAKES[what if mine else "nothing"]
         heard = hear(c, lambda: call(form.call, c), c.barrier)
         comm.barrier()  # no rank closes before all have heard
