@@ -90,7 +90,10 @@ class Pool:
             if not ready:
                 self.close()
                 missing = [r for r in range(self.size) if r not in results]
-                raise TimeoutError(f"ranks {missing} did not answer in {self.timeout} s")
+                failed = [f"\n{results[r]}" for r in order if isinstance(results[r], RankError)]
+                raise TimeoutError(
+                    f"ranks {missing} did not answer in {self.timeout} s" + "".join(failed)
+                )
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 order.append(rank)

@@ -96,6 +96,11 @@ class Communicator(Reductions, Moves, Messages, Taped):
         return self._calls.issued
 
     @property
+    def failed(self) -> bool:
+        """Whether a call has raised a CommunicationError here: no other call can end."""
+        return self._guard.error is not None
+
+    @property
     def wired(self) -> bool:
         """Whether bytes go over a network that knows none of our collectives: torch's, a `Link`."""
         return self._transport.own is None or self._transport.link is not None

@@ -36,7 +36,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,8 +135,7 @@ class Engine(Taped):
             return
         for index in indices:
             if not in_backward():  # not a recomputation
-                if self._awaiting:
-                    self._abandon_backward()
+                self._settle()
                 if index == 0:  # a new iteration
                     self.gathering.begin()
                 self._around[index].update(self.gathering.in_use)
@@ -172,8 +172,7 @@ class Engine(Taped):
     # ---- backward
 
     def _before_backward(self, indices: list[int]) -> None:
-        if self._awaiting and self._backward() is None:
-            self._abandon_backward()
+        self._settle()
         for index in indices:
             self._prepare_backward(index)
 
@@ -187,10 +186,7 @@ class Engine(Taped):
         if self._held:
             raise UsageError("backward within full_parameters(), which is for reading only")
         if not self._awaiting:
-
-            def after() -> None:
-                self._after_backward()
-
+            after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
             Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
@@ -238,8 +234,11 @@ class Engine(Taped):
         for unit in trained:
             self.reducing.hand_out(unit)
 
-    def _abandon_backward(self) -> None:
-        """Clear what a backward that raised has left."""
+    def _settle(self) -> None:
+        """Clear what a backward that raised has left, once all it started has ended."""
+        if not self._awaiting or (in_backward() and self._backward()):
+            return
+        self._gather_deferred(wait=True)
         self._end_backward(learn=False)
         self.reducing.drop()
         for unit in self.units:
@@ -270,6 +269,7 @@ class Engine(Taped):
             self.check_reduced("the optimizer steps")
         if in_backward():
             return
+        self._settle()
         self._rest(learn=False)
         for unit in self.units:
             outside.release(unit.parameters)
@@ -315,6 +315,7 @@ class Engine(Taped):
         if self._held:
             yield
             return
+        self._settle()
         self.gathering.summon_all()
         self._held = True
         try:
@@ -326,7 +327,7 @@ class Engine(Taped):
                 self._rest(learn=False)
 
     def close(self) -> None:
-        """Take off the hooks and stop the engine's communicators. Not collective.
+        """Take off the hooks and stop the engine's communicators, when nothing is in flight there.
 
         The parameters stay as they are: slices from stage 1 on, with which the model cannot run;
         within `full_parameters`, or in stage 0, whole, so that the model is an ordinary one again.
@@ -338,8 +339,10 @@ class Engine(Taped):
         if self._held or all(u.static for u in self.units):
             del self.model._ringdp_sharded
         _remove(self._handles)
-        self.gathering.comm.close()
-        self.reducing.comm.close()
+        with closing(self.reducing.comm), closing(self.gathering.comm):
+            if not (self.reducing.comm.failed or self.gathering.comm.failed):
+                self._settle()
+                self._rest(learn=False)
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@ that raises before another, an optimizer's step. One process is the reference.""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,31 @@ def gradients(comm: Communicator, stage: int, apart: bool, at: int) -> None:
 @pytest.mark.parametrize("at", range(len(LOOPS)), ids=[f.__name__ for f in LOOPS])
 def test_gradients_are_those_of_one_process(ranks, at, stage, apart):
     ranks(2)(gradients, stage, apart, at)
+
+
+def closed_while_another_is_late(comm: Communicator, stage: int) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(800, 800)) for _ in range(3)))
+    x = torch.ones(1, 800)
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+
+    def late(_: Tensor) -> None:
+        if comm.rank == 1:
+            time.sleep(0.1)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    next(model[1].parameters()).register_hook(late)
+    next(model[0].parameters()).register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(x).sum().backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_reduction_in_flight_ends_before_a_close(ranks, stage):
+    """Rank 1 comes to it when rank 0, which has started it, has closed but for this."""
+    ranks(2)(closed_while_another_is_late, stage)
 
 
 def refused(comm: Communicator, stage: int) -> list[str]:
