@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -38,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
+from bench.pinned import pin
 from ringdp.cli import gpt
 from ringdp.transport.base import Link
 
@@ -64,9 +64,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     comm = ringdp.init()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    pin(comm.rank)
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
     wrapped: dict[str, nn.Module] = {

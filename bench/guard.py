@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import ringdp
+from bench.pinned import pin
 
 HERE = Path(__file__).parent
 BYTES = (4 << 10, 64 << 10, 1 << 20)
@@ -56,9 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     comm = ringdp.init()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    pin(comm.rank)
     record = record_us() if comm.rank == 0 else 0.0
     rows = [measured(comm, size, record) for size in BYTES]
     if comm.rank == 0:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
-import torch
 import torch.multiprocessing as processes
 
+from bench.pinned import pin
 from ringdp.cli.loopback import loopback_store
 
 
@@ -41,9 +41,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    pin(rank)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
 from bench.ddp_step import SHAPE, slowest, stepper
+from bench.pinned import pin
 from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
 
@@ -68,9 +69,8 @@ def main() -> None:
 
 
 def rank_main(rank: int, rounds: int, file: Path | None) -> None:
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    cores = os.sched_getaffinity(0)
+    pin(rank)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
     machine = describe(min(RANKS, len(cores)))

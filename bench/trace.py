@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 import ringdp
+from bench.pinned import pin
 from ringdp.cli import gpt
 from ringdp.tape import recorder
 
@@ -36,9 +36,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     comm = ringdp.init()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    pin(comm.rank)
     work = {f"step of stage {stage}, ms": (stepper(stage, comm), STEPS, 1e3) for stage in STAGES}
     small = torch.ones(1024)
     work["all_reduce of 4 KiB, µs"] = (lambda: calls(comm, small), 1, 1e6 / CALLS)

@@ -25,7 +25,6 @@ import argparse
 import copy
 import gc
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -50,6 +49,7 @@ from bench.ddp_step import (
     stepper,
     summary,
 )
+from bench.pinned import pin
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
 from ringdp.transport.base import Link
@@ -91,9 +91,8 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     comm = ringdp.init()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % os.cpu_count()]})
+    pin(comm.rank)
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
     single = comm.split(comm.rank)
