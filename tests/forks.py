@@ -28,7 +28,8 @@ from tests.ranks import SERVER
 Say = Callable[[Any], None]
 
 HANG = "hangs"  # the code of a rank that did not end
-PATIENCE = 30.0  # seconds until it counts as one: a busy machine is slow
+PATIENCE = 60.0  # seconds that a call may take: a busy machine is slow
+LIFETIME = 3 * PATIENCE  # seconds until a rank counts as one that hangs
 
 
 class Ended(NamedTuple):
@@ -91,7 +92,7 @@ def job(size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
         ranks[pid] = reader
     said: dict[int, list[Any]] = {pid: [] for pid in ranks}
     codes: dict[int, int | str] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LIFETIME
     while len(codes) < size:
         for pid in ranks.keys() - codes.keys():
             ended, status = os.waitpid(pid, os.WNOHANG)  # before the pipe, which it may fill

@@ -96,9 +96,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
         return self._calls.issued
 
     @property
-    def failed(self) -> bool:
-        """Whether a call has raised a CommunicationError here: no other call can end."""
-        return self._guard.error is not None
+    def ended(self) -> bool:
+        """Whether no other call can end: it is closed, or one has raised a CommunicationError."""
+        return self.closed or self._guard.error is not None
 
     @property
     def wired(self) -> bool:

@@ -105,10 +105,17 @@ class Guard:
             return
         self.check(last)
         for r in range(self.transport.ranks):
-            record = self.transport.record(r)
-            if record and record.finished < issued and process_state(record.pid).endswith("ended"):
+            if self._died_before(r, issued):
                 self.transport.fail(FailureKind.LOST, r)
                 self.check(last)
+
+    def _died_before(self, rank: int, issued: int) -> bool:
+        """Whether it ended without having finished so many collectives."""
+        record = self.transport.record(rank)
+        if record is None or not process_state(record.pid).endswith("ended"):
+            return False
+        last = self.transport.record(rank)  # it may have gone on, and closed, until it ended
+        return last is not None and last.pid == record.pid and last.finished < issued
 
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
         seen = self.transport.survey()

@@ -340,7 +340,7 @@ class Engine(Taped):
             del self.model._ringdp_sharded
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):
-            if not (self.reducing.comm.failed or self.gathering.comm.failed):
+            if not (self.reducing.comm.ended or self.gathering.comm.ended):
                 self._settle()
                 self._rest(learn=False)
 

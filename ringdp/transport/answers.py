@@ -39,6 +39,7 @@ from ringdp.transport.records import (
 from ringdp.transport.told import LOOK, Told
 
 PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
+PAUSE = 0.01  # seconds between looks for answers
 LAST = 1 << 62  # for `asked`: a last word
 LONGEST = 32 << 10  # bytes of an answer
 
@@ -212,7 +213,7 @@ def _hear(store: Store, asked: int, ranks: int, found: dict[int, State], lost: i
                 found[rank] = state
         if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
             break
-        time.sleep(PATIENCE / 40)
+        time.sleep(PAUSE)
     for rank, pid in pids.items():
         found.setdefault(rank, State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)))
 

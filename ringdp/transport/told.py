@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.transport.base import Failure, FailureKind, Stamp
 
 LOOK = 0.1  # seconds between looks into the store
+LAST_LOOKS = 5  # at a rank that has closed, while what it sent last may be on its way
 NOTHING: Stamp = (0, 0, 0)
 
 
@@ -33,7 +34,7 @@ class Told:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._keys = count()
         self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
-        self._suspects: set[int] = set()  # waits for ranks that had closed at the last look
+        self._closed: dict[int, int] = {}  # by wait: how many looks since its rank had closed
         self._looked = 0.0
         self._looking = threading.Lock()
 
@@ -95,14 +96,13 @@ class Told:
                     self.changed.notify_all()
                 return
             waiting = dict(list(self._waiting.items()))
-            suspects = {key for key, rank in waiting.items() if self.left(rank)}
+            closed = [key for key, rank in waiting.items() if self.left(rank)]
         except DistError:  # rank 0 serves the store, or its agent did
             self.fail(FailureKind.LOST, 0)
             return
-        # What it sent last may be on its way: it is lost if the wait lasts until the next look.
-        if lasting := suspects & self._suspects:
-            self.fail(FailureKind.LOST, somebody(waiting[min(lasting)], self._rank))
-        self._suspects = suspects
+        self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
+        if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:
+            self.fail(FailureKind.LOST, somebody(waiting[min(lost)], self._rank))
 
 
 def told_in(store: Store, ranks: int) -> Failure | None:

@@ -14,6 +14,9 @@ import torch
 
 import ringdp
 from ringdp import Communicator
+from ringdp.comm.guard import Guard
+from ringdp.transport.base import FailureKind
+from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
 from tests.comm.failing import hear
 from tests.forks import PATIENCE, Forks, Say, store
 
@@ -51,7 +54,7 @@ def test_abort_is_heard_at_once_and_all_come_again(forks: Forks):
 
 SUCCESSOR = """
 import torch, ringdp
-comm = ringdp.init(timeout=30)
+comm = ringdp.init(timeout=120)
 comm.all_reduce(torch.tensor([1000]))
 """
 
@@ -106,6 +109,38 @@ def test_what_ended_at_its_root_alone_is_told_at_the_next_occasion(forks: Forks,
     (_, (heard,)), _ = forks(2, ends_unheard, occasion)
     assert heard.error == "PeerLost"
     assert "; rank 1 has ended (" in heard.text
+
+
+class Left:
+    """Of two ranks: the other ends its last collective, closes and exits while it is looked at."""
+
+    rank, ranks = 0, 2
+
+    def __init__(self, records: list[RankRecord]) -> None:
+        self.records = iter(records)
+
+    def call(self, rank: int, number: int) -> tuple[int, int, int, bytes]:
+        return number, 1 << 4, 10, b"train.py:40".ljust(SITE_BYTES, b"\0")
+
+    def failure(self) -> None:
+        return None
+
+    def record(self, rank: int) -> RankRecord:
+        return RankRecord(os.getpid(), 1, 1, -1, -1, 0.0) if rank == 0 else next(self.records)
+
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        raise AssertionError(f"{kind} of rank {rank}")
+
+
+def test_who_closes_and_exits_meanwhile_is_not_lost():
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(ended, 0)
+    within = RankRecord(ended, 1, 0, 0, 0, 0.0)
+    closed = [within._replace(finished=1), within._replace(pid=CLOSED, finished=1)]
+    for after in closed:
+        Guard(Left([within, after]), 1.0, 1.0).farewell(1)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="LOST of rank 1"):
+        Guard(Left([within, within]), 1.0, 1.0).farewell(1)  # type: ignore[arg-type]
 
 
 def hears_from_a_third(comm: Communicator, say: Say) -> None:

@@ -74,17 +74,25 @@ def victim_stalls(
     while how == "stopped" and "stopped" not in process_state(comm._transport.record(victim).pid):
         time.sleep(0.01)
 
-    def other(form: Form) -> Heard | None:
+    def first(form: Form) -> Heard | None:
         # A rank that only sleeps goes on in the background with what it has begun; and one that was
         # stopped may have done its part. Then all ends, however slow the others are.
         done = comms[form]._transport.record(victim).finished > 1
         ends = done or (how, when) == ("sleeping", "within")
-        patience = PATIENCE if ends else TIMEOUT
-        return hear(comms[form], lambda: works[form].wait(patience), lambda: try_barrier(form))
+        return hear(comms[form], lambda: works[form].wait(PATIENCE if ends else TIMEOUT))
+
+    def second(form: Form) -> Heard | None:
+        return hear(comms[form], lambda: try_barrier(form))
 
     with ThreadPoolExecutor(len(comms)) as pool:
-        for form, heard in zip(comms, pool.map(other, comms), strict=True):
-            say((form, heard))
+        early = dict(zip(comms, pool.map(first, comms), strict=True))
+        # Who were still in the first would hear there that another has given the second up.
+        talk.set(f"through/{comm.rank}", "")
+        talk.wait([f"through/{r}" for r in range(comm.size) if r != victim])
+        late = [form for form in comms if early[form] is None]
+        heard = early | dict(zip(late, pool.map(second, late), strict=True))
+    for form in comms:
+        say((form, heard[form]))
     talk.set(f"done/{comm.rank}", "")
     if comm.rank == (victim + 1) % comm.size:
         talk.wait([f"done/{r}" for r in range(comm.size) if r != victim])

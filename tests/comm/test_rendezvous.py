@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,7 +46,10 @@ def test_init_under_torchrun(tmp_path):
 
 def listening() -> set[str]:
     """The addresses, in hexadecimal, on which this process accepts connections."""
-    links = {os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()}
+    links = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # other threads close theirs
+            links.add(os.readlink(link))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import ringdp
-from ringdp.comm import rendezvous
+from ringdp.comm import rendezvous, tracing
 from ringdp.schedule import Schedule, Transfer, fuse, project, schedule
 from ringdp.tape import recorder
 from ringdp.transport.taped import ENTRIES
-from tests.forks import store
+from tests.forks import PATIENCE, store
 from tests.tape.traces import Read
 from tests.transport.nccl.faults import only_with_host_nccl
 
@@ -153,6 +153,7 @@ def test_who_waited_for_whom_shows_on_one_clock(ranks, tmp_path):
 
 
 def dies(comm: ringdp.Communicator, say, path: Path, transport: str) -> None:
+    tracing.HASTE = PATIENCE  # a busy machine is slow
     if transport != "shm":
         comm = ringdp.init(transport=transport)
     talk = store()

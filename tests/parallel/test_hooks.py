@@ -194,6 +194,28 @@ def test_a_reduction_in_flight_ends_before_a_close(ranks, stage):
     ranks(2)(closed_while_another_is_late, stage)
 
 
+def closed_after_an_abort(comm: Communicator, stage: int) -> None:
+    """Of a reduction that rank 0 does not come to."""
+    with comm.duplicate() as other:
+        model = net()
+        engine = ringdp.shard(model, stage=stage, comm=other)
+
+        def fail(_: Tensor) -> None:
+            raise RuntimeError("on purpose")
+
+        next(model[2 - comm.rank].parameters()).register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss(model).backward()
+        comm.barrier()  # rank 1 has started it
+        other.abort()
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_an_abort_has_ended_a_close_does_not_wait_for(ranks, stage):
+    ranks(2)(closed_after_an_abort, stage)
+
+
 def refused(comm: Communicator, stage: int) -> list[str]:
     def step_within(model: nn.Module) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

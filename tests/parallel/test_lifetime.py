@@ -144,7 +144,7 @@ class Recorder:
             self.events.append((name, tag))
             return getattr(self.comm, name)(*args, tag=tag, **kwargs)
 
-        return getattr(self.comm, name) if name in ("close", "size") else call
+        return getattr(self.comm, name) if name in ("close", "ended", "size") else call
 
 
 def order(comm: Communicator, stage: int) -> list[tuple[str, int]]:

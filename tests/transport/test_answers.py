@@ -115,7 +115,7 @@ def stalls(comm: Communicator, say: Say, how: str) -> None:
         while how == "stopped" and "stopped" not in process_state(pid):
             time.sleep(0.01)
         work = c.all_reduce(torch.ones(10), tag=7, async_op=True)
-        while c._transport.record(c.rank).begun < 2:
+        while c._transport.record(c.rank).waits_for < 0:
             time.sleep(0.01)
         talk.set(f"came/{comm.rank}", "")
         talk.wait(["came/0", "came/1"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import over, rendezvous
-from ringdp.transport import wire
+from ringdp.transport import told, wire
 from ringdp.transport.base import FailureKind, Link
 from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.told import Told
@@ -246,10 +246,27 @@ def test_a_message_in_two_parts(length: int):
 def test_what_makes_no_sense_is_a_failure_too(said: str):
     store = dist.HashStore()
     store.set("failed", said)
-    told = Told(store, 0, 2)
-    told.look()
-    assert told.failure is not None
-    assert told.failure.kind is FailureKind.DAMAGED
+    here = Told(store, 0, 2)
+    here.look()
+    assert here.failure is not None
+    assert here.failure.kind is FailureKind.DAMAGED
+
+
+def test_what_a_closed_rank_sent_last_may_come_late(monkeypatch):
+    monkeypatch.setattr(told, "LOOK", 0.0)
+    store = dist.HashStore()
+    store.set("closed/1", "1")
+    here = Told(store, 0, 2)
+    for _ in range(2):
+        with here.waits_for(1):
+            for _ in range(told.LAST_LOOKS):
+                here.look()
+    assert here.failure is None
+    with here.waits_for(1):
+        for _ in range(told.LAST_LOOKS + 1):
+            here.look()
+    assert here.failure is not None
+    assert here.failure[:2] == (FailureKind.LOST, 1)
 
 
 def test_the_first_failure_stays_and_is_the_same_for_all():

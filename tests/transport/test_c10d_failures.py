@@ -131,14 +131,19 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int
         # sleeps goes on in the background with what it has begun.
         ends = when == "after" or (how, when) == ("sleeping", "within")
 
-        def other(work: Work, c: Communicator) -> Heard | None:
-            late = partial(c.all_reduce, torch.ones(1), async_op=True)
-            return hear(
-                c, lambda: work.wait(PATIENCE if ends else TIMEOUT), lambda: late().wait(TIMEOUT)
-            )
+        def first(work: Work, c: Communicator) -> Heard | None:
+            return hear(c, lambda: work.wait(PATIENCE if ends else TIMEOUT))
 
+        def second(c: Communicator, early: Heard | None) -> Heard | None:
+            late = partial(c.all_reduce, torch.ones(1), async_op=True)
+            return early or hear(c, lambda: late().wait(TIMEOUT))
+
+        comms = [c for _, c in cases]
         with ThreadPoolExecutor(len(cases)) as pool:
-            for heard in pool.map(other, works, [c for _, c in cases]):
+            early = list(pool.map(first, works, comms))
+            # Who were still in the first would hear there that another has given the second up.
+            meet(comm, "through", without=victim)
+            for heard in pool.map(second, comms, early):
                 say(heard)
         meet(comm, "heard", without=victim)
         os.kill(pid, signal.SIGCONT)
@@ -166,7 +171,7 @@ def mistakes(when: str) -> list[str]:
 
 def victim_errs(comm: Communicator, say: Say, when: str, victim: int) -> None:
     """In the first, the second or the third of its calls, each mistake on a communicator."""
-    answers.PATIENCE = 8.0  # a busy machine is slow; it looks for answers 40 times in it
+    answers.PATIENCE = PATIENCE  # a busy machine is slow
     some = mistakes(when)
     comms = made(comm, len(some), warn_after=0.2)  # where each waits for another, that finds it
     for i, (what, c) in enumerate(zip(some, comms, strict=True)):
