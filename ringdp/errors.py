@@ -25,7 +25,8 @@ class UsageError(RingdpError, ValueError):
 
 
 class ModelError(UsageError, RuntimeError):
-    """DistributedDataParallel cannot serve this model or this training loop."""
+    """DistributedDataParallel cannot serve this model, this training loop, or these arguments, and
+    torch's would raise RuntimeError."""
 
 
 class CheckpointError(RingdpError):

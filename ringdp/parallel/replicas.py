@@ -60,8 +60,10 @@ def gather_json(comm: Communicator, value: object) -> list[Any]:
     return [json.loads(bytes(p[:n].tolist())) for p, n in zip(parts, sizes.tolist(), strict=True)]
 
 
-def broadcast(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Every tensor takes the root's values; many go in one message. Collective.
+def broadcast(
+    comm: Communicator, tensors: Iterable[Tensor], root: int = 0, most: int = PIECE
+) -> None:
+    """Every tensor takes the root's values; up to `most` bytes go in one message. Collective.
 
     As bytes: a tensor may have a dtype, such as bool, that no collective reduces. Autograd does not
     see the write, so that a forward may still wait for its backward.
@@ -70,7 +72,7 @@ def broadcast(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -> N
     held = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if held + size > PIECE:
+        if held + size > most:
             _broadcast(comm, piece, root)
             piece, held = [], 0
         piece.append(tensor.detach())

@@ -154,7 +154,7 @@ def traffic(comm: Communicator) -> list[tuple[int, int]]:
     sent = []
     for step in range(3):
         if step == 1:  # before the second forward one message says how buckets are rebuilt
-            net.reducer.rebuild()
+            net.reducer._rebuild_buckets()
         before = net.reducer.comm.sent_bytes()
         with net.no_sync() if step == 2 else nullcontext():
             backward(net, step, comm.rank)

@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, UsageError
-from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, equal, gloo, loss, mlp, rows, says, train
+from tests.parallel.ddp_cases import (
+    CASES,
+    TORCHS,
+    WIDTH,
+    Transformer,
+    equal,
+    gloo,
+    loss,
+    mlp,
+    rows,
+    says,
+    train,
+)
 
 pytestmark = pytest.mark.process
 
@@ -119,6 +131,33 @@ def at_rest(comm: Communicator) -> None:
 
 def test_parameters_are_at_rest_but_between_a_forward_and_its_backward(ranks):
     ranks(2)(at_rest)
+
+
+def tied(comm: Communicator) -> None:
+    """Against a model in bfloat16 on every rank, whose gradients are averaged in float32."""
+    torch.manual_seed(0)
+    net: Any = DistributedDataParallel(
+        Transformer(), process_group=comm, mixed_precision=_MixedPrecision(BFLOAT, FLOAT)
+    )
+    for step in range(2):
+        local = copy.deepcopy(net.module).bfloat16()
+        net.zero_grad()
+        with net.no_sync():
+            loss(net(rows(step, comm.rank, 0))).backward()
+        loss(net(rows(step, comm.rank, 1))).backward()
+        for part in range(2):
+            loss(local(rows(step, comm.rank, part).bfloat16())).backward()
+        for mine, other in zip(net.parameters(), local.parameters(), strict=True):
+            expected = other.grad.float()
+            comm.all_reduce(expected)
+            assert torch.equal(mine.grad, expected / comm.size)
+            mine.data.sub_(mine.grad, alpha=0.05)
+        assert net.module.head.weight is net.module.embed.weight
+        assert net.module.head.weight.dtype == FLOAT
+
+
+def test_tied_parameters(ranks):
+    ranks(2)(tied)
 
 
 def gradients(comm: Communicator, config: _MixedPrecision, **options: Any) -> list[Tensor]:

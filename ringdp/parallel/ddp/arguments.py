@@ -27,8 +27,13 @@ def of_mesh(group: Any, mesh: Any) -> Any:
     """The group that is meant by either argument, or None."""
     if mesh is None:
         return group
-    if group is not None or mesh.ndim != 1:
-        raise UsageError(f"device_mesh is {mesh!r}; allowed: one dimension, and no process_group")
+    if group is not None:
+        raise ModelError(
+            "Cannot specify both process_group and device_mesh arguments. They are "
+            f"{group!r} and {mesh!r}; give one"
+        )
+    if mesh.ndim != 1:
+        raise ModelError(f"Only 1D device mesh is supported, but got {mesh!r}: give a part of it")
     return mesh.get_group(mesh_dim=0)
 
 
@@ -83,15 +88,19 @@ def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
                 found.setdefault(p, Trainable(name, p, sparse))
         if isinstance(m, nn.SyncBatchNorm):
             raise UsageError(
-                f"{prefix}: torch's SyncBatchNorm does not work on the CPU; use "
+                f"{prefix}: torch's SyncBatchNorm layers only work with GPU modules; use "
                 "ringdp.SyncBatchNorm.convert_sync_batchnorm(model)"
             )
     if not found:
         raise ModelError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter "
-            "that requires a gradient: this one has no trainable parameter"
+            "that requires a gradient. This one has no trainable parameter"
         )
     for name, p, _ in found.values():
         if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ModelError(f"{name} is uninitialized: run a forward of the model first")
+            raise ModelError(
+                "Modules with uninitialized parameters can't be used with "
+                f"`DistributedDataParallel`: {name} is one. Run a dummy forward pass of the module "
+                "first"
+            )
     return list(found.values())

@@ -31,6 +31,7 @@ class Bucket(Protocol):
     """What is reduced at once: a flat buffer here, one sparse gradient in `sparse`."""
 
     index: int
+    comm: Communicator
     slots: list[Slot]
     pending: int  # gradients that it waits for
 

@@ -10,21 +10,40 @@ torch.distributed group in their state, which the user has made, and not over ri
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as _TorchsBucket
 
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.bucket import Bucket
+
+EMPTY = inspect.Signature.empty
+CONTRACT = {"bucket": _TorchsBucket, "return": torch.futures.Future[Tensor]}
 
 
 class NotAHook(UsageError, TypeError):
     """As torch's class raises."""
 
     def __init__(self, given: object) -> None:
-        super().__init__(f"a communication hook must be callable; this one is {given!r}")
+        super().__init__(f"Communication hook must be callable; this one is {given!r}")
+
+
+def checked(hook: Any) -> None:
+    """Raise NotAHook, or UsageError for one that says that it takes or gives something else."""
+    if not callable(hook):
+        raise NotAHook(hook)
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    said = (bucket.annotation if bucket else EMPTY, signature.return_annotation)
+    for (what, right), found in zip(CONTRACT.items(), said, strict=True):
+        if not isinstance(found, str) and found not in (EMPTY, right):
+            raise UsageError(
+                f"Communication hook: {what} annotation should be {right}; this one's is {found}"
+            )
 
 
 class GradBucket:

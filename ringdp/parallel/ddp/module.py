@@ -8,25 +8,29 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.comm import Communicator
-from ringdp.errors import ModelError, UsageError
+from ringdp.errors import ModelError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments
-from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook
+from ringdp.parallel.ddp.assign import MIB
+from ringdp.parallel.ddp.builtin import BuiltIn, built_in
+from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook, checked
+from ringdp.parallel.ddp.joining import ALONE, Joining
+from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
-from ringdp.parallel.ddp.uneven import Shadow, Status, Uneven
+from ringdp.parallel.ddp.uneven import Uneven
+from ringdp.parallel.ddp.words import Words
 from ringdp.parallel.outputs import tensors
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, Joining, Words):
     """Averages `module`'s gradients over all ranks while backward runs, as torch's class does.
 
     Parameters, and buffers, take rank 0's values here; buffers do so again before every forward.
@@ -80,9 +84,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             broadcast_buffers, forward_sync_buffers
         )
         self.require_backward_grad_sync = True
-        self._reduced_last = True  # by the last forward: buffers may have changed since
+        self.require_forward_param_sync = True
         self._started = False  # with its first forward
-        self._hook: CommHook | None = None
+        self._hook: CommHook | BuiltIn | None = None
         self._uneven: Uneven | None = None
         process_group = arguments.of_mesh(process_group, device_mesh)
         self._group = process_group  # as given
@@ -97,7 +101,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
-        self.bucket_bytes_cap = self.settings.caps[-1]  # torch.compile cuts graphs by it
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
+        self.mixed_precision, self._journal = mixed_precision, Journal()
         if init_sync:
             replicas.check_equal(comm, [(t.name, t.parameter) for t in trainable])
             self._broadcast(comm, buffers=at_first)
@@ -106,14 +111,15 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # ---- what it works on
 
-    def _buffers_to_sync(self) -> list[Tensor]:
+    def _named_buffers(self) -> dict[str, Tensor]:
         """Anew each time: a model may put another tensor in a buffer's place."""
-        return list(self._named_buffers().values())
+        ignored = self.parameters_to_ignore
+        return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
     def _broadcast(self, comm: Communicator, *, buffers: bool, root: int = 0) -> None:
         ignored = self.parameters_to_ignore
         state = [p for name, p in self.module.named_parameters() if name not in ignored]
-        replicas.broadcast(comm, state + (self._buffers_to_sync() if buffers else []), root)
+        replicas.broadcast(comm, state + (self.modules_buffers if buffers else []), root)
 
     def _reducer(self) -> tuple[Communicator, Reducer]:
         """Made anew for a copy, in its first forward."""
@@ -121,8 +127,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.comm = arguments.communicator(None)
         if self.reducer is None:
             found = arguments.trainables(self.module, self.parameters_to_ignore)
-            self.reducer = Reducer(found, self.comm.duplicate(), self.settings, self._mixed)
-            self.reducer.hook = self._hook or self._mixed.hook(self.reducer.comm)
+            comm = self.comm.duplicate()
+            self.reducer = Reducer(found, comm, self.settings, self._mixed, self._journal)
+            self.reducer.hook = self._hook or self._mixed.hook(comm)
         return self.comm, self.reducer
 
     # ---- forward
@@ -142,20 +149,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether the backward of this forward shall reduce. Collective."""
         comm, reducer = self._reducer()
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
-        buffers = self._buffers_to_sync() if self._syncs(before=True) else []
-        uneven = self._uneven if self._join_config.enable else None
-        if notified := Join.notify_join_context(self):
-            notified.wait()
-        if uneven is not None:
-            broadcasts = bool(buffers) and self._buffer_hook is None
-            uneven.exchange(Status(1, int(reduces), int(broadcasts)))
-            reducer.divisor = uneven.divisor
-        if reduces:
-            reducer.before_forward()
+        buffers = self._named_buffers() if self._syncs(before=True) else {}
+        root = self._joined_forward(
+            reduces=reduces, broadcasts=bool(buffers) and self._buffer_hook is None
+        )
+        reducer.begin_forward(reduces=reduces)
         if buffers and self._buffer_hook:
-            reducer.guests += self._buffer_hook.run(self._named_buffers())
+            reducer.guests += self._buffer_hook.run(buffers)
         elif buffers:
-            replicas.broadcast(comm, buffers, uneven.root if uneven else 0)
+            replicas.broadcast(comm, buffers.values(), root)
         self._outer = (_Torchs._active_ddp_module,)
         _Torchs._active_ddp_module = self  # type: ignore[assignment]
         return reduces
@@ -176,20 +178,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, output: Any, *, reduces: bool) -> None:
         _, reducer = self._reducer()
-        if reduces:
-            reducer.arm(tensors(output))
+        reducer.end_forward(tensors(output), reduces=reduces)
         if self._buffer_hook and self._syncs(before=False):
             reducer.guests += self._buffer_hook.run(self._named_buffers())
-        self._reduced_last, self._started = reduces, True
+        self.require_forward_param_sync, self._started = reduces, True
 
     def _syncs(self, *, before: bool) -> bool:
         """Whether buffers are brought together there: before the forward, or after it."""
         there = self._buffer_hook.before if self._buffer_hook else True
-        return there == before and self._reduced_last and self.forward_sync_buffers
-
-    def _named_buffers(self) -> dict[str, Tensor]:
-        ignored = self.parameters_to_ignore
-        return {name: b for name, b in self.module.named_buffers() if name not in ignored}
+        return there == before and self.will_sync_module_buffers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -203,71 +200,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    @contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Within it ranks may have inputs of unequal length: see `uneven`. Collective.
-
-        With `throw_on_early_termination` every rank raises ModelError once one has ended.
-        """
-        if not enable:
-            yield
-            return
-        comm, reducer = self._reducer()
-        uneven = self._uneven = Uneven(
-            comm, initial_size=divide_by_initial_world_size, throw=throw_on_early_termination
-        )
-        self._join_config = _JoinConfig(True, throw_on_early_termination, False)
-        try:
-            yield
-            uneven.shadow(self._shadow)
-            self._agree()
-        finally:
-            self._uneven, reducer.divisor = None, comm.size
-            self._join_config = _JoinConfig(False, False, False)
-
-    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
-        comm = self._reducer()[0]
-        self._uneven = Uneven(comm, initial_size=divide_by_initial_world_size, throw=False)
-        return Shadow(self._uneven, self._shadow, self._agree)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        group = self.process_group
-        if isinstance(group, Communicator):
-            raise UsageError(
-                f"process_group is {group!r}; torch's Join counts ranks over a torch.distributed "
-                "group: give the model such a one, or use its own join()"
-            )
-        return group
-
-    def _agree(self) -> None:
-        """Take what a rank holds that ended last. Collective."""
-        comm, _ = self._reducer()
-        assert self._uneven is not None
-        self._broadcast(comm, buffers=self.forward_sync_buffers, root=self._uneven.root)
-
-    def _shadow(self, status: Status) -> None:
-        """What the others do in one forward and backward, without inputs."""
-        comm, reducer = self._reducer()
-        assert self._uneven is not None
-        if status.reduces:
-            reducer.rebuild()
-        if status.broadcasts:
-            replicas.broadcast(comm, self._buffers_to_sync(), self._uneven.root)
-        if status.reduces:
-            reducer.shadow()
-        self._reduced_last = bool(status.reduces)
-
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent to reduce gradients so far."""
         return self._reducer()[1].comm.sent_bytes()
@@ -276,12 +208,21 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """`hook(state, bucket)` reduces each bucket instead of the average; see `hook`."""
-        if not callable(hook):
-            raise NotAHook(hook)
+        checked(hook)
+        self._register(CommHook(state, hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """A torch.distributed.BuiltinCommHookType: see `builtin`."""
+        self._register(built_in(comm_hook_type))
+
+    def _register(self, hook: CommHook | BuiltIn) -> None:
         _, reducer = self._reducer()
         if reducer.hook is not None:
-            raise ModelError("register_comm_hook can only be called once, or mixed_precision given")
-        self._hook = reducer.hook = CommHook(state, hook)
+            raise ModelError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once, and "
+                f"not with mixed_precision: there is {reducer.hook.name}"
+            )
+        self._hook = reducer.hook = hook
 
     def _register_buffer_comm_hook(
         self,
@@ -295,23 +236,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         before = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
         self._buffer_hook = BufferHook(state, hook, before)
 
-    @property
-    def process_group(self) -> Any:
-        """As given; else torch's default group, where there is one, or the communicator."""
-        if self._group is not None:
-            return self._group
-        torchs = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if torchs else self._reducer()[0]
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of forward_sync_buffers."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise ModelError(
@@ -320,31 +244,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         state = copy.copy(self.__dict__)
         state["comm"] = state["reducer"] = state["_uneven"] = None
-        state["_join_config"] = _JoinConfig(False, False, False)
+        state["_join_config"] = ALONE
         return state
 
-    def _set_static_graph(self) -> None:
-        """torch's older name for static_graph=True. Before the first forward. Collective."""
-        if self._started:
-            raise ModelError("_set_static_graph() should be called before training loop starts")
-        self.settings = self.settings._replace(static_graph=True)
-        self.reducer = None
-        self._reducer()
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What torch's class tells of itself, as far as it applies here; bytes."""
-        comm, reducer = self._reducer()
-        return {
-            "world_size": comm.size,
-            "rank": comm.rank,
-            "module_name": type(self.module).__name__,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            **reducer.facts(),
-        } | ({"comm_hook": reducer.hook.name} if reducer.hook else {})
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: list[str]
-    ) -> None:
-        """Names that a DistributedDataParallel around `module` shall leave alone."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore
+_Torchs.register(DistributedDataParallel)  # for who asks isinstance: unwraps, joins, checkpoints

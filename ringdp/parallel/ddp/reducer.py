@@ -1,6 +1,6 @@
 """WHEN gradients are reduced in DDP: as soon as a bucket of them is whole, while backward goes on.
 
-    forward ends       arm: every bucket waits for its gradients
+    forward ends       every bucket waits for its gradients
     a gradient exists  moved into its bucket, times 1/n; a bucket that is whole is started, once
                        those before it are, so that every rank starts the same ones in one order
     backward ends      wait; p.grad is the average
@@ -29,13 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError
 from ringdp.parallel.ddp.advice import advice, once_more
 from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
+from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
+from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.sparse import SparseBucket
@@ -52,12 +55,13 @@ class Reducer(Taped):
         comm: Communicator,
         settings: Settings,
         mixed: Mixed,
+        journal: Journal,
     ) -> None:
         self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
-        self.divisor = comm.size
-        self.hook: CommHook | Reduction | None = None
-        self.rebuilt = False
-        self._armed = self._running = self._ending = False
+        self.divisor, self.journal = comm.size, journal
+        self.hook: CommHook | Reduction | BuiltIn | None = None
+        self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
+        self._armed = self._running = self._ending = self._ordering = False
         self._learning = settings.static_graph
         self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
         self._left: list[int] = []  # of them, still to come in this backward
@@ -66,8 +70,12 @@ class Reducer(Taped):
         self.guests: list[Callable[[], object]] = []  # what else ends with this backward
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
         self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
+        self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
+        self._steady = True  # the same ones in every backward
+        self._users = torch.zeros(len(parameters), dtype=torch.int32)  # ranks, of each parameter
         self._build(reversed(range(len(parameters))))
         self._nodes: dict[int, Any] = {}
+        self._handles: list[RemovableHandle] = []
         self.listen()
         recorder.join(self)
 
@@ -77,7 +85,7 @@ class Reducer(Taped):
         for index, (_, p, _) in enumerate(self.parameters):
             node = torch.autograd.graph.get_gradient_edge(p).node
             if node is not self._nodes.get(index):
-                node.register_hook(_listener(weakref.ref(self), index))
+                self._handles.append(node.register_hook(_listener(weakref.ref(self), index)))
                 self._nodes[index] = node
 
     def _build(self, order: Iterable[int]) -> None:
@@ -85,11 +93,12 @@ class Reducer(Taped):
             Gradient(p.numel() * p.element_size(), (p.dtype, p.device), sparse)
             for _, p, sparse in self.parameters
         ]
-        self._members = assign(facts, order, self.settings.caps)
-        self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(self._members)]
+        layout = assign(facts, order, self.settings.caps)
+        self.layouts.append(layout)
+        self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(layout)]
         self._places: dict[int, tuple[Bucket, Slot]] = {
             index: (bucket, slot)
-            for bucket, members in zip(self.buckets, self._members, strict=True)
+            for bucket, members in zip(self.buckets, layout, strict=True)
             for index, slot in zip(members, bucket.slots, strict=True)
         }
 
@@ -101,31 +110,52 @@ class Reducer(Taped):
         shared = self.settings.gradient_as_bucket_view
         return FlatBucket(index, parameters, self.comm, shared=shared)
 
+    @property
+    def rebuilt(self) -> bool:
+        return len(self.layouts) > 1
+
     # ---- forward
 
-    def before_forward(self) -> None:
-        """Raise ModelError if the last backward is not through. Collective once: see `rebuild`."""
+    def begin_forward(self, *, reduces: bool) -> None:
+        """`reduces`: its backward shall. Collective once, then: see `_rebuild_buckets`."""
+        if reduces:
+            self.prepare_for_forward()
+            self._rebuild_buckets()
+
+    def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
+        if reduces:
+            self.prepare_for_backward(outputs)
+
+    def prepare_for_forward(self) -> None:
+        self.journal.begin()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise ModelError if the last backward is not through."""
         if self._running:
             raise ModelError(self._unfinished())
-        self.rebuild()
 
-    def rebuild(self) -> None:
+    def _rebuild_buckets(self) -> bool:
         """Once, after the first backward, buckets follow the order in which gradients came there.
 
         It is rank 0's order. Collective. With unused parameters no order would be a good one.
+        Whether it did so. Raises ModelError if the last backward is not through.
         """
+        self._check_reducer_finalized()
         if self.rebuilt or not self._order or self._finds_unused:
-            return
+            return False
         everything = range(len(self.parameters))
         order = torch.tensor([*self._order, *(i for i in everything if i not in self._order)])
         self.comm.broadcast(order)
         self._build(order.tolist())
-        self.rebuilt = True
+        return True
 
-    def arm(self, outputs: Iterable[Tensor]) -> None:
-        """A forward has ended whose backward shall reduce."""
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
+        """The next backward, of a forward that has ended, shall reduce."""
         self._armed, self._ending, self._next = True, False, 0
         self._left = list(self._expected)
+        self._ordering = self.journal.sampling or not self.rebuilt
+        if self._ordering:
+            self._order.clear()
         for bucket in self.buckets:
             bucket.arm()
         if self._learning or self._finds_unused:
@@ -145,7 +175,7 @@ class Reducer(Taped):
             return
         if not self._running:
             self._begin()
-        if not self.rebuilt:
+        if self._ordering:
             self._order.pop(index, None)
             self._order[index] = None
         self._left[index] -= 1
@@ -156,6 +186,7 @@ class Reducer(Taped):
 
     def _begin(self) -> None:
         self._running = True
+        self.journal.mark(GRADIENT)
         for index, parts in enumerate(self._expected):
             if parts == 0:
                 self._ready_unused(index)
@@ -188,6 +219,7 @@ class Reducer(Taped):
         self.end_later()
 
     def _start(self, bucket: Bucket) -> None:
+        self.journal.mark(REDUCING)
         if self.hook:
             last = bucket.index == len(self.buckets) - 1
             self._flights.append(self.hook.start(bucket, last=last))
@@ -201,6 +233,7 @@ class Reducer(Taped):
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        self.journal.mark(GRADIENTS)
         missing = self._missing()
         if self._learning:
             self._expected = [1 - left for left in self._left]
@@ -211,10 +244,13 @@ class Reducer(Taped):
                 self._ready_unused(index)
             self._issue()
         if self._next < len(self.buckets):
-            return  # `before_forward` tells of it
+            return  # the next forward tells of it
         if self._learning or self._finds_unused:
             self._untouched = self._unused_everywhere(missing)
+            self._steady &= self.unused in (None, missing)
+            self.unused = missing
         self._land()
+        self.journal.end(self._order)
         self.mixed.raise_all()
         for index in missing:
             if index not in self._untouched:
@@ -239,8 +275,9 @@ class Reducer(Taped):
     def _unused_everywhere(self, missing: Sequence[int]) -> set[int]:
         used = torch.ones(len(self.parameters), dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
-        self.comm.all_reduce(used, "max", tag=len(self.buckets))
-        return {i for i, by_someone in enumerate(used.tolist()) if not by_someone}
+        self.comm.all_reduce(used, tag=len(self.buckets))
+        self._users = used
+        return {i for i, users in enumerate(used.tolist()) if not users}
 
     def _land(self) -> None:
         for flights in (self._flights, self.guests):
@@ -259,19 +296,21 @@ class Reducer(Taped):
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
 
-    def facts(self) -> dict[str, Any]:
-        """For whoever asks how it works; bytes."""
-        sizes = [sum(s.parameter.nbytes for s in b.slots) for b in self.buckets]
-        return {
-            "num_parameter_tensors": len(self.parameters),
-            "total_parameter_size_bytes": sum(sizes),
-            "bucket_cap_bytes": self.settings.caps[-1],
-            "bucket_sizes": ", ".join(map(str, sizes)),
-            "has_rebuilt_buckets": int(self.rebuilt),
-            "find_unused_parameters": int(self.settings.find_unused_parameters),
-            "static_graph": int(self.settings.static_graph),
-            "gradient_as_bucket_view": int(self.settings.gradient_as_bucket_view),
-        }
+    # ---- what torch's Reducer tells, too
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks have used each parameter in the last backward that sought the unused."""
+        return self._users
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward so far has left the same parameters unused on this rank."""
+        return self._steady
+
+    def _remove_autograd_hooks(self) -> None:
+        """It hears of no gradient any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _unfinished(self) -> str:
         lost = [i for i, left in enumerate(self._left) if left > 0]

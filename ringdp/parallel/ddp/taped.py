@@ -1,12 +1,14 @@
 """What a trace sees of DistributedDataParallel: forward, backward, and when it reduces what.
 
 forward    from the module's call to its outputs
-backward   from the first gradient to the last
+backward   from the first gradient to the last; of one that reduces nothing, where autograd ends
 """
 
 from __future__ import annotations
 
 from time import monotonic_ns
+
+from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.parallel.around import Around
@@ -18,6 +20,7 @@ class Taped:
     """The part of a Reducer that a trace asks. See `tape.recorder.Source`."""
 
     comm: Communicator
+    _armed: bool  # this backward reduces
     _watcher: Watcher
 
     def tape_on(self, recorder: Recorder) -> None:
@@ -35,13 +38,13 @@ class Watcher:
     """Around one reducer."""
 
     def __init__(self, reducer: Taped, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self._reducer, self._recorder = reducer, recorder
         self._forward: int | None = None  # since when
         self._backward: int | None = None
         reducer.comm.label("gradients of DDP")
         self._around = around = Around()
-        around.after(reducer, "before_forward", self._forward_begins)
-        around.before(reducer, "arm", self._forward_ended)
+        around.after(reducer, "begin_forward", self._forward_begins)
+        around.before(reducer, "end_forward", self._forward_ended)
         around.before(reducer, "made", self._gradient_made)
         around.timed(reducer, "_start", self._reduced)
         around.before(reducer, "_end", self._backward_ended)
@@ -51,6 +54,7 @@ class Watcher:
 
     def end(self) -> None:
         self._around.off()
+        self._backward = None
 
     def _forward_begins(self) -> None:
         self._forward = monotonic_ns()
@@ -63,6 +67,8 @@ class Watcher:
     def _gradient_made(self, _index: int) -> None:
         if self._backward is None:
             self._backward = monotonic_ns()
+            if not self._reducer._armed:
+                Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _reduced(self, since: int, bucket: Bucket) -> None:
         self._recorder.span(f"reduce bucket {bucket.index}", "reduce", since)

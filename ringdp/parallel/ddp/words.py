@@ -1,0 +1,207 @@
+"""torch's own words on DDP, beside its documented ones: what frameworks read, and what they call.
+
+    read    which arguments it was given, where it is, its buffers
+    call    _set_static_graph, _get_ddp_logging_data, _check_reducer_finalized, ...
+
+They do here what they do there. Not here: what belongs to a GPU (`to_kwargs`, `scatter`, `gather`),
+to torch's C++ (`logger`) and to how it does mixed precision (`_mp_param`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringdp.comm import Communicator
+from ringdp.errors import ModelError, UsageError
+from ringdp.parallel import replicas
+from ringdp.parallel.ddp import arguments, logged
+from ringdp.parallel.ddp.journal import Journal
+from ringdp.parallel.ddp.reducer import Reducer
+from ringdp.parallel.ddp.settings import Settings
+
+
+class Words:
+    """The part of DistributedDataParallel that is there to be found under its name."""
+
+    module: nn.Module
+    parameters_to_ignore: set[str]
+    settings: Settings
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
+    reducer: Reducer | None
+    _group: Any  # as given
+    _journal: Journal
+    _started: bool
+    _reducer: Callable[[], tuple[Communicator, Reducer]]
+    _named_buffers: Callable[[], dict[str, Tensor]]
+
+    broadcast_bucket_size = replicas.PIECE
+
+    # ---- read
+
+    @property
+    def process_group(self) -> Any:
+        """As given; else torch's default group, where there is one, or the communicator."""
+        if self._group is not None:
+            return self._group
+        torchs = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if torchs else self._reducer()[0]
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        return self.settings.find_unused_parameters
+
+    @property
+    def static_graph(self) -> bool:
+        return self.settings.static_graph
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        return self.settings.gradient_as_bucket_view
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Of all buckets but the first; torch.compile cuts graphs by it."""
+        return self.settings.caps[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Those that are brought together."""
+        return list(self._named_buffers().values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        return self._named_buffers()
+
+    def will_sync_module_buffers(self) -> bool:
+        """In the next forward, or in this one until it ends."""
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and bool(self._named_buffers())
+        )
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._reducer()[1].rebuilt
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._reducer()[0].rank
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
+        """Parameters that a DistributedDataParallel around `module` does not leave alone."""
+        for name, p in module.named_parameters():
+            if not hasattr(p, "_ddp_ignored"):
+                yield (name, p) if named_params else p
+
+    # ---- call
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Names that a DistributedDataParallel around `module` shall leave alone."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _set_static_graph(self) -> None:
+        """torch's older name for static_graph=True. Before the first forward. Collective."""
+        if self.static_graph:
+            warnings.warn(
+                "static_graph is True already: no need to set it again", UserWarning, stacklevel=2
+            )
+            return
+        if self._started:
+            raise ModelError("_set_static_graph() should be called before training loop starts")
+        self.settings = self.settings._replace(static_graph=True)
+        self.reducer = None
+        self._reducer()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """See `logged`."""
+        return {
+            "module_name": type(self.module).__name__,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            **logged.facts(self._reducer()[1]),
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Time every `sample_rate`-th iteration beyond the tenth. See `journal`."""
+        self._journal.sample(sample_rate)
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise ModelError unless the last backward has reduced all that it had to."""
+        self._reducer()[1]._check_reducer_finalized()
+
+    def _remove_autograd_hooks(self) -> None:
+        """From now on backwards reduce nothing: another DistributedDataParallel may."""
+        self._reducer()[1]._remove_autograd_hooks()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing is cloned here, whatever `val`: torch clones what forward returns, unless told
+        otherwise, so that it may be changed in place, which it may here as it is."""
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """`bufs`, by default all buffers, take that rank's values, as many bytes at once as
+        `bucket_size`, by default `broadcast_bucket_size`. Collective."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        piece = bucket_size or self.broadcast_bucket_size
+        replicas.broadcast(self._reducer()[0], tensors, authoritative_rank, piece)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters that are reduced, in the order of their indices; which are sparse."""
+        found = arguments.trainables(self.module, self.parameters_to_ignore)
+        return [t.parameter for t in found], [t.sparse for t in found]
+
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        """Names by index. Raises UsageError unless they are the parameters that are reduced."""
+        index = {p: i for i, p in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, p, _ in arguments.trainables(self.module, self.parameters_to_ignore):
+            if p not in index:
+                raise UsageError(
+                    f"Param with name {name} is trained by the module, and not among `parameters`"
+                )
+            names[index[p]] = name
+        if len(names) != len(index):
+            raise UsageError(
+                "Expected param to name mapping to cover all parameters: the module trains "
+                f"{len(names)}, and {len(index)} were given"
+            )
+        return names
