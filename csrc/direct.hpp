@@ -34,8 +34,6 @@ class Direct : private Messages {
     longest_ = 0;
     for (int r = 0; r < ranks_; ++r) longest_ = std::max(longest_, bytes(r));
     const std::size_t message = gathers() ? longest_ : bytes(0, ranks_);
-    part_ = segment_.part() / dtype.size * dtype.size;
-    count_ = (longest_ + part_ - 1) / part_;
     path_ = ranks_ == 1         ? Path::alone
             : message <= kTiny && link_.is_none() ? Path::lines  // which don't say when they began
             : message <= whole_limit() ? Path::whole
@@ -51,7 +49,7 @@ class Direct : private Messages {
         case Path::whole: run_whole(); break;
         case Path::tiles: run_tiles(); break;
       }
-      peers_.sent_bytes.fetch_add(sent(), std::memory_order_relaxed);
+      peers_.count_sent(sent());
       moved_all_ = true;
     }
     if (!link_.is_none()) peers_.await_time(latest_ + link_.takes(2 * (ranks_ - 1), longest_));
@@ -73,7 +71,12 @@ class Direct : private Messages {
   }
 
   void run_tiles() {
-    if (step_ == 0) post(arena_.offset(message())), step_ = 1;
+    if (step_ == 0) {
+      part_ = segment_.part() / dtype_.size * dtype_.size;
+      count_ = (longest_ + part_ - 1) / part_;
+      post(arena_.offset(message()));
+      step_ = 1;
+    }
     for (; step_ < ranks_; ++step_) {
       const int r = (rank_ + step_) % ranks_;
       read_post(r);

@@ -210,7 +210,7 @@ class Interpreter {
     const auto head = c.head.load(std::memory_order_relaxed);
     segment_.slot(rank_, peer, head) = {number_, bytes, digest_, arrival(bytes), more};
     c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
-    peers_.sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    peers_.count_sent(bytes);
   }
 
   // When what is sent now has come through the link, in ns: it queues behind what was sent before.

@@ -186,7 +186,7 @@ class Mailbox {
       const auto some = std::min<std::uint64_t>(next.left, slab_);
       if (!channels_.push(to, {next.type, std::uint32_t(some), next.id, next.kind, next.bytes}, next.data))
         break;
-      progress_.peers().sent_bytes.fetch_add(some, std::memory_order_relaxed);
+      progress_.messages_sent.fetch_add(some, std::memory_order_relaxed);
       next.data += some, next.left -= some;
       if (next.left) continue;
       if (next.ticket) pending_.erase(next.ticket);

@@ -91,7 +91,7 @@ NB_MODULE(_core, m) {
              self.segment().record(self.rank()).message.write(number, kind, elements, checked(site));
            })
       .def("has_message", [](Progress& self) { self.segment().record(self.rank()).message.clear(); })
-      .def("sent_bytes", [](Progress& self) { return self.peers().sent_bytes.load(); })
+      .def("sent_bytes", &Progress::sent)
       .def("trace", &Progress::trace)
       .def("untrace", &Progress::untrace)
       .def("tape",

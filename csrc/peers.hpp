@@ -69,7 +69,10 @@ class Peers {
     crowded_ = segment.ranks() > cores_;
   }
 
-  std::atomic<std::uint64_t> sent_bytes{0};
+  // Bytes of collectives, which one thread at a time runs: to add to them needs no locked access.
+  std::uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
+  void count_sent(std::uint64_t bytes) { sent_.store(sent() + bytes, std::memory_order_relaxed); }
+
   Tape tape;
   std::atomic<int> waiting{0};  // threads of this rank that do nothing until the background is done
 
@@ -198,6 +201,7 @@ class Peers {
   int rank_;
   const std::atomic<bool>& stop_;
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
+  std::atomic<std::uint64_t> sent_{0};
   bool crowded_;
   Clock::time_point end_ = Clock::time_point::max();
   int spins_ = 0;

@@ -43,7 +43,8 @@ inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_
   }
   const auto ready = nb::steal(PyObject_GetAttr(args[0], ready_name));
   if (!ready.is_valid()) return PyErr_Clear(), nb::object();
-  if (!nb::isinstance<Ready>(ready)) return {};
+  static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
+  if (Py_TYPE(ready.ptr()) != type) return {};
   return nb::inst_ptr<Ready>(ready)->again(args[0], method.collective, args[at.whole],
                                            at.part ? args[at.part] : nullptr, op, tag);
 }

@@ -147,6 +147,22 @@ def test_a_repeated_call_is_on_record(ranks):
     ranks(2)(recorded)
 
 
+def negated(comm: Communicator) -> None:
+    z, pair = torch.zeros(1, dtype=torch.complex64), torch.zeros(2)
+    for plain in (True, True, False, True, False):
+        z.fill_(complex(0, comm.rank + 1))
+        # each in the place and memory of the one before
+        comm.all_reduce(z.imag if plain else z.conj().imag, "max")
+        assert z.imag.item() == (2.0 if plain else 1.0)
+        pair.fill_(comm.rank + 1.0)
+        comm.all_reduce(pair if plain else torch._neg_view(pair), "max")  # type: ignore[attr-defined]
+        assert pair.tolist() == [2.0 if plain else 1.0] * 2
+
+
+def test_a_negated_tensor_in_the_place_of_a_plain_one(ranks):
+    ranks(2)(negated)
+
+
 def test_it_is_the_method_to_whoever_looks():
     assert list(inspect.signature(Communicator.all_reduce).parameters)[:3] == [
         "self",
