@@ -86,6 +86,7 @@ class Direct : private Messages {
     const std::size_t steps = 3 * (count_ + 2);
     for (; step_ < std::int64_t(ranks_ + steps); ++step_) {
       const std::size_t s = step_ - ranks_, t = s / 3;
+      moved_ = 0;  // a step whose time is over begins anew
       if (s % 3 == 0 && t < count_) lay_out(t), note_tile(What::lay_out, t);
       if (s % 3 == 1 && t >= 1 && t - 1 < count_) take(t - 1), note_tile(What::take, t - 1);
       if (s % 3 == 2 && t >= 2) collect(t - 2), note_tile(What::collect, t - 2);
@@ -106,7 +107,6 @@ class Direct : private Messages {
   // A step that moved nothing is none.
   void note_tile(What what, std::size_t t) {
     if (moved_) note(what, moved_, -1, std::int32_t(t));
-    moved_ = 0;
   }
 
   // A: for each owner its part of the tile; when gathering, what is for all.

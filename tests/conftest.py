@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.browser import Dom, open_page
 from tests.forks import Forks
-from tests.ranks import Pool
+from tests.ranks import TIMEOUT, Pool
 
 settings.register_profile("any load", deadline=None)  # tests do not time anything
 settings.load_profile("any load")
@@ -46,7 +46,7 @@ def fresh_ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]
     pools: list[Pool] = []
     spawned = request.node.get_closest_marker("gpu") is not None
 
-    def pool(size: int, timeout: float = 30.0) -> Pool:
+    def pool(size: int, timeout: float = TIMEOUT) -> Pool:
         pools.append(Pool(size, timeout, spawned=spawned))
         return pools[-1]
 

@@ -295,7 +295,7 @@ def killed(comm: Communicator) -> list[Heard | None]:
 
 
 def test_a_killed_partner_is_named(fresh_ranks):
-    found = fresh_ranks(3, timeout=60.0).outcomes(killed)
+    found = fresh_ranks(3).outcomes(killed)
     assert found[1] is None
     for rank in (0, 2):
         for heard in found[rank]:

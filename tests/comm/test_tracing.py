@@ -107,6 +107,31 @@ def test_tiles_of_a_direct_exchange_add_up(traced):
         assert moved == {"lay out": (4 << 20) - own, "take": own, "collect": (4 << 20) - own}
 
 
+def interrupted(comm: ringdp.Communicator, path: Path) -> None:
+    """On one core: each rank has to let the other go on in the middle of its steps."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with ringdp.trace(path):
+            for _ in range(5):
+                comm.all_reduce(torch.ones(1 << 20), async_op=True).wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_tiles_that_are_interrupted_add_up(ranks, tmp_path):
+    ranks(2)(interrupted, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    for rank in range(2):
+        for call in read.spans("collective", rank):
+            tiles = [
+                e
+                for e in read.spans("chunk", rank)
+                if e["args"]["number"] == call["args"]["number"]
+            ]
+            assert sum(t["args"]["bytes"] for t in tiles) == 3 * (2 << 20)
+
+
 def test_it_says_what_a_reader_needs(traced):
     read, _ = traced
     assert read.about["ranks"] == 3

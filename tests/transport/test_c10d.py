@@ -26,7 +26,7 @@ from tests.transport.test_conformance import ROWS, Case, agree, found
 
 pytestmark = pytest.mark.process
 
-TIMEOUT = 20.0
+TIMEOUT = PATIENCE
 LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16", "int16", "bool")
 
@@ -140,7 +140,7 @@ def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
 
 
 def killed(comm: Communicator) -> list[Heard | None]:
-    c = ringdp.init(transport="c10d", timeout=30.0)
+    c = ringdp.init(transport="c10d", timeout=TIMEOUT)
     others = [c.duplicate() for _ in range(2)]
     c.barrier()
     comm.barrier()  # who were still in the other one might hear of the death there
@@ -153,7 +153,7 @@ def killed(comm: Communicator) -> list[Heard | None]:
 
 
 def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
-    said = fresh_ranks(3, timeout=60.0).outcomes(killed)
+    said = fresh_ranks(3).outcomes(killed)
     assert said[1] is None
     for rank in (0, 2):
         for heard in said[rank]:
@@ -186,7 +186,7 @@ def test_a_death_is_heard_by_who_waits_for_another_rank(forks: Forks):
 
 def leaves(comm: Communicator) -> Heard | None:
     """Rank 1 closes where the others still count on it."""
-    c = ringdp.init(transport="c10d", timeout=30.0)
+    c = ringdp.init(transport="c10d", timeout=TIMEOUT)
     rendezvous._world = comm
     c.barrier()
     comm.barrier()
