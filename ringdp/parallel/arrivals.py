@@ -8,8 +8,10 @@ those take the hooks over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from ringdp.errors import UsageError
 from ringdp.parallel.unit import FlatUnit
 
 
@@ -27,6 +29,11 @@ class Arrivals:
             for at, p in enumerate(unit.computed)
             if p.requires_grad
         }
+        self.strays = {
+            at: p.register_post_accumulate_grad_hook(partial(_refuse, unit.plan.entries[at].name))  # type: ignore[no-untyped-call]
+            for at, p in enumerate(unit.parameters)
+            if p.requires_grad and p is not unit.computed[at]
+        }
 
     def expect(self) -> None:
         """The unit's backward starts."""
@@ -42,5 +49,14 @@ class Arrivals:
         p, master = self.unit.computed[at], self.unit.parameters[at]
         hooks: Any = master._post_accumulate_grad_hooks
         if p is not master and hooks:
-            for hook in list(hooks.values()):
-                hook(p)
+            for key, hook in list(hooks.items()):
+                if at not in self.strays or key != self.strays[at].id:
+                    hook(p)
+
+
+def _refuse(name: str, _: object) -> None:
+    raise UsageError(
+        f"the loss was made of parameter {name} as it is at rest, where it computes in another "
+        "dtype or place: its gradient would be lost. Take it from model.parameters() after the "
+        "forward, or use it within its unit's"
+    )

@@ -50,7 +50,7 @@ from torch.optim.optimizer import (
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import outside
+from ringdp.parallel import copies, outside, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger
@@ -98,7 +98,7 @@ class Engine(Taped):
         self._reduced: set[int] = set()
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._arrivals: dict[int, Arrivals] = {}  # by unit
-        self._held = self._closed = False  # held by full_parameters
+        self._held = self._writes = self._closed = False  # the first two by full_parameters
         self.sync = True
         # An optimizer may step with a forward left open: by an exception, or without its backward.
         me = weakref.proxy(self)  # these torch holds where no garbage collector looks
@@ -107,28 +107,31 @@ class Engine(Taped):
             register_optimizer_step_post_hook(lambda *_: me._after_step()),
         ]
         weakref.finalize(self, _remove, self._handles)
+        own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
         for module, indices in of.items():
-            self._hook(module, indices)
-        self._handles += cast_at(model, list(of), precision, lambda: not self._held)
+            self._hook(module, indices, own)
+        self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
         if stage.optimizer is Keep.SHARD:
-            self._handles += outside.guard_state(model, lambda: self._held)
+            self._handles += outside.guard_state(
+                model, lambda: self._held, lambda: self._held and self._writes, own
+            )
         recorder.join(self)
 
     # ---- forward
 
-    def _hook(self, module: nn.Module, indices: list[int]) -> None:
+    def _hook(self, module: nn.Module, indices: list[int], own: copies.Own) -> None:
         me = weakref.proxy(self)
+        before = own(lambda *_: self._before_forward(indices))
+        after = own(lambda _m, _i, out: self._after_forward(indices, out))
         self._handles += [
-            module.register_forward_pre_hook(
-                lambda *_: self._before_forward(indices), prepend=True
-            ),
-            module.register_forward_hook(lambda _m, _i, out: self._after_forward(indices, out)),
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after),
         ]
         for index in indices:
             unit = self.units[index]
             arrivals = Arrivals(unit, lambda at, index=index: me._gradient_made(index, at))  # type: ignore[misc]
             self._arrivals[index] = arrivals
-            self._handles += arrivals.handles.values()
+            self._handles += (*arrivals.handles.values(), *arrivals.strays.values())
 
     def _before_forward(self, indices: list[int]) -> None:
         if self._held:
@@ -136,7 +139,7 @@ class Engine(Taped):
         for index in indices:
             if not in_backward():  # not a recomputation
                 self._settle()
-                if index == 0:  # a new iteration
+                if index == 0 or self.gathering.over:  # a new iteration
                     self.gathering.begin()
                 self._around[index].update(self.gathering.in_use)
             self._use(index)
@@ -258,17 +261,10 @@ class Engine(Taped):
         self.gathering.end(learn=learn)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        ours = {id(p) for unit in self.units for p in unit.parameters}
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in ours for p in stepped):
-            if in_backward():
-                raise UsageError(
-                    "an optimizer steps within backward, where gradients are not reduced yet and "
-                    "weights are gathered; step it after backward"
-                )
-            self.check_reduced("the optimizer steps")
-        if in_backward():
-            return
+        if not steps.has_any(optimizer, self.units):
+            return  # other ranks may not step it: what is gathered must not depend on it
+        steps.check(optimizer, self.stage)
+        self.check_reduced("the optimizer steps")
         self._settle()
         self._rest(learn=False)
         for unit in self.units:
@@ -313,17 +309,18 @@ class Engine(Taped):
         gathers. To keep the model whole, `close` within it.
         """
         if self._held:
+            self._writes |= write
             yield
             return
         self._settle()
         self.gathering.summon_all()
-        self._held = True
+        self._held, self._writes = True, write
         try:
             yield
         finally:
             self._held = False
             if not self._closed:
-                self.gathering.dismiss_all(write=write)
+                self.gathering.dismiss_all(write=self._writes)
                 self._rest(learn=False)
 
     def close(self) -> None:
@@ -337,7 +334,7 @@ class Engine(Taped):
         self._closed = True
         recorder.leave(self)
         if self._held or all(u.static for u in self.units):
-            del self.model._ringdp_sharded
+            copies.unmark(self.model)
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):
             if not (self.reducing.comm.ended or self.gathering.comm.ended):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ringdp.comm import Communicator, world
 from ringdp.errors import UsageError
-from ringdp.parallel import meta, outside
+from ringdp.parallel import copies, meta, outside
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
@@ -65,8 +65,7 @@ def shard(
     _check(offload, Offload | None, "offload")
     _check(comm, Communicator | None, "comm")
     _check(init, Callable | None, "init")
-    if getattr(model, "_ringdp_sharded", False):
-        raise UsageError("this model is sharded already; shard() takes a model once")
+    copies.check(model)
     for name, value in (("prefetch_bytes", prefetch_bytes), ("persist_below", persist_below)):
         if value is not None and (type(value) is not int or value < 0):
             raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
@@ -98,7 +97,7 @@ def shard(
         prefetch_bytes=prefetch_bytes if overlap else 0,
         overlap=overlap,
     )
-    model._ringdp_sharded = True  # type: ignore[assignment]
+    copies.mark(model)
     return engine
 
 

@@ -36,6 +36,7 @@ class Gathering:
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
+        self.over = False  # whether a backward has ended the iteration: the next forward is another
 
     def begin(self) -> None:
         """A new iteration starts, after which nothing may be left of one without a backward: what
@@ -47,7 +48,7 @@ class Gathering:
         self._ahead.clear()
         self.in_use.clear()
         self._seen.clear()
-        self._position = -1
+        self._position, self.over = -1, False
 
     def use(self, index: int) -> None:
         """Wait until the unit is unsharded; start the gathers of the next ones first."""
@@ -89,8 +90,13 @@ class Gathering:
                 unit.summon(self.comm)
 
     def dismiss_all(self, *, write: bool) -> None:
-        for unit in self.units:
-            if unit.state is State.SUMMONED:
+        summoned = [unit for unit in self.units if unit.state is State.SUMMONED]
+        try:
+            for unit in summoned:
+                if write:
+                    unit.settle()
+        finally:
+            for unit in summoned:
                 unit.dismiss(write=write)
 
     def reshard_all(self) -> None:
@@ -104,7 +110,7 @@ class Gathering:
     def end(self, *, learn: bool) -> None:
         """The iteration is over; `learn` its order."""
         if learn:
-            self._order = tuple(self._seen)
+            self._order, self.over = tuple(self._seen), True
         self.in_use.clear()
         self._ahead.clear()
         self.deferred = False

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
+from ringdp.parallel.copies import Own
 
 
 class Sharded(nn.Parameter):
@@ -50,21 +51,31 @@ def _refusal(args: Any, kwargs: Any) -> UsageError:
     )
 
 
-def guard_state(model: nn.Module, is_whole: Callable[[], bool]) -> list[RemovableHandle]:
-    """From now on state_dict and load_state_dict are refused unless the parameters are whole."""
+def guard_state(
+    model: nn.Module, may_save: Callable[[], bool], may_load: Callable[[], bool], own: Own
+) -> list[RemovableHandle]:
+    """From now on state_dict and load_state_dict, of any of its modules, are refused unless the
+    parameters are whole, and what is loaded is kept."""
 
-    def refuse(what: str, instead: str) -> None:
-        if not is_whole():
+    def refuse(what: str, allowed: bool, instead: str) -> None:
+        if not allowed:
             raise UsageError(
-                f"{what} of a sharded model: its parameters are this rank's flat slices. {instead}"
+                f"{what} of a sharded model: its parameters are this rank's flat slices{instead}"
             )
 
-    save = "Call it within full_parameters(), or use ringdp.save or ringdp.export."
-    load = "Call it within full_parameters(write=True), or use ringdp.load."
-    return [
-        model.register_state_dict_pre_hook(lambda *_: refuse("state_dict", save)),  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict", load)),  # type: ignore[no-untyped-call]
-    ]
+    save = ". Call it within full_parameters(), or use ringdp.save or ringdp.export."
+    load = ", or only read. Call it within full_parameters(write=True), or use ringdp.load."
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        handles += [
+            module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                own(lambda *_: refuse("state_dict", may_save(), save))
+            ),
+            module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                own(lambda *_: refuse("load_state_dict", may_load(), load))
+            ),
+        ]
+    return handles
 
 
 def name(parameter: nn.Parameter, text: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
+from ringdp.parallel.copies import Own
 from ringdp.parallel.outputs import map_tensors
 from ringdp.parallel.units import UnitRule, matches
 
@@ -87,6 +88,7 @@ def cast_at(
     units: list[nn.Module],
     precision: Precision,
     active: Callable[[], bool],
+    own: Own,
 ) -> list[RemovableHandle]:
     """Hooks that cast what goes into and comes out of modules, while `active`."""
     if precision == Precision():
@@ -97,22 +99,22 @@ def cast_at(
         def apply(_m: nn.Module, args: Any, kwargs: Any) -> Any:
             return cast((args, kwargs), dtype) if active() else (args, kwargs)
 
-        handles.append(module.register_forward_pre_hook(apply, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(own(apply), with_kwargs=True))
 
     def after(module: nn.Module, dtype: torch.dtype) -> None:
         def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
             return cast(out, dtype) if active() else out
 
-        handles.append(module.register_forward_hook(apply))
+        handles.append(module.register_forward_hook(own(apply)))
 
     if precision.cast_inputs and precision.param is not None:
         for module in dict.fromkeys([model, *units]):
             if not precision.keeps(module):
                 before(module, precision.param)
     for module in model.modules():
-        own = next(module.parameters(), None)
-        if precision.keeps(module) and own is not None:
-            before(module, own.dtype)
+        first = next(module.parameters(), None)
+        if precision.keeps(module) and first is not None:
+            before(module, first.dtype)
             if precision.param is not None:
                 after(module, precision.param)
     if precision.output is not None:

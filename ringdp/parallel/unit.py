@@ -12,6 +12,7 @@ from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout, outside
+from ringdp.parallel.computed import Computed
 from ringdp.parallel.memory import Ledger, Widths, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
@@ -92,16 +93,14 @@ class FlatUnit:
             self.shard.copy_(whole[self.part])
         self.master = self._master(whole)
         self.views = self._views(self.full)
-        self.computed = parameters
+        self.computed: Sequence[nn.Parameter] = parameters
         if self.apart:
-            self.computed = [
-                nn.Parameter(v, requires_grad=p.requires_grad)
-                for v, p in zip(self.views, parameters, strict=True)
-            ]
+            self.computed = [Computed.of(p, v) for p, v in zip(parameters, self.views, strict=True)]
         self._make_gradients(device)
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state = State.UNSHARDED
         self.work: Work | None = None
+        self._homes = [] if self.static else [t.data_ptr() for t in self.rest]
         if self.static:
             self._point(parameters, self.views)
         else:
@@ -123,6 +122,8 @@ class FlatUnit:
     def gather(self, comm: Communicator) -> None:
         """SHARDED -> GATHERING: start to fill the full buffer."""
         assert self.state is State.SHARDED
+        if self._has_moved():
+            self.settle()
         if self.freed:
             self.ledger.take("gathered", self.bytes)
             self.full.untyped_storage().resize_(self.bytes)
@@ -145,6 +146,8 @@ class FlatUnit:
             for c, p in zip(self.computed, self.parameters, strict=True):
                 c.requires_grad_(p.requires_grad)
             put(self.places, self.computed)
+            if self.stage.optimizer is Keep.SHARD:
+                outside.guard(self.parameters)
         self._point(self.computed, self.views)
         self.state = State.UNSHARDED
 
@@ -173,6 +176,7 @@ class FlatUnit:
     def summon(self, comm: Communicator) -> None:
         """SHARDED -> SUMMONED. Collective."""
         assert self.state is State.SHARDED
+        self.settle()
         outside.release(self.parameters)
         if self.stage.optimizer is Keep.SHARD:
             if self.apart:
@@ -180,6 +184,7 @@ class FlatUnit:
             else:
                 self.summoned = self.full
                 self.full.untyped_storage().resize_(self.bytes)
+            self.before = None if self.apart or self.freed else self.master.clone()
             comm.all_gather(self.summoned, self.master, tag=self.index)
             self._point(self.parameters, self._views(self.summoned))
         self.state = State.SUMMONED
@@ -190,16 +195,52 @@ class FlatUnit:
         if self.stage.optimizer is Keep.SHARD:
             if write:
                 self.master.copy_(self.summoned[self.part])
+            elif self.before is not None:  # the master is a part of what may have been written to
+                self.master.copy_(self.before)
             self._point(self.parameters, self.rest)
             outside.guard(self.parameters)
-            del self.summoned
+            del self.summoned, self.before
             if self.freed:
                 self._free()
         self.state = State.SHARDED
 
+    def settle(self) -> None:
+        """SHARDED or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
+        its values belong. Raises UsageError for another shape or dtype."""
+        if self.static:
+            return
+        homes, tensors = self._homes, self.rest
+        if self.state is State.SUMMONED and self.stage.optimizer is Keep.SHARD:
+            tensors = self._views(self.summoned)
+            homes = [t.data_ptr() for t in tensors]
+        for p, tensor, home, entry in zip(
+            self.parameters, tensors, homes, self.plan.entries, strict=True
+        ):
+            if p.data_ptr() == home and p.dtype == tensor.dtype:
+                continue
+            if p.shape != tensor.shape or p.dtype != tensor.dtype:
+                raise UsageError(
+                    f"parameter {entry.name} has become {p.dtype}{list(p.shape)}, by `.data` or "
+                    f"`.to()`; in the sharded model it is {tensor.dtype}{list(tensor.shape)}. "
+                    "Change the model before shard(), or values in place"
+                )
+            tensor.copy_(p.data)
+            p.data = tensor
+
+    def _has_moved(self) -> bool:
+        """SHARDED: whether `settle` has anything to do. Every gather asks."""
+        dtype = self.dtypes.master
+        with torch._C.DisableTorchFunctionSubclass():  # to ask a `Sharded` takes ten times as long
+            return any(
+                p.data_ptr() != home or p.dtype != dtype
+                for p, home in zip(self.parameters, self._homes, strict=True)
+            )
+
     @property
     def rest(self) -> list[Tensor]:
         """What the parameters are between uses: views of the master."""
+        if self.static:
+            return [p.data for p in self.parameters]  # which the user may have changed by `p.data`
         if self.stage.optimizer is Keep.FULL:
             return self._views(self.master)
         return self.slices(self.master)

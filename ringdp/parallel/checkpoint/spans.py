@@ -38,6 +38,7 @@ def pieces(engine: Engine) -> list[Piece]:
     engine.gathering.reshard_all()
     found = []
     for unit in engine.units:
+        unit.settle()
         whole = unit.stage.optimizer is Keep.FULL
         for entry, p, shape, rest in zip(
             unit.plan.entries, unit.parameters, unit.shapes, unit.rest, strict=True

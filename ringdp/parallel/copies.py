@@ -1,0 +1,76 @@
+"""What a copy of a sharded model takes along: its values, and nothing of the engine.
+
+`copy.deepcopy` copies a module's hooks with it. Those of an engine would gather and reduce the
+units of the model that was copied whenever the copy is called, on some ranks perhaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ringdp.errors import UsageError
+
+_NAME = "_ringdp_sharded"  # an attribute of every module of a sharded model
+
+
+class Hook:
+    """An engine's, on a module. What a copy of the module has in its place does nothing.
+
+    `may_copy`: whether parameters are whole.
+    """
+
+    def __init__(self, call: Callable[..., Any], may_copy: Callable[[], bool]) -> None:
+        self.call, self.may_copy = call, may_copy
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        if not self.may_copy():
+            raise UsageError(
+                "a sharded model is copied: its parameters are this rank's flat slices. Copy it "
+                "within full_parameters(), or before shard()"
+            )
+        return _nothing
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a sharded model is pickled, and its engine with it. Use ringdp.save or ringdp.export, "
+            "or pickle a copy.deepcopy that is made within full_parameters()"
+        )
+
+
+Own = Callable[[Callable[..., Any]], Hook]  # makes a function a Hook of one engine
+
+
+def _nothing(*_: object) -> None:
+    """In the place of a hook."""
+
+
+class _Mark:
+    """A copy of the module has none."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def mark(model: nn.Module) -> None:
+    for module in model.modules():
+        setattr(module, _NAME, _Mark())
+
+
+def unmark(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, _NAME):  # it may have been put there since
+            delattr(module, _NAME)
+
+
+def check(model: nn.Module) -> None:
+    """Raises UsageError if it is sharded, or a part of it, or what it is a part of."""
+    for name, module in model.named_modules():
+        if getattr(module, _NAME, None) is not None:
+            what = f"module {name} of this model" if name else "this model"
+            raise UsageError(f"{what} is sharded already; shard() takes a model once")

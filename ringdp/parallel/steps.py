@@ -1,0 +1,40 @@
+"""Which optimizers step a sharded model, and when: after backward, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from ringdp.errors import UsageError
+from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.taped import in_backward
+from ringdp.parallel.unit import FlatUnit
+
+# Of torch's, those that look at a parameter, or at all of them, as a whole.
+_NOT_BY_ELEMENT = tuple(
+    getattr(torch.optim, name)
+    for name in ("LBFGS", "Adafactor", "Muon")
+    if hasattr(torch.optim, name)
+)
+
+
+def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
+    """Whether it has parameters of theirs."""
+    ours = {id(p) for unit in units for p in unit.parameters}
+    return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+
+def check(optimizer: Optimizer, stage: Stage) -> None:
+    """Raises UsageError if it must not step now, or not at all."""
+    if in_backward():
+        raise UsageError(
+            "an optimizer steps within backward, where gradients are not reduced yet and weights "
+            "are gathered; step it after backward"
+        )
+    if stage.optimizer is Keep.SHARD and isinstance(optimizer, _NOT_BY_ELEMENT):
+        raise UsageError(
+            f"{type(optimizer).__name__} needs whole parameters, and in stage {stage.number} has "
+            "this rank's slices; allowed: optimizers that step each element by itself, or stage 0"
+        )

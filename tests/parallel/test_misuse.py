@@ -1,0 +1,272 @@
+"""What people do to a model beside training it: put tensors into `p.data`, clear gradients late,
+copy it, step something else on one rank. One process is the reference, or an error says it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import ringdp
+from ringdp import Communicator, Engine, Precision, UsageError
+
+pytestmark = pytest.mark.process
+
+WIDTH = 6
+STEPS = 3
+APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def batch(seed: int) -> Tensor:  # on every rank the same, which is then the average
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: nn.Module, seed: int = 0) -> Tensor:
+    out: Tensor = model(batch(seed)).square().mean()
+    return out
+
+
+def whole(engine: Engine) -> list[Tensor]:
+    with engine.full_parameters():
+        return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def assert_equal(engine: Engine, twin: nn.Module) -> None:
+    for mine, exact in zip(whole(engine), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, exact.detach())
+
+
+# ---- loops, which train as one process does
+
+Loop = Callable[[nn.Module, Any], None]
+
+
+def clears_late(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        value = loss(model, step)
+        model.zero_grad(set_to_none=step != 1)
+        value.backward()
+        optimizer.step()
+
+
+def puts_into_data(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        loss(model, step).backward()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:  # as that of an empty slice is
+                    p.data = p.data - 0.1 * p.grad
+        optimizer.zero_grad()
+
+
+def calls_blocks(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        x = batch(step)
+        for block in model.children():
+            x = block(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def freezes_for_a_while(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        model.get_submodule("1").requires_grad_(step != 1)
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS: list[Loop] = [clears_late, puts_into_data, calls_blocks, freezes_for_a_while]
+
+
+def trains(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    for loop in LOOPS:
+        model, twin = net(), net()
+        engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+        for one in (model, twin):
+            loop(one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9))
+        assert_equal(engine, twin)
+        assert len(engine.gathering._seen) <= 2 * len(engine.units)
+        engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loop_trains_as_one_process_does(ranks, stage, precision):
+    ranks(2)(trains, stage, precision)
+
+
+def steps_its_own(comm: Communicator, stage: int) -> None:
+    """Rank 0 steps a model that only it has, between a forward and its backward."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    mine = nn.Parameter(torch.ones(1))
+    mine.grad = torch.ones(1)
+    for step in range(2):
+        value = loss(model, step)
+        if comm.rank == 0:
+            torch.optim.SGD([mine], lr=0.1).step()
+        value.backward()
+    for step in range(2):
+        loss(twin, step).backward()
+    for unit in engine.units:
+        for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+            exact = twin.get_parameter(entry.name).grad
+            begin, end = unit.plan.local(entry, comm.rank)
+            first = unit.rank * unit.plan.shard + begin - entry.offset
+            torch.testing.assert_close(view, exact.flatten()[first : first + end - begin])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_steps_of_its_own_gathers_nothing(ranks, stage):
+    ranks(2)(steps_its_own, stage)
+
+
+# ---- reading and writing whole parameters
+
+
+def writes(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    with engine.full_parameters(write=True), torch.no_grad():
+        ones = torch.ones_like(parameters_to_vector(model.parameters()))
+        vector_to_parameters(ones, model.parameters())  # by p.data
+    assert all((p == 1).all() for p in whole(engine))
+    if stage:
+        with engine.full_parameters():
+            with pytest.raises(
+                UsageError, match=r"load_state_dict .* within full_parameters\(write"
+            ):
+                model.load_state_dict(net().state_dict())
+            for p in model.parameters():
+                p.data.zero_()
+        assert all((p == 1).all() for p in whole(engine))
+        for call in (model[0].state_dict, lambda: model[0].load_state_dict(net()[0].state_dict())):
+            with pytest.raises(UsageError, match="of a sharded model"):
+                call()
+    with engine.full_parameters(), engine.full_parameters(write=True):
+        model.load_state_dict(net(1).state_dict())
+    assert_equal(engine, net(1))
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_kept_is_what_was_to_be_written(ranks, stage, precision):
+    ranks(2)(writes, stage, precision)
+
+
+def saves(comm: Communicator, path: Path, stage: int) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    for p in model.parameters():
+        p.data = torch.ones_like(p)
+    ringdp.save(path, engine)
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    ringdp.load(path, engine)
+    assert all((p == 1).all() for p in whole(engine))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_has_what_was_put_into_data(ranks, tmp_path, stage):
+    ranks(2)(saves, tmp_path / "checkpoint", stage)
+
+
+# ---- copies
+
+
+def copied(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    if stage:
+        with pytest.raises(UsageError, match=r"copied: .* Copy it within full_parameters"):
+            copy.deepcopy(model)
+    with pytest.raises(UsageError, match="is pickled"):
+        pickle.dumps(model)
+    with engine.full_parameters():
+        twin = copy.deepcopy(model)
+    assert_equal(engine, twin)
+    issued = engine.gathering.comm.issued
+    if comm.rank == 0:
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        loss(twin).backward()
+        optimizer.step()
+        assert pickle.loads(pickle.dumps(twin.state_dict()))
+    assert engine.gathering.comm.issued == issued
+    loss(model).backward()
+    again = ringdp.shard(twin, stage=stage, comm=comm)
+    again.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_copy_is_an_ordinary_model(ranks, stage, precision):
+    ranks(2)(copied, stage, precision)
+
+
+# ---- what cannot be done
+
+
+def refused(comm: Communicator, stage: int) -> list[str]:
+    said = []
+
+    def attempt(act: Callable[[], object]) -> None:
+        with pytest.raises(UsageError) as caught:
+            act()
+        said.append(str(caught.value))
+
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    attempt(lambda: ringdp.shard(model[1], stage=stage, comm=comm))
+    attempt(lambda: ringdp.shard(nn.Sequential(model, nn.Linear(1, 1)), stage=stage, comm=comm))
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    attempt(lambda: lbfgs.step(lambda: loss(model)))
+    model.double()
+    attempt(lambda: model(batch(0).double()))
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_cannot_be_done_is_told(ranks, stage):
+    for part, around, lbfgs, moved in ranks(2)(refused, stage):
+        assert "this model is sharded already" in part
+        assert "module 0 of this model is sharded already" in around
+        assert "LBFGS needs whole parameters" in lbfgs
+        assert "has become torch.float64" in moved
+        assert "in the sharded model it is torch.float32" in moved
+
+
+def at_rest(comm: Communicator, stage: int) -> None:
+    model = net()
+    parameters = list(model.parameters())
+    engine = ringdp.shard(model, stage=stage, precision=APART, comm=comm)
+    value = loss(model)
+    with pytest.raises(UsageError, match=r"\.0\.(weight|bias)"):
+        (value + sum(p.square().sum() for p in parameters)).backward()
+    model.zero_grad()
+    loss(model).backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loss_of_parameters_at_rest_is_told(ranks, stage):
+    """Where others compute in their place, their gradients were lost without a word."""
+    ranks(2)(at_rest, stage)
