@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from ringdp import ModelError
+from ringdp import DistributedDataParallel, ModelError
 
 WIDTH, ROWS = 12, 6
 
@@ -254,6 +254,16 @@ def gloo() -> None:
     """torch's default group over the pool's ranks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+
+
+def of_both(found: Callable[[Wrap], Any]) -> tuple[Any, Any]:
+    """What it finds for our class, and for torch's over gloo."""
+    gloo()
+    results = []
+    for wrap in (DistributedDataParallel, TORCHS):
+        torch.manual_seed(0)
+        results.append(found(wrap))
+    return results[0], results[1]
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:

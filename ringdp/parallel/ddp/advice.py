@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ringdp.parallel.ddp.settings import Settings
 
 
@@ -25,6 +27,16 @@ def advice(settings: Settings) -> str:
         "loss, or that backward raised. You can enable unused parameter detection by passing the "
         "keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by "
         f"{outputs}."
+    )
+
+
+def unfinished(settings: Settings, rank: int, lost: Mapping[int, str]) -> str:
+    """`lost`: names, by index, of parameters whose gradients have not come."""
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        f"{advice(settings)}\nParameter indices which did not receive grad for rank {rank}: "
+        f"{' '.join(map(str, lost))}\nParameters which did not receive grad for rank {rank}: "
+        f"{', '.join(lost.values())}"
     )
 
 

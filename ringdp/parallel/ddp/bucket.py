@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.comm import Communicator
+from ringdp.parallel.ddp.profiled import all_reduce
 
 
 class Slot(NamedTuple):
@@ -112,7 +113,7 @@ class FlatBucket:
 
     def start(self) -> Callable[[], object]:
         flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        return self.comm.all_reduce(flat, async_op=True, tag=self.index).wait
+        return all_reduce(self.comm, flat, tag=self.index).wait
 
     def tensor(self) -> Tensor:
         return self.flat

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.profiled import all_reduce
 
 KINDS = (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS)
 
@@ -35,7 +36,7 @@ class BuiltIn(NamedTuple):
         if gradients.is_sparse:
             raise UsageError(f"{self.name} takes no sparse gradients: register ALLREDUCE")
         half = gradients.to(torch.float16).div_(bucket.comm.size)
-        work = bucket.comm.all_reduce(half, async_op=True, tag=bucket.index)
+        work = all_reduce(bucket.comm, half, tag=bucket.index)
 
         def finish() -> None:
             work.wait()

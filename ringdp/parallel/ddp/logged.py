@@ -43,6 +43,7 @@ def facts(reducer: Reducer) -> dict[str, Any]:
         "static_graph": int(settings.static_graph),
         "gradient_as_bucket_view": int(settings.gradient_as_bucket_view),
         "can_set_static_graph": int(reducer._ddp_graph_static()),
+        "num_buckets_reduced": reducer.started,
         "unused_parameter_size": sum(sizes[i] for i in reducer.unused or ()),
         "has_rebuilt_buckets": int(reducer.rebuilt),
     }

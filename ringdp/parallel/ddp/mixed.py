@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.profiled import all_reduce
 from ringdp.parallel.precision import cast
 
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -34,7 +35,7 @@ class Reduction(NamedTuple):
 
     def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
         low = bucket.tensor().to(self.dtype)
-        work = self.comm.all_reduce(low, async_op=True, tag=bucket.index)
+        work = all_reduce(self.comm, low, tag=bucket.index)
 
         def finish() -> None:
             work.wait()

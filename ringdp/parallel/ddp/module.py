@@ -23,6 +23,7 @@ from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook, checked
 from ringdp.parallel.ddp.joining import ALONE, Joining
 from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
+from ringdp.parallel.ddp.profiled import span
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.uneven import Uneven
@@ -75,7 +76,6 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             output_device=output_device,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.module, self.device_mesh = module, device_mesh
         self.dim, self.device_ids, self.output_device = dim, None, None
@@ -100,6 +100,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.mixed_precision, self._journal = mixed_precision, Journal()
@@ -157,9 +158,11 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         if buffers and self._buffer_hook:
             reducer.guests += self._buffer_hook.run(buffers)
         elif buffers:
-            replicas.broadcast(comm, buffers.values(), root)
-        self._outer = (_Torchs._active_ddp_module,)
+            with span("ringdp:broadcast"):
+                replicas.broadcast(comm, buffers.values(), root)
+        self._outer = (_Torchs._active_ddp_module, span("DistributedDataParallel.forward"))
         _Torchs._active_ddp_module = self  # type: ignore[assignment]
+        self._outer[1].__enter__()
         return reduces
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -171,7 +174,9 @@ class DistributedDataParallel(nn.Module, Joining, Words):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _leave_module(self, lowered: list[nn.Parameter]) -> None:
-        (_Torchs._active_ddp_module,) = self._outer
+        _Torchs._active_ddp_module, seen = self._outer
+        seen.__exit__(None, None, None)
+        del self._outer
         if not torch.is_grad_enabled():
             self._mixed.raise_all(lowered)
 

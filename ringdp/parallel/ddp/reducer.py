@@ -24,24 +24,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError
-from ringdp.parallel.ddp.advice import advice, once_more
+from ringdp.parallel.ddp.advice import once_more, unfinished
 from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
+from ringdp.parallel.ddp.listening import ender, listener
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
+from ringdp.parallel.ddp.profiled import all_reduce, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.sparse import SparseBucket
+from ringdp.parallel.ddp.stepping import step, taken_off
 from ringdp.parallel.ddp.taped import Taped
 from ringdp.tape import recorder
 
@@ -69,9 +73,12 @@ class Reducer(Taped):
         self._flights: list[Callable[[], object]] = []
         self.guests: list[Callable[[], object]] = []  # what else ends with this backward
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
+        self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
         self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
         self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
         self._steady = True  # the same ones in every backward
+        self.idle: set[int] = set()  # unused parameters that count as there in this backward
+        self.started = 0  # buckets, in the last backward
         self._users = torch.zeros(len(parameters), dtype=torch.int32)  # ranks, of each parameter
         self._build(reversed(range(len(parameters))))
         self._nodes: dict[int, Any] = {}
@@ -85,7 +92,7 @@ class Reducer(Taped):
         for index, (_, p, _) in enumerate(self.parameters):
             node = torch.autograd.graph.get_gradient_edge(p).node
             if node is not self._nodes.get(index):
-                self._handles.append(node.register_hook(_listener(weakref.ref(self), index)))
+                self._handles.append(node.register_hook(listener(weakref.ref(self), index)))
                 self._nodes[index] = node
 
     def _build(self, order: Iterable[int]) -> None:
@@ -118,6 +125,8 @@ class Reducer(Taped):
 
     def begin_forward(self, *, reduces: bool) -> None:
         """`reduces`: its backward shall. Collective once, then: see `_rebuild_buckets`."""
+        if self._stepping is None:
+            self._stepping = taken_off(t.parameter for t in self.parameters)
         if reduces:
             self.prepare_for_forward()
             self._rebuild_buckets()
@@ -132,7 +141,8 @@ class Reducer(Taped):
     def _check_reducer_finalized(self) -> None:
         """Raise ModelError if the last backward is not through."""
         if self._running:
-            raise ModelError(self._unfinished())
+            lost = {i: self.parameters[i].name for i, left in enumerate(self._left) if left > 0}
+            raise ModelError(unfinished(self.settings, self.comm.rank, lost))
 
     def _rebuild_buckets(self) -> bool:
         """Once, after the first backward, buckets follow the order in which gradients came there.
@@ -145,13 +155,15 @@ class Reducer(Taped):
             return False
         everything = range(len(self.parameters))
         order = torch.tensor([*self._order, *(i for i in everything if i not in self._order)])
-        self.comm.broadcast(order)
+        with span("ringdp:broadcast"):
+            self.comm.broadcast(order)
         self._build(order.tolist())
         return True
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """The next backward, of a forward that has ended, shall reduce."""
-        self._armed, self._ending, self._next = True, False, 0
+        self._armed, self._ending, self._next, self.started = True, False, 0, 0
+        self.idle.clear()
         self._left = list(self._expected)
         self._ordering = self.journal.sampling or not self.rebuilt
         if self._ordering:
@@ -161,7 +173,7 @@ class Reducer(Taped):
         if self._learning or self._finds_unused:
             for tensor in outputs:
                 if tensor.requires_grad:
-                    tensor.register_hook(_ender(weakref.ref(self)))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(ender(weakref.ref(self)))  # type: ignore[no-untyped-call]
 
     # ---- backward
 
@@ -201,6 +213,8 @@ class Reducer(Taped):
 
     def _ready_unused(self, index: int) -> None:
         bucket, slot = self._places[index]
+        if index not in self._used:
+            self.idle.add(index)
         self.mixed.raise_(slot.parameter)
         bucket.take_unused(slot, self._scale)
         bucket.pending -= 1
@@ -212,13 +226,21 @@ class Reducer(Taped):
     def _issue(self) -> None:
         """Start every bucket that is whole, and has none before it that is not."""
         while self._next < len(self.buckets):
-            if self.buckets[self._next].pending:
+            bucket = self.buckets[self._next]
+            if bucket.pending:
                 return
-            self._start(self.buckets[self._next])
+            if not self._skips(bucket):
+                self._start(bucket)
             self._next += 1
         self.end_later()
 
+    def _skips(self, bucket: Bucket) -> bool:
+        """Whether no gradient in it is anything, on any rank, as the user has promised."""
+        skips = self.settings.skip_all_reduce_unused_params
+        return skips and self.idle.issuperset(self.layouts[-1][bucket.index])
+
     def _start(self, bucket: Bucket) -> None:
+        self.started += 1
         self.journal.mark(REDUCING)
         if self.hook:
             last = bucket.index == len(self.buckets) - 1
@@ -234,7 +256,8 @@ class Reducer(Taped):
 
     def _end(self) -> None:
         self.journal.mark(GRADIENTS)
-        missing = self._missing()
+        with span("search_unused_parameters") if self._finds_unused else nullcontext():
+            missing = self._missing()
         if self._learning:
             self._expected = [1 - left for left in self._left]
             for index in self._order:
@@ -256,6 +279,7 @@ class Reducer(Taped):
             if index not in self._untouched:
                 bucket, slot = self._places[index]
                 bucket.hand_out(slot)
+        step(self._stepping or ())
         self._used.clear()
         self._armed = self._running = self._learning = False
 
@@ -275,7 +299,7 @@ class Reducer(Taped):
     def _unused_everywhere(self, missing: Sequence[int]) -> set[int]:
         used = torch.ones(len(self.parameters), dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
-        self.comm.all_reduce(used, tag=len(self.buckets))
+        all_reduce(self.comm, used, tag=len(self.buckets)).wait()
         self._users = used
         return {i for i, users in enumerate(used.tolist()) if not users}
 
@@ -311,33 +335,3 @@ class Reducer(Taped):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _unfinished(self) -> str:
-        lost = [i for i, left in enumerate(self._left) if left > 0]
-        rank = self.comm.rank
-        return (
-            "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"{advice(self.settings)}\nParameter indices which did not receive grad for rank "
-            f"{rank}: {' '.join(map(str, lost))}\nParameters which did not receive grad for rank "
-            f"{rank}: {', '.join(self.parameters[i].name for i in lost)}"
-        )
-
-
-def _listener(ref: weakref.ref[Reducer], index: int) -> Callable[..., None]:
-    """A hook that does not keep the reducer alive."""
-
-    def made(*_: object) -> None:
-        reducer = ref()
-        if reducer is not None:
-            reducer.made(index)
-
-    return made
-
-
-def _ender(ref: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
-    def end(_: Tensor) -> None:
-        reducer = ref()
-        if reducer is not None:
-            reducer.end_later()
-
-    return end

@@ -22,3 +22,4 @@ class Settings(NamedTuple):
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool
+    skip_all_reduce_unused_params: bool = False

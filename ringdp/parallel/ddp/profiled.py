@@ -1,0 +1,38 @@
+"""What torch's profiler sees of DDP, under the names that it has over torch's backends:
+
+DistributedDataParallel.forward
+search_unused_parameters         where they are sought
+ringdp:all_reduce                from a reduction's start until its result is there
+ringdp:broadcast                 of buffers, and of the order of buckets
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import profiler
+from torch.futures import Future
+
+from ringdp.comm import Communicator, Work
+from ringdp.comm.backend.works import GroupWork, Watcher
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Around what is to be seen, where something is profiled."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
+
+
+def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work:
+    """The sum over ranks, begun. Where it is to be seen, a thread tells when it has ended."""
+    if not profiler._is_profiler_enabled:
+        return comm.all_reduce(flat, async_op=True, tag=tag)
+    seen, watcher = profiler.record_function("ringdp:all_reduce"), Watcher()
+    ended: Future[Any] = Future()
+    seen.__enter__()  # type: ignore[no-untyped-call]
+    work = comm.all_reduce(flat, async_op=True, tag=tag)
+    seen._call_end_callbacks_on_future(ended)
+    watcher.watch(GroupWork([work], [flat], [], None, None), ended)
+    watcher.stop()
+    return work

@@ -1,0 +1,245 @@
+"""What frameworks call on a DistributedDataParallel beyond torch's documentation does what it does
+on torch's, at 2 ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from ringdp import Communicator, DistributedDataParallel
+from tests.parallel.ddp_cases import (
+    WIDTH,
+    Branches,
+    Wrap,
+    backward,
+    equal,
+    gradients,
+    loss,
+    mlp,
+    of_both,
+    rows,
+    says,
+)
+
+pytestmark = pytest.mark.process
+
+
+def skipped(comm: Communicator) -> None:
+    """Layers that no rank uses have a bucket of their own."""
+
+    def trained(*, skips: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        net: Any = DistributedDataParallel(
+            Branches(0, differ=False),
+            process_group=comm,
+            bucket_cap_mb=0,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=skips,
+        )
+        reduced = []
+        for step in range(3):
+            reduced += backward(net, step, comm.rank)
+        return reduced, net._get_ddp_logging_data()["num_buckets_reduced"]
+
+    (found, some), (expected, every) = trained(skips=True), trained(skips=False)
+    assert equal(found, expected)
+    assert (some, every) == (6, 12)  # of 12 weights and biases
+
+
+def test_what_is_unused_everywhere_need_not_be_reduced(ranks):
+    ranks(2)(skipped)
+
+
+def late(comm: Communicator, unused: bool) -> None:
+    """Whether to reduce is said between forward and backward: Lightning, accelerate, pipelining."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        net: Any = wrap(mlp(), find_unused_parameters=unused)
+        reduced = []
+        for step in range(3):
+            net.zero_grad()
+            net.require_backward_grad_sync = False
+            out = net(rows(step, comm.rank))
+            net.require_backward_grad_sync = net.require_forward_param_sync = True
+            net.reducer._rebuild_buckets()
+            net.reducer.prepare_for_backward([out])
+            loss(out).backward()
+            reduced += gradients(net)
+        return reduced
+
+    assert equal(*of_both(found))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_backward_may_be_told_to_reduce_after_its_forward(ranks, unused):
+    ranks(2)(late, unused)
+
+
+def stepped(comm: Communicator, first: bool) -> None:
+    """`first`: optimizers are there before the model is wrapped. The last step is of two parts."""
+
+    def trained(*, within: bool, views: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, made = mlp(), []
+
+        def attach() -> None:
+            if within:
+                _apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.1})
+            else:
+                made.append(torch.optim.Adam(model.parameters(), lr=0.1))
+
+        if first:
+            attach()
+        net = DistributedDataParallel(model, process_group=comm, gradient_as_bucket_view=views)
+        if not first:
+            attach()
+        for step in range(3):
+            if step == 2:
+                with net.no_sync():
+                    loss(net(rows(7, comm.rank))).backward()
+            loss(net(rows(step, comm.rank))).backward()
+            for optimizer in made:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        return list(model.parameters())
+
+    expected = trained(within=False, views=False)
+    for views in (False, True):
+        assert equal(trained(within=True, views=views), expected)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_optimizer_within_backward_steps_with_the_average(ranks, first):
+    ranks(2)(stepped, first)
+
+
+def profiled(comm: Communicator) -> Counter[str]:
+    net = DistributedDataParallel(
+        nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)),
+        process_group=comm,
+        find_unused_parameters=True,
+    )
+    with torch.profiler.profile() as profile:
+        for step in range(3):
+            backward(net, step, comm.rank)
+    return Counter({event.key: event.count for event in profile.key_averages()})
+
+
+def test_the_profiler_sees_forward_and_reductions(ranks):
+    for seen in ranks(2)(profiled):
+        assert seen["DistributedDataParallel.forward"] == 3
+        assert seen["search_unused_parameters"] == 3
+        assert seen["ringdp:broadcast"] == 3
+        assert seen["ringdp:all_reduce"] == 6  # gradients, and who has used which parameter
+
+
+def built_in(comm: Communicator, name: str) -> None:
+    kind = getattr(dist.BuiltinCommHookType, name)
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        net: Any = wrap(mlp(), bucket_cap_mb=0.001)
+        net._register_builtin_comm_hook(kind)
+        assert net._get_ddp_logging_data()["comm_hook"] == str(kind)
+        return [g for step in range(3) for g in backward(net, step, comm.rank)]
+
+    assert equal(*of_both(found))
+
+
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_built_in_hooks_give_torchs_bits(ranks, name):
+    ranks(2)(built_in, name)
+
+
+def sparse_built_in(comm: Communicator) -> None:
+    def wrap() -> Any:
+        torch.manual_seed(0)
+        return DistributedDataParallel(nn.Embedding(4, 2, sparse=True), process_group=comm)
+
+    plain, hooked = wrap(), wrap()
+    hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    for net in (plain, hooked):
+        net(torch.tensor([0, 1 + comm.rank])).sum().backward()
+    assert torch.equal(plain.module.weight.grad.to_dense(), hooked.module.weight.grad.to_dense())
+    says(lambda: wrap()._register_builtin_comm_hook(3), ValueError)
+
+
+def test_a_built_in_hook_takes_sparse_gradients(ranks):
+    ranks(2)(sparse_built_in)
+
+
+def taken_over(comm: Communicator) -> None:
+    """A backward that raised, and then another class around the same model."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, _gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    first: Any = DistributedDataParallel(model, process_group=comm)
+    tap = model[1].register_forward_pre_hook(lambda _m, x: (Raises.apply(x[0]),))
+    with pytest.raises(ZeroDivisionError):
+        loss(first(rows(0, comm.rank))).backward()
+    tap.remove()
+    says(first._check_reducer_finalized)
+    first._remove_autograd_hooks()
+    sent = first.sent_bytes()
+    second: Any = DistributedDataParallel(model, process_group=comm)
+    reduced = backward(second, 0, comm.rank)
+    second._check_reducer_finalized()
+    second._remove_autograd_hooks()
+    alone = backward(model, 0, comm.rank)
+    for mine, other in zip(reduced, alone, strict=True):
+        half = other / comm.size
+        comm.all_reduce(half)
+        assert torch.equal(mine, half)
+    assert first.sent_bytes() == sent
+
+
+def test_a_model_may_be_taken_over(ranks):
+    ranks(2)(taken_over)
+
+
+def in_place(comm: Communicator) -> None:
+    """What forward returns may be changed, with unused parameters sought, and is no copy."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        net: Any = wrap(mlp(), find_unused_parameters=True)
+        if wrap is DistributedDataParallel:
+            net._set_ddp_sink_clone(False)
+        out = net(rows(0, comm.rank))
+        out *= 2
+        loss(out).backward()
+        return gradients(net)
+
+    assert equal(*of_both(found))
+
+
+def test_outputs_may_be_changed_in_place(ranks):
+    ranks(2)(in_place)
+
+
+def broadcast(comm: Communicator) -> None:
+    net: Any = DistributedDataParallel(nn.BatchNorm1d(WIDTH), process_group=comm)
+    for at_once in (None, 8):
+        net.module.running_mean.fill_(comm.rank + 3)
+        net._default_broadcast_coalesced(bucket_size=at_once, authoritative_rank=1)
+        assert net.module.running_mean.tolist() == [4] * WIDTH
+    one = torch.full((2,), float(comm.rank))
+    net._default_broadcast_coalesced([one])
+    assert one.tolist() == [0, 0]
+
+
+def test_buffers_take_a_ranks_values_when_asked(ranks):
+    ranks(2)(broadcast)
