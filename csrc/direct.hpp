@@ -75,11 +75,12 @@ class Direct : private Messages {
       part_ = segment_.part() / dtype_.size * dtype_.size;
       count_ = (longest_ + part_ - 1) / part_;
       post(arena_.offset(message()));
+      peers_.ring();
       step_ = 1;
     }
     for (; step_ < ranks_; ++step_) {
       const int r = (rank_ + step_) % ranks_;
-      read_post(r);
+      read_post(r, Other::rings);
       if (registered(r)) within(arena_.base, arena_.bytes, r);
     }
     all_registered_ = std::all_of(offsets_.begin(), offsets_.end(), [](auto o) { return o >= 0; });
@@ -100,6 +101,7 @@ class Direct : private Messages {
     mine.laid.store(end, std::memory_order_release);
     mine.taken.store(end, std::memory_order_release);
     mine.collected.store(end, std::memory_order_release);
+    peers_.ring();
     tiles_ = end;
     ++posts_;
   }
@@ -125,6 +127,7 @@ class Direct : private Messages {
     }
     // release: the parts before their count
     segment_.board(rank_).laid.store(tile + 1, std::memory_order_release);
+    peers_.ring();
   }
 
   // B: fold this rank's part of the tile, or take what the others have for it.
@@ -135,6 +138,7 @@ class Direct : private Messages {
       take_shards(t);
     // release: our reads of the parts, and the result, before their count
     segment_.board(rank_).taken.store(tiles_ + t + 1, std::memory_order_release);
+    peers_.ring();
   }
 
   void take_shards(std::size_t t) {
@@ -204,12 +208,13 @@ class Direct : private Messages {
     }
     // release: our reads of the results before their count
     segment_.board(rank_).collected.store(tile + 1, std::memory_order_release);
+    peers_.ring();
   }
 
   void await(int r, std::atomic<std::uint64_t> Board::* counter, std::uint64_t least) {
     const auto& count = segment_.board(r).*counter;
     // acquire: what the rank did before it counted
-    peers_.await(r, [&] { return count.load(std::memory_order_acquire) >= least; });
+    peers_.await(r, [&] { return count.load(std::memory_order_acquire) >= least; }, Other::near);
   }
   void await_all(std::atomic<std::uint64_t> Board::* counter, std::uint64_t least) {
     for (int i = 1; i < ranks_; ++i) await((rank_ + i) % ranks_, counter, least);

@@ -215,10 +215,10 @@ class Messages {
     mine.count.store(posts_ + 1, std::memory_order_release);  // release: message and heading first
   }
 
-  void read_post(int r) {
+  void read_post(int r, Other other = Other::silent) {
     const Post& theirs = segment_.board(r).posts[posts_ % 2];
     // acquire: the heading, and the message if it lies whole, were written before the count
-    peers_.await(r, [&] { return theirs.count.load(std::memory_order_acquire) == posts_ + 1; });
+    peers_.await(r, [&] { return theirs.count.load(std::memory_order_acquire) == posts_ + 1; }, other);
     check(r, theirs.heading);
     latest_ = std::max(latest_, theirs.began);
     offsets_[r] = theirs.offset;

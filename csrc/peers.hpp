@@ -33,6 +33,13 @@ inline Failed unpacked(std::uint64_t f) {
   return {Failure(f >> 32), int(f & 0xffff) - 1, {}, {}, int(f >> 16 & 0xffff) - 1};
 }
 
+// Whether the rank that is waited for says so when it has come on.
+enum class Other {
+  silent,  // it must be looked at again and again
+  rings,   // see bell.hpp
+  near,    // rings, and is in the same collective by now: soon
+};
+
 // Thrown through a collective whose time slice is over: it goes on where it was, when asked to.
 struct Later {};
 
@@ -98,6 +105,13 @@ class Peers {
     return cores > 1 && (cores < cores_ || cores_ >= 2 * segment_.ranks());
   }
 
+  // Wake those who sleep until this rank has done what it just did.
+  void ring() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // see bell.hpp
+    for (int r = 0; r < segment_.ranks(); ++r)
+      if (r != rank_) segment_.board(r).bell.ring();
+  }
+
   void round(int round) { record_.round.store(round, std::memory_order_relaxed); }
 
   // What another rank has given up for.
@@ -116,16 +130,16 @@ class Peers {
 
   // Spins a little, then yields, then sleeps, so that more ranks than cores make progress; looks
   // around every few milliseconds for a reason to give up. Throws Failed or Later.
-  // In the background it sleeps at once while the rank computes: whoever yields to a thread that
-  // computes gets its core back only at the end of a time slice, milliseconds later, where one that
-  // wakes up gets it at once (8 MB over a link of 40 ms: 5 ms left to wait for after computing for
-  // 120 ms, where it was 55).
+  // In the background it spins only for who is near, and sleeps at once while the rank computes:
+  // whoever yields to a thread that computes gets its core back only at the end of a time slice,
+  // milliseconds later, where one that wakes up gets it at once (8 MB over a link of 40 ms: 5 ms left
+  // to wait for after computing for 120 ms, where it was 55).
   template <class Ready>
-  void await(int peer, Ready ready) {
-    if (!tape.active) return spin(peer, ready);
+  void await(int peer, Ready ready, Other other = Other::silent) {
+    if (!tape.active) return spin(peer, ready, other);
     if (ready()) return;
     const Waited counted(tape);
-    spin(peer, ready);
+    spin(peer, ready, other);
   }
 
   // Sleeps until a moment, a slice at a time; in the foreground, where naps are stretched, not to its
@@ -159,20 +173,21 @@ class Peers {
   };
 
   template <class Ready>
-  void spin(int peer, Ready ready) {
-    for (int i = 0; i < spins_; ++i) {
+  void spin(int peer, Ready ready, Other other) {
+    const int spins = other == Other::near && !crowded_ ? kSpins : spins_;
+    for (int i = 0; i < spins; ++i) {
       if (ready()) return;
       pause();
     }
     if (dashes_) throw Later{};
     record_.peer.store(peer, std::memory_order_relaxed);
-    while (!wait_on(peer, ready)) {
+    while (!wait_on(peer, ready, other)) {
     }
     record_.peer.store(-1, std::memory_order_relaxed);
   }
 
   template <class Ready>
-  bool wait_on(int peer, Ready ready) {
+  bool wait_on(int peer, Ready ready, Other other) {
     // Where others compute, each yield and each nap may take as long as a time slice of theirs.
     const auto look = std::min(end_, Clock::now() + kLook);
     // relaxed: only a hint
@@ -181,10 +196,15 @@ class Peers {
       if (ready()) return true;
       sched_yield();
     }
-    for (int i = 0; i < 64 && (i == 0 || Clock::now() < look); ++i) {
+    if (other != Other::silent) {
+      segment_.board(rank_).bell.sleep(look - Clock::now(), ready);
       if (ready()) return true;
-      timespec nap{0, i < 32 ? 20'000 : 100'000};
-      nanosleep(&nap, nullptr);
+    } else {
+      for (int i = 0; i < 64 && (i == 0 || Clock::now() < look); ++i) {
+        if (ready()) return true;
+        timespec nap{0, i < 32 ? 20'000 : 100'000};
+        nanosleep(&nap, nullptr);
+      }
     }
     if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
     if (auto f = reported()) throw *f;

@@ -28,11 +28,12 @@
 #include <string>
 #include <vector>
 
+#include "bell.hpp"
 #include "record.hpp"
 
 namespace ringdp {
 
-constexpr std::uint64_t kMagic = 0x72696e6764703033;  // "ringdp03": another layout, another number
+constexpr std::uint64_t kMagic = 0x72696e6764703034;  // "ringdp04": another layout, another number
 
 struct alignas(kLine) Header {
   std::uint64_t magic, token, bytes;  // bytes: of the whole segment
@@ -75,11 +76,13 @@ struct Post {
   std::int64_t offset;  // where its message lies: in the arena, or among its messages; -1: nowhere
 };
 
-// How many tiles a rank has laid out, taken from every other rank, and collected the results of.
+// How many tiles a rank has laid out, taken from every other rank, and collected the results of; what
+// wakes it.
 struct Board {
   alignas(kLine) std::atomic<std::uint64_t> laid;
   alignas(kLine) std::atomic<std::uint64_t> taken;
   alignas(kLine) std::atomic<std::uint64_t> collected;
+  alignas(kLine) Bell bell;
   Post posts[2];
 };
 

@@ -2,6 +2,7 @@
 // Arguments: all_reduce or broadcast, and files of its programs, one a rank: "chunks scratch rows",
 // then the rows. In a broadcast nothing comes back, so nothing but the tail orders a slot's reuse.
 // Or `direct` and a number of ranks: the collectives that need no program. Or `messages` and theirs.
+// Or `bells`: who sleeps is woken.
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -248,7 +249,27 @@ void failing(int n, char** paths, Failure expected, Act act, bool after = false)
   for (auto& t : threads) t.join();
 }
 
+// Two take turns, and each sleeps for as long as it would take anybody to notice a ring that is lost.
+void bells() {
+  Bell bells[2]{};
+  std::atomic<int> turns{0};
+  const auto take = [&](int who) {
+    for (int turn = who; turn < 2000; turn += 2) {
+      const auto mine = [&] { return turns.load(std::memory_order_acquire) >= turn; };
+      while (!mine()) bells[who].sleep(std::chrono::hours(1), mine);
+      turns.store(turn + 1, std::memory_order_release);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      bells[1 - who].ring();
+    }
+  };
+  auto other = std::async(std::launch::async, take, 1);
+  take(0);
+  other.get();
+  check(turns == 2000, "everybody had all turns");
+}
+
 int main(int count, char** arguments) {
+  if (arguments[1] == std::string_view("bells")) return bells(), 0;
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), 0;
   if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), 0;
   const int n = count - 2;
