@@ -1,72 +1,55 @@
 """Everything that needs a GPU, in one command of less than ten minutes: `make gpu`.
 
-    python -m bench.gpu          tests, then benches, into bench/results/<gpu>.json
-    python -m bench.gpu peer F   one part: times the kernels over peer memory, into F
+    python -m bench.gpu [--seconds S]   tests, then benches, into bench/results/<gpu>.json
+    python -m bench.gpu peer F          one part: times the kernels over peer memory, into F
 
-Every part is a process with a limit of its own, so one that hangs costs its own time only. A part
-whose tests were all skipped counts as not run, and says why. Exit code: 0 if all parts passed, 1 if
-one did not, 2 if there is no GPU.
+Every part is processes with a limit of their own, so one that hangs costs its own time only; all
+together take at most S seconds. What is known is written after every part, and all that they print
+goes to build/gpu.log. A part whose tests were all skipped counts as not run, and says why. Exit
+code: 0 if all parts passed, 1 if one did not, 2 if there is no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from xml.etree import ElementTree
 
 import torch
 
+from bench.part import ROOT, Outcome, Part, run
 from bench.required import RESULTS
 
-ROOT = Path(__file__).parent.parent
-PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rs", "-m", "gpu")
+SECONDS = 540.0  # for all parts
+LEAST = 10.0  # s: with less left a part is not begun
+LOG = ROOT / "build" / "gpu.log"
+# Kernels compile for each dtype and alignment, which several processes do sooner.
+SIDE_BY_SIDE = ("-n", "8") if find_spec("xdist") else ()
+PYTEST = (sys.executable, "-m", "pytest", "-vv", "-rs", "--tb=short", "--durations=5", "-m", "gpu")
 MAIN = (sys.executable, "-c", "import sys; from ringdp.cli.main import main; sys.exit(main())")
-TAIL = 2000  # characters of a part's output that are kept
 PEER_BYTES = (1 << 20, 16 << 20, 64 << 20)  # of a rank's buffer
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    command: tuple[str, ...]  # {out}: the file it writes, JUnit's XML or rows as JSON
-    limit: float  # s
-    tests: bool
-
-
-@dataclass
-class Outcome:
-    name: str
-    state: str  # "passed", "failed", "skipped" or "timed out"
-    seconds: float
-    passed: int = 0  # tests
-    skipped: int = 0
-    rows: object = None  # of a bench
-    tail: str = ""  # of what it printed, unless it passed
-    reasons: list[str] = field(default_factory=list)  # for skipping tests
+PACKAGES = ("ringdp", "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def tests(name: str, limit: float, *where: str) -> Part:
-    return Part(name, (*PYTEST, "--junitxml", "{out}", *where), limit, tests=True)
+    hangs = f"faulthandler_timeout={limit / 2:.0f}"  # s that a test may take
+    command = (*PYTEST, "-o", hangs, "--maxfail=25", "--junitxml", "{out}", *where)
+    return Part(name, command, limit, tests=True)
 
 
 PARTS = (
-    tests("kernels equal the CPU's bits", 180, "tests/kernels"),
-    tests("peer memory equals the simulator", 60, "tests/transport/test_peer.py"),
-    tests(
-        "all other GPU tests, NCCL among them",
-        110,
-        "tests",
-        "--ignore=tests/kernels",
-        "--ignore=tests/transport/test_peer.py",
-    ),
+    Part("what is here", (*MAIN, "doctor"), 40, tests=False),
+    tests("kernels equal the CPU's bits", 120, *SIDE_BY_SIDE, "tests/kernels"),
+    tests("peer memory equals the simulator", 50, "tests/transport/test_peer.py"),
+    tests("NCCL with virtual ranks", 50, "tests/transport/nccl/test_virtual.py"),
     Part(
         "bench of kernels",
         (
@@ -74,60 +57,22 @@ PARTS = (
             *("bench", "kernels"),
             *("--min", "256K", "--max", "256M", "--json", "{out}"),
         ),
-        100,
+        70,
         tests=False,
     ),
+    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 30, False),
+    tests("NCCL with processes, and the engine", 110, "tests/transport/nccl/test_gpu.py"),
     Part(
         "bench of NCCL: our schedules beside its own collectives",
         (
             *MAIN,
             *("bench", "all_reduce", "--transport", "nccl", "--algorithm", "ring,direct,nccl"),
-            *("--min", "64K", "--max", "64M", "--rounds", "4", "--json", "{out}"),
+            *("--min", "64K", "--max", "16M", "--rounds", "4", "--json", "{out}"),
         ),
-        90,
+        60,
         tests=False,
     ),
-    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 50, False),
 )
-
-
-def run(part: Part) -> Outcome:
-    """In a process of its own, which is killed at its limit."""
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        command = [word.replace("{out}", str(out)) for word in part.command]
-        with (Path(folder) / "log").open("w+") as log:
-            try:
-                code = subprocess.run(
-                    command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=part.limit
-                ).returncode
-                state = "passed" if code == 0 else "failed"
-            except subprocess.TimeoutExpired:
-                state = "timed out"
-            log.seek(0)
-            tail = log.read()[-TAIL:]
-        found = Outcome(part.name, state, round(time.monotonic() - begun, 1), tail=tail)
-        if out.exists():
-            (_count if part.tests else _rows)(found, out)
-    if found.state == "passed":
-        found.tail = ""
-    return found
-
-
-def _count(found: Outcome, out: Path) -> None:
-    suite = ElementTree.parse(out).getroot().find("testsuite")
-    assert suite is not None
-    number = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    found.skipped = number["skipped"]
-    found.passed = number["tests"] - number["skipped"] - number["failures"] - number["errors"]
-    found.reasons = sorted({s.get("message", "") for s in suite.iter("skipped")})
-    if found.passed == 0 and not number["failures"] + number["errors"]:
-        found.state = "skipped"
-
-
-def _rows(found: Outcome, out: Path) -> None:
-    found.rows = json.loads(out.read_text())
 
 
 def peer(file: Path) -> None:
@@ -160,14 +105,14 @@ def peer(file: Path) -> None:
                         "busbw": round(size / p50 * 2 * (n - 1) / n / 1e9, 2),
                     }
                 )
-    file.write_text(json.dumps(rows))
+                file.write_text(json.dumps(rows))  # what comes next may hang
 
 
 def result_file(gpu: str) -> Path:
     return RESULTS / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
-def main(parts: Sequence[Part] = PARTS) -> int:
+def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS) -> int:
     if not torch.cuda.is_available():
         print(
             f"make gpu needs a CUDA GPU, and torch {torch.__version__} finds none here: nothing "
@@ -175,21 +120,39 @@ def main(parts: Sequence[Part] = PARTS) -> int:
             file=sys.stderr,
         )
         return 2
+    until = time.monotonic() + seconds
     gpu = torch.cuda.get_device_name()
-    outcomes = []
-    for part in parts:
-        print(f"{part.name} (at most {part.limit:.0f} s)", flush=True)
-        outcomes.append(run(part))
-        print(_says(outcomes[-1]), flush=True)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    report = {"gpu": gpu, "versions": versions, "parts": [asdict(o) for o in outcomes]}
-    result_file(gpu).write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {result_file(gpu)}")
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.unlink(missing_ok=True)
+    outcomes = [Outcome(part.name, "not begun") for part in parts]
+    for at, part in enumerate(parts):
+        limit = min(part.limit, until - time.monotonic())
+        if limit >= min(LEAST, part.limit):
+            print(f"{part.name} (at most {limit:.0f} s)", flush=True)
+            outcomes[at] = run(part, limit, LOG)
+        print(_says(outcomes[at]), flush=True)
+        write(gpu, outcomes)
+    print(f"written: {result_file(gpu)}, and {LOG}")
+    for outcome in outcomes:
+        print(f"{outcome.state:>10}  {outcome.name}")
     return 0 if all(o.state == "passed" for o in outcomes) else 1
 
 
+def write(gpu: str, outcomes: Sequence[Outcome]) -> None:
+    report = {"gpu": gpu, "versions": versions(), "parts": [asdict(o) for o in outcomes]}
+    result_file(gpu).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    found = {"cuda": str(torch.version.cuda)}
+    for package in PACKAGES:
+        if any(metadata.distributions(name=package)):
+            found[package] = metadata.version(package)
+    return found
+
+
 def _says(found: Outcome) -> str:
-    lines = [f"  {found.state} in {found.seconds} s"]
+    lines = [f"  {found.state} in {found.seconds} s: {found.name}"]
     if found.passed or found.skipped:
         lines[0] += f": {found.passed} tests passed, {found.skipped} skipped"
     lines += [f"  skipped: {reason}" for reason in found.reasons]
@@ -200,4 +163,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["peer"]:
         peer(Path(sys.argv[2]))
     else:
-        sys.exit(main())
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser.add_argument("--seconds", type=float, default=SECONDS)
+        sys.exit(main(seconds=parser.parse_args().seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, kernel_table
-from bench.gpu import PYTEST, Outcome, Part, main, run
+from bench import gpu, kernel_table, overlay
+from bench import part as part_module
+from bench.gpu import PYTEST, main
+from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
+
+MARK = "pytest.mark." + "gpu"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
 
 
 def part(code: str, limit: float = 60, tests: bool = False) -> Part:
     return Part("part", (sys.executable, "-c", code, "{out}"), limit, tests)
+
+
+def done(part: Part, log: Path) -> Outcome:
+    return run(part, part.limit, log)
 
 
 def test_says_plainly_that_there_is_no_gpu(
@@ -32,21 +46,53 @@ def test_says_plainly_that_there_is_no_gpu(
 
 
 def test_takes_less_than_ten_minutes() -> None:
-    assert sum(p.limit for p in gpu.PARTS) < 600
-    assert all("{out}" in p.command for p in gpu.PARTS)
+    assert sum(p.limit for p in gpu.PARTS) <= gpu.SECONDS < overlay.SECONDS < 600
+    assert all("{out}" in p.command for p in gpu.PARTS[1:])
 
 
-def test_a_part_passes_fails_or_is_ended_at_its_limit() -> None:
-    rows = run(part("import sys; open(sys.argv[1], 'w').write('[1, 2]')"))
+def test_every_gpu_test_is_in_one_part() -> None:
+    parts = [p for p in gpu.PARTS if p.tests]
+    places = [word for p in parts for word in p.command if word.startswith("tests")]
+    files = [str(f) for f in Path("tests").rglob("test_*.py") if MARK in f.read_text()]
+    assert sorted(f for f in files for place in places if f.startswith(place)) == sorted(files)
+    # Without the project's own options test files of one name would not be collected.
+    assert not any("addopts" in word for p in parts for word in p.command)
+
+
+def test_a_part_passes_or_fails(log: Path) -> None:
+    rows = done(part("import sys; open(sys.argv[1], 'w').write('[1, 2]')"), log)
     assert (rows.state, rows.rows, rows.tail) == ("passed", [1, 2], "")
-    failed = run(part("print('why'); raise SystemExit(3)"))
+    failed = done(part("print('why'); raise SystemExit(3)"), log)
     assert (failed.state, failed.tail) == ("failed", "why\n")
-    hung = run(Part("part", ("sh", "-c", "echo here; exec sleep 60"), 1, False))
-    assert (hung.state, hung.tail) == ("timed out", "here\n")
+    assert log.read_text().count("==== part") == 2
+    half = done(part("import sys; open(sys.argv[1], 'w').write('[1, 2'); sys.exit(1)"), log)
+    assert (half.state, half.rows) == ("failed", None)
 
 
-def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path) -> None:
-    (tmp_path / "none.ini").write_text("[pytest]\n")
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, "GRACE", 0.1)
+    beside = subprocess.Popen(["sleep", "60"])
+    hung = done(part(HANGS, limit=1.5), log)
+    assert hung.state == "timed out"
+    assert not Path(f"/proc/{int(hung.tail)}").exists()
+    assert beside.poll() is None  # it is no part's
+    beside.kill()
+    beside.wait()
+
+
+def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "none.ini").write_text("[pytest]\naddopts = -q\n")
     file = tmp_path / "test_it.py"
     file.write_text(
         "import pytest\n"
@@ -55,32 +101,54 @@ def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path) -> None:
         "def test_b(): pass\n"
         "def test_c(): assert False\n"
     )
-    command = (*PYTEST[:-2], "-c", str(tmp_path / "none.ini"), "--junitxml", "{out}", str(file))
-    found = run(Part("tests", command, 60, tests=True))
+    command = (*PYTEST[:-2], "-p", "no:cacheprovider", "-c", str(tmp_path / "none.ini"), str(file))
+    found = done(Part("tests", (*command, "--junitxml", "{out}"), 60, tests=True), log)
     assert (found.state, found.passed, found.skipped) == ("failed", 1, 1)
     assert found.reasons == ["no CuPy"]
     assert "assert False" in found.tail
+    without = done(Part("tests", command, 60, tests=True), log)  # as where pytest was killed
+    assert (without.state, without.passed) == ("failed", 1)
 
 
-def test_a_part_whose_tests_were_all_skipped_has_not_passed() -> None:
+def test_a_part_whose_tests_were_all_skipped_has_not_passed(log: Path) -> None:
     for tests, state in ((3, "skipped"), (4, "passed")):
         suite = f"<testsuites><testsuite tests='{tests}' skipped='3'/></testsuites>"
-        found = run(part(f"import sys; open(sys.argv[1], 'w').write({suite!r})", tests=True))
+        code = f"import sys; open(sys.argv[1], 'w').write({suite!r})"
+        found = done(part(code, tests=True), log)
         assert (found.state, found.passed, found.skipped) == (state, tests - 3, 3)
 
 
-def test_writes_what_it_found(
+def test_writes_what_it_found_after_every_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    assert main([part("")]) == 0
-    assert main([part(""), part("raise SystemExit(1)")]) == 1
-    report = json.loads((tmp_path / "nvidia-h200.json").read_text())
-    assert report["gpu"] == "NVIDIA H200"
+    monkeypatch.setattr(gpu, "LOG", tmp_path / "build" / "log")
+    file = tmp_path / "nvidia-h200.json"
+    looks = f"import sys; assert '\"passed\"' in open({str(file)!r}).read(); sys.exit(1)"
+    assert main([part(""), part(looks)]) == 1
+    report = json.loads(file.read_text())
+    assert (report["gpu"], report["versions"]["torch"]) == ("NVIDIA H200", torch.__version__)
     assert [p["state"] for p in report["parts"]] == ["passed", "failed"]
+    assert report["parts"][1]["tail"] == ""  # its assertion held
+    assert main([part("")]) == 0
+    assert main([part("")], seconds=0) == 1
+    assert json.loads(file.read_text())["parts"][0]["state"] == "not begun"
     assert "failed in" in capsys.readouterr().out
+
+
+def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = overlay.make(tmp_path / "over")
+    code = "import sys, rich; print(sys.prefix)"
+    seen = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == str(tmp_path / "over")
+    assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(overlay.install(python))
+    monkeypatch.setattr(overlay, "RUN", ("torch", "no-such-package"))
+    assert overlay.main() == 1
+    assert "has no no-such-package" in capsys.readouterr().err
 
 
 def test_the_table_of_kernels_shows_what_was_measured(
@@ -100,7 +168,7 @@ def test_the_table_of_kernels_shows_what_was_measured(
         )
     ]
     report = asdict(Report({}, "a GPU", rows))
-    outcome = Outcome("bench of kernels", "passed", 1.0, rows=report)
+    outcome = Outcome("bench of kernels", "passed", rows=report)
     assert outcome.name in {p.name for p in gpu.PARTS}
     file = tmp_path / "a-gpu.json"
     file.write_text(json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]}))

@@ -1,0 +1,128 @@
+"""One part of a long command: processes with a limit of their own, and what became of them.
+
+A part that passes its limit is interrupted, so that tests say how far they came, and killed after
+GRACE seconds with every process that it has started, in whatever session: as their subreaper this
+process becomes the parent of those that outlive theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+TAIL = 6000  # characters of a part's output that are kept
+GRACE = 5.0  # s
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    command: tuple[str, ...]  # {out}: the file it writes, JUnit's XML or rows as JSON
+    limit: float  # s
+    tests: bool
+
+
+@dataclass
+class Outcome:
+    name: str
+    state: str  # "passed", "failed", "skipped", "timed out" or "not begun"
+    seconds: float = 0.0
+    passed: int = 0  # tests
+    skipped: int = 0
+    rows: object = None  # of a bench
+    tail: str = ""  # of what it printed, unless it passed
+    reasons: list[str] = field(default_factory=list)  # for skipping tests
+
+
+def run(part: Part, limit: float, log: Path) -> Outcome:
+    """All that it prints goes to the end of `log`."""
+    begun, others = time.monotonic(), _children()
+    _become_subreaper()
+    with tempfile.TemporaryDirectory() as folder, log.open("a+") as printed:
+        out = Path(folder) / "out"
+        command = [word.replace("{out}", str(out)) for word in part.command]
+        print(f"\n==== {part.name}: {' '.join(command)}", file=printed, flush=True)
+        start = printed.tell()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            state = "passed" if process.wait(limit) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            state = "timed out"
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _kill_children(others)
+        printed.seek(start)
+        text = printed.read()
+        found = Outcome(part.name, state, round(time.monotonic() - begun, 1), tail=text[-TAIL:])
+        if part.tests:
+            _count(found, out, text)
+        elif out.exists():
+            with suppress(json.JSONDecodeError):  # one that was killed may have written half
+                found.rows = json.loads(out.read_text())
+    if found.state == "passed":
+        found.tail = ""
+    return found
+
+
+def _count(found: Outcome, out: Path, text: str) -> None:
+    """By JUnit's XML, or where pytest was killed by the lines of `pytest -vv`."""
+    failed = len(re.findall(r"\b(?:FAILED|ERROR)\b", text))
+    found.passed, found.skipped = len(re.findall(r" PASSED\b", text)), 0
+    with suppress(OSError, ElementTree.ParseError):
+        suite = ElementTree.parse(out).getroot().find("testsuite")
+        assert suite is not None
+        number = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
+        failed, found.skipped = number["failures"] + number["errors"], number["skipped"]
+        found.passed = number["tests"] - found.skipped - failed
+        found.reasons = sorted({s.get("message", "") for s in suite.iter("skipped")})
+    if found.state == "passed" and found.passed == 0 and not failed:
+        found.state = "skipped"
+
+
+def _become_subreaper() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _kill_children(others: set[int]) -> None:
+    """All but `others`, round by round: killing one makes its children ours."""
+    while children := _children() - others:
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """Of this process."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+            if int(parent) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
