@@ -54,7 +54,7 @@ from ringdp.parallel import copies, outside, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.outputs import tensors
+from ringdp.parallel.outputs import lasting, tensors
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
@@ -144,8 +144,9 @@ class Engine(Taped):
                 self._around[index].update(self.gathering.in_use)
             self._use(index)
 
-    def _after_forward(self, indices: list[int], output: Any) -> None:
-        made = [t for t in tensors(output) if t.requires_grad]
+    def _after_forward(self, indices: list[int], output: Any) -> Any:
+        output = lasting(output, [u.full for u in (self.units[i] for i in indices) if u.freed])
+        made = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if not self._held:
             for index in indices:
                 free = index not in self.roots and not self._awaiting
@@ -156,6 +157,7 @@ class Engine(Taped):
             )
         if indices is self.roots and not made and not self._held:
             self._rest(learn=False)
+        return output
 
     def _use(self, index: int) -> None:
         self._gather_deferred(wait=True)

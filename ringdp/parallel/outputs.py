@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,3 +34,29 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return x
 
     return tree_map(leaf, value)
+
+
+def lasting(output: Any, freed: Iterable[Tensor]) -> Any:
+    """What a module may return in place of `output`, where what is in the memory of `freed` will be
+    gone: that as a copy. And a leaf that is trained as a view, whose hooks go with the graph."""
+    gone = {t.untyped_storage().data_ptr() for t in freed if t.untyped_storage().nbytes()}
+
+    def dies(t: Tensor) -> bool:
+        return (
+            bool(gone)
+            and t.layout is torch.strided
+            and bool(t.numel())
+            and t.untyped_storage().data_ptr() in gone
+        )
+
+    def is_leaf(t: Tensor) -> bool:
+        return t.is_leaf and t.requires_grad and torch.is_grad_enabled()
+
+    def one(t: Tensor) -> Tensor:
+        if dies(t):
+            return t.clone()
+        return t.view_as(t) if is_leaf(t) else t
+
+    if any(dies(t) or is_leaf(t) for t in tensors(output)):
+        return map_tensors(one, output)
+    return output

@@ -90,4 +90,12 @@ def _broadcast(comm: Communicator, tensors: Sequence[Tensor], root: int) -> None
     sizes = [t.numel() * t.element_size() for t in tensors]
     with _unsafe_preserve_version_counter(tuple(tensors)):
         for t, part in zip(tensors, torch.split(flat, sizes), strict=True):
-            t.copy_(part.clone().view(t.dtype).view(t.shape))  # a clone, to be aligned
+            write(t, part.clone().view(t.dtype).view(t.shape))  # a clone, to be aligned
+
+
+def write(tensor: Tensor, values: Tensor) -> None:
+    """As copy_, but the tensor may be an expanded one, whose values repeat."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)

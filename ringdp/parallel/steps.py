@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringdp.errors import UsageError
+from ringdp.parallel.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.taped import in_backward
 from ringdp.parallel.unit import FlatUnit
@@ -21,9 +22,18 @@ _NOT_BY_ELEMENT = tuple(
 
 
 def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
-    """Whether it has parameters of theirs."""
+    """Whether it has parameters of theirs. Raises UsageError if they are not those at rest."""
     ours = {id(p) for unit in units for p in unit.parameters}
-    return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(p, Computed) for p in parameters):  # See Note [masters apart]
+        passing = {id(p) for unit in units for p in unit.computed} - ours
+        if any(id(p) in passing for p in parameters):
+            raise UsageError(
+                "the optimizer was made between a forward and the end of its backward, of "
+                "parameters that are there only meanwhile, where they compute in another dtype or "
+                "place than they rest in. Make it before the forward, or after backward"
+            )
+    return any(id(p) in ours for p in parameters)
 
 
 def check(optimizer: Optimizer, stage: Stage) -> None:

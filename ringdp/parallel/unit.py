@@ -179,11 +179,9 @@ class FlatUnit:
         self.settle()
         outside.release(self.parameters)
         if self.stage.optimizer is Keep.SHARD:
-            if self.apart:
+            self.summoned = self.full
+            if self.apart or self.freed:  # of its own: a state_dict may outlive it
                 self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
-            else:
-                self.summoned = self.full
-                self.full.untyped_storage().resize_(self.bytes)
             self.before = None if self.apart or self.freed else self.master.clone()
             comm.all_gather(self.summoned, self.master, tag=self.index)
             self._point(self.parameters, self._views(self.summoned))
@@ -200,8 +198,6 @@ class FlatUnit:
             self._point(self.parameters, self.rest)
             outside.guard(self.parameters)
             del self.summoned, self.before
-            if self.freed:
-                self._free()
         self.state = State.SHARDED
 
     def settle(self) -> None:

@@ -217,6 +217,22 @@ def test_a_kill_during_save_leaves_a_whole_checkpoint(ranks, forks, tmp_path, ra
     assert ranks(1)(extra_of, str(tmp_path)) == [{"save": left}]
 
 
+def dies_exporting(comm: Communicator, say: Any, path: str, dies: bool) -> None:
+    engine = ringdp.shard(net(), stage=3, comm=comm)
+    if dies:
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    ringdp.export(path, engine)
+
+
+def test_the_next_export_removes_what_a_killed_one_has_left(forks, tmp_path):
+    path = str(tmp_path / "model.safetensors")
+    forks(1, dies_exporting, path, True)
+    assert os.listdir(tmp_path) == [".model.safetensors.ringdp"]
+    (tmp_path / ".model.safetensors.ringdp" / ".tmp123").touch()  # safetensors' own
+    forks(1, dies_exporting, path, False)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 def refusals(comm: Communicator, path: str) -> list[str]:
     model = net()
     engine = ringdp.shard(model, stage=3, comm=comm)

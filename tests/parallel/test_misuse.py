@@ -254,6 +254,28 @@ def test_what_cannot_be_done_is_told(ranks, stage):
         assert "in the sharded model it is torch.float32" in moved
 
 
+def made_late(comm: Communicator, stage: int) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, unit=1 << 40, precision=APART, comm=comm)  # one unit
+    value = loss(model)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    value.backward()
+    with pytest.raises(UsageError, match="made between a forward and the end of its backward"):
+        late.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    twin = net()
+    loss(twin).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_optimizer_of_passing_parameters_is_told(ranks, stage):
+    """Where others compute in their place, it trained nothing, without a word."""
+    ranks(2)(made_late, stage)
+
+
 def at_rest(comm: Communicator, stage: int) -> None:
     model = net()
     parameters = list(model.parameters())

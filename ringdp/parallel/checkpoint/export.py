@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from torch import Tensor
@@ -16,18 +17,22 @@ from ringdp.parallel.engine import Engine
 def export(path: str | os.PathLike[str], engine: Engine) -> None:
     """Write what `model.state_dict()` would be in one process, as at rest. Collective.
 
-    Every rank holds the whole model meanwhile; rank 0 writes it aside, then renames it to `path`.
+    Every rank holds the whole model meanwhile; rank 0 writes it into a hidden directory beside
+    `path`, then renames it. What an export that was killed has left there the next one removes.
     A tied weight is there under all its names, as a plain model's load_state_dict asks for. Raises
     CheckpointError, on every rank, if it cannot be written; then nothing is left behind.
     """
     path = Path(path)
-    aside = path.with_name(path.name + ".new")
+    aside = path.with_name(f".{path.name}.ringdp")
     with engine.full_parameters(), together(engine.comm, f"{path} was not written"):
         if engine.comm.rank == 0:
             state = {k: v for k, v in engine.model.state_dict().items() if isinstance(v, Tensor)}
             try:
-                tensorfile.write(aside, state, {k: [0] * t.ndim for k, t in state.items()})
-                os.replace(aside, path)
+                shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+                aside.mkdir()  # safetensors puts files of its own beside the one it writes
+                places = {k: [0] * t.ndim for k, t in state.items()}
+                tensorfile.write(aside / path.name, state, places)
+                os.replace(aside / path.name, path)
                 sync_directory(path.parent)
             finally:
-                aside.unlink(missing_ok=True)
+                shutil.rmtree(aside, ignore_errors=True)

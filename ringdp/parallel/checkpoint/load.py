@@ -22,6 +22,7 @@ from ringdp.parallel.checkpoint.spans import Piece, groups_of, pieces
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.replicas import write
 
 
 class _Read(NamedTuple):
@@ -152,7 +153,7 @@ def _values(found: list[Piece], buffers: dict[str, Tensor]) -> Iterator[_Read]:
 
 
 def _copy(to: Tensor, values: Tensor) -> None:
-    to.copy_(values.view(to.shape))
+    write(to, values.view(to.shape))
 
 
 def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[_Read]:

@@ -1,0 +1,130 @@
+"""What a module returns or the user takes out of it: parameters, parts of them, buffers that repeat
+themselves. One process is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Engine
+
+pytestmark = pytest.mark.process
+
+ROWS, WIDTH = 4, 6
+PARTS: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda p: p,
+    "a part": lambda p: p[:ROWS],
+    "transposed": lambda p: {"t": p.t()},
+    "detached": lambda p: p.detach()[:ROWS],
+}
+
+
+class Table(nn.Module):
+    """As positional embeddings are."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.part = part
+
+    def forward(self) -> Any:
+        return PARTS[self.part](self.table)
+
+
+class Net(nn.Module):
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.linear = Table(part), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("repeats", torch.rand(1, WIDTH).expand(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table()
+        rows = rows["t"].t() if isinstance(rows, dict) else rows
+        out: Tensor = self.linear(torch.tanh(x + rows * rows)) * self.repeats
+        return out
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    outputs = []
+    for step in range(steps):
+        with torch.no_grad():
+            outputs.append(net(batch(step)))
+        out = net(batch(step))
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(out.detach())
+    return outputs
+
+
+def returns(comm: Communicator, stage: int, part: str) -> None:
+    net, twin = Net(part), Net(part)
+    engine = ringdp.shard(net, stage=stage, unit=(Table, nn.Linear), comm=comm)
+    assert all(map(torch.equal, train(net), train(twin)))  # n = 2 and equal batches: exact
+    for p in net.parameters():
+        assert not p._backward_hooks, "a hook for every forward"
+    engine.close()
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_unit_may_return_what_it_holds(ranks, stage, part):
+    """Of freed memory that was a segmentation fault."""
+    ranks(2)(returns, stage, part)
+
+
+class Whole(nn.Module):
+    """The parameter lies in the root, which is freed after a forward without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.ones(ROWS, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.table[1:]
+
+
+def outlives(comm: Communicator, stage: int) -> None:
+    net = Whole()
+    engine = ringdp.shard(net, stage=stage, comm=comm)
+    with torch.inference_mode():
+        _, part = net(batch(0))
+    assert part.tolist() == [[1.0] * WIDTH] * (ROWS - 1)
+    with engine.full_parameters():
+        state = net.state_dict()
+        twin = {k: v.clone() for k, v in state.items()}
+    assert all(torch.equal(state[k], v) for k, v in twin.items())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_taken_out_stays(ranks, stage):
+    ranks(2)(outlives, stage)
+
+
+def loads(comm: Communicator, path: str) -> None:
+    net = Net("itself")
+    with torch.no_grad():
+        net.repeats[0] = comm.rank + 1
+    engine: Engine = ringdp.shard(net, stage=3, comm=comm)
+    assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS, "rank 0's"
+    ringdp.save(path, engine)
+    net.repeats[0] = 7
+    ringdp.load(path, engine)
+    assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS
+    engine.close()
+
+
+def test_a_buffer_that_repeats_itself_takes_rank_0s_values(ranks, tmp_path):
+    ranks(2)(loads, str(tmp_path))
