@@ -3,7 +3,7 @@
     norm = √(Σ over ranks r, in order, of Σ over units of Σ over r's shard of g²), in float64
 
 In stage 0 a rank has every shard and adds them in that order by itself. `torch.nn.utils`' own
-clipping sees this rank's slices only, from stage 1 on.
+clipping is right as well (see `sliced`), in other bits and with a collective for each parameter.
 """
 
 from __future__ import annotations

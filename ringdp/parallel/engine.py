@@ -50,7 +50,7 @@ from torch.optim.optimizer import (
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import copies, outside, steps
+from ringdp.parallel import copies, outside, sliced, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger
@@ -112,6 +112,7 @@ class Engine(Taped):
             self._hook(module, indices, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
         if stage.optimizer is Keep.SHARD:
+            sliced.belong((p for u in units for p in u.parameters), self)
             self._handles += outside.guard_state(
                 model, lambda: self._held, lambda: self._held and self._writes, own
             )
@@ -269,8 +270,7 @@ class Engine(Taped):
         self.check_reduced("the optimizer steps")
         self._settle()
         self._rest(learn=False)
-        for unit in self.units:
-            outside.release(unit.parameters)
+        steps.release(self.units, self.stage)
 
     def check_reduced(self, what: str) -> None:
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
+from ringdp.parallel import sliced
 from ringdp.parallel.copies import Own
 
 
@@ -38,7 +39,12 @@ class Sharded(nn.Parameter):
             isinstance(t, Tensor) and t.grad_fn is not None for t in _flat(out)
         ):
             raise _refusal(args, kwargs)
+        if out is not None and func == _grad.__get__:
+            sliced.read(out, args[0])
         return out
+
+
+_grad: Any = Tensor.grad
 
 
 def _refusal(args: Any, kwargs: Any) -> UsageError:

@@ -82,7 +82,7 @@ class Reducing:
             self.kept.show(unit, reduced=self._accumulate[unit.index])
             return
         for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
-            if p.requires_grad and gradient.numel():
+            if p.requires_grad:
                 p.grad = gradient
 
     def start(self, unit: FlatUnit) -> None:

@@ -2,8 +2,8 @@
 
 The loss is multiplied by `scale`, the gradients by its inverse before the step. Where any gradient
 on any rank is not finite, no rank steps, and the scale falls; after `interval` good steps in a row
-it grows. Micikevicius et al. 2018; the defaults are torch.amp.GradScaler's, which itself looks at
-this rank's slices only, from stage 1 on: some ranks would step and others not.
+it grows. Micikevicius et al. 2018; the defaults are torch.amp.GradScaler's, which works as well
+(see `sliced`).
 """
 
 from __future__ import annotations

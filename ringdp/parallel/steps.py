@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringdp.errors import UsageError
+from ringdp.parallel import outside, sliced
 from ringdp.parallel.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.taped import in_backward
@@ -48,3 +49,11 @@ def check(optimizer: Optimizer, stage: Stage) -> None:
             f"{type(optimizer).__name__} needs whole parameters, and in stage {stage.number} has "
             "this rank's slices; allowed: optimizers that step each element by itself, or stage 0"
         )
+
+
+def release(units: Sequence[FlatUnit], stage: Stage) -> None:
+    """An optimizer is about to step them."""
+    for unit in units:
+        outside.release(unit.parameters)
+        if stage.optimizer is Keep.SHARD:
+            sliced.release(unit.parameters)

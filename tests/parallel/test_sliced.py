@@ -1,0 +1,182 @@
+"""torch's own clipping and loss scaling of a sharded model: the norms and steps of one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import ringdp
+from ringdp import Communicator, Precision, UsageError
+
+pytestmark = pytest.mark.process
+
+WIDTH = 6
+APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def loss(model: nn.Module, seed: int = 0) -> Tensor:  # on every rank the same
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    out: Tensor = model(batch).square().mean()
+    return out
+
+
+def by_hand(parameters: list[Any]) -> Tensor:
+    """As it was before torch had a function for it, and as many loops still have it."""
+    norm = torch.norm(torch.stack([torch.norm(p.grad.detach(), 2.0) for p in parameters]), 2.0)
+    for p in parameters:
+        p.grad.detach().mul_(0.1 / (norm + 1e-6))
+    return norm
+
+
+def replaced(parameters: list[Any]) -> Tensor:
+    for p in parameters:
+        p.grad = torch.cat([p.grad, p.grad])[: len(p.grad)] / 2
+    return clip_grad_norm_(parameters, 0.1)
+
+
+def logged(parameters: list[Any]) -> Tensor:
+    norms = [p.grad.norm() for p in parameters]
+    norms += [torch.linalg.norm(p.grad) for p in parameters]
+    norms += [torch.linalg.vector_norm(p.grad, math.inf) for p in parameters]
+    norms += [get_total_norm([p.grad.float() for p in parameters], 3.0)]
+    clip_grad_value_(parameters, 0.01)
+    return torch.stack([n.float() for n in norms])
+
+
+CLIPS: dict[str, Callable[[list[Any]], Tensor]] = {
+    "2": lambda ps: clip_grad_norm_(ps, 0.1),
+    "1": lambda ps: clip_grad_norm_(ps, 0.1, norm_type=1.0),
+    "inf": lambda ps: clip_grad_norm_(ps, 0.01, norm_type="inf"),
+    "foreach": lambda ps: clip_grad_norm_(iter(ps), 0.1, foreach=True),
+    "each": lambda ps: torch.stack([clip_grad_norm_(p, 0.03) for p in ps]),
+    "by hand": by_hand,
+    "replaced": replaced,
+    "logged": logged,
+}
+
+
+def train(model: nn.Module, clip: Callable[[list[Any]], Tensor]) -> list[list[float]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    norms = []
+    for step in range(2):
+        loss(model, step).backward()
+        norms.append(clip(list(model.parameters())).detach().flatten().tolist())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def clips(comm: Communicator, stage: int, precision: Precision | None) -> list[Any]:
+    found = []
+    for name, clip in CLIPS.items():
+        model, twin = net(), net()
+        engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+        norms, exact = train(model, clip), train(twin, clip)
+        torch.testing.assert_close(norms, exact, msg=name)
+        with engine.full_parameters():
+            torch.testing.assert_close(model.state_dict(), twin.state_dict(), msg=name)
+        engine.close()
+        found.append(norms)
+    return found
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
+    first, *others = ranks(3)(clips, stage, precision)
+    assert all(other == first for other in others), "the same norms on every rank"
+
+
+# ---- GradScaler
+
+
+def scaled(model: nn.Module, optimizer: Any) -> list[float]:
+    """The second of three backwards overflows in one element, which one rank owns."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scales = []
+    for step in range(3):
+        handle = model.get_parameter("2.0.weight").register_hook(
+            lambda g, step=step: g.index_fill(0, torch.tensor([5]), math.inf) if step == 1 else g
+        )
+        scaler.scale(loss(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        handle.remove()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def scales(comm: Communicator, stage: int, fused: bool, precision: Precision | None) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        optimizer = torch.optim.AdamW(one.parameters(), fused=fused)
+        assert scaled(one, optimizer) == [8.0, 4.0, 4.0]
+    with engine.full_parameters():
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    engine.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("stage", "precision"), [(0, None), (1, APART), (2, None), (3, None)])
+def test_torchs_scaler_skips_on_all_ranks_or_none(ranks, stage, precision, fused):
+    ranks(2)(scales, stage, fused, precision)
+
+
+# ---- the gradients themselves
+
+
+def is_slice(comm: Communicator, stage: int) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss(model).backward()
+    p = model[0][0].weight
+    assert p.grad is p.grad
+    assert p.grad.shape == p.shape
+    file = io.BytesIO()
+    torch.save(p.grad, file)
+    file.seek(0)
+    for plain in (copy.deepcopy(p.grad), torch.load(file)):
+        assert type(plain) is Tensor
+        assert plain.tolist() == p.grad.tolist()
+    with pytest.raises(UsageError, match=r"dim=1.*flat slice"):
+        p.grad.norm(dim=1)
+    with pytest.raises(UsageError, match="order 0 "):
+        torch.linalg.vector_norm(p.grad, 0)
+    with pytest.raises(UsageError, match="of a matrix it is another norm"):
+        torch.linalg.norm(p.grad, math.inf)
+    types = []
+    handle = optimizer.register_step_pre_hook(lambda *_: types.extend(type(q.grad) for q in ps))
+    ps = [q for q in model.parameters() if q.numel()]
+    optimizer.step()
+    handle.remove()
+    assert set(types) == {Tensor}
+    assert len(optimizer.state) == len(ps), "no state for a slice that is empty"
+    optimizer.zero_grad()
+    with engine.no_sync():
+        loss(model).backward()
+    with pytest.raises(UsageError, match=r"the norm of gradients is taken.*no_sync"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    loss(model).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_is_an_ordinary_slice_else(ranks, stage):
+    ranks(2)(is_slice, stage)
