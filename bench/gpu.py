@@ -47,7 +47,7 @@ def tests(name: str, limit: float, *where: str) -> Part:
 
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 40, tests=False),
-    tests("kernels equal the CPU's bits", 120, *SIDE_BY_SIDE, "tests/kernels"),
+    tests("kernels equal the CPU's bits", 80, *SIDE_BY_SIDE, "tests/kernels"),
     tests("peer memory equals the simulator", 50, "tests/transport/test_peer.py"),
     tests("NCCL with virtual ranks", 50, "tests/transport/nccl/test_virtual.py"),
     Part(
@@ -61,7 +61,7 @@ PARTS = (
         tests=False,
     ),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 30, False),
-    tests("NCCL with processes, and the engine", 110, "tests/transport/nccl/test_gpu.py"),
+    tests("NCCL with processes, and the engine", 150, "tests/transport/nccl/test_gpu.py"),
     Part(
         "bench of NCCL: our schedules beside its own collectives",
         (

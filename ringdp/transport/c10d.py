@@ -247,6 +247,7 @@ class C10dTransport(Answering):
     def _loop(self) -> None:
         while (act := self._jobs.get()) is not None:
             act()
+            del act  # and the buffers that it holds
 
     def _digested(self, kind: int) -> int:
         """Of that collective's kind, and those of all before it."""

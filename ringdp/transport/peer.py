@@ -107,8 +107,18 @@ class CudaKernels:
 
     def launch(self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int) -> None:
         kernel = self._module.get_function(name)
-        with self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+        with self._cupy.cuda.Stream.from_external(_Current()):
             kernel(grid, (THREADS,), (jobs.data_ptr(),), shared_mem=shared)
+
+
+class _Current:
+    """torch's current stream, by CUDA's stream protocol, which its class has from 2.10 on."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream.cuda_stream
 
 
 def kernel_name(dtype: torch.dtype) -> str:

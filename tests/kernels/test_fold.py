@@ -24,8 +24,8 @@ def random_parts(n: int, elems: int, dtype: torch.dtype, seed: int = 3) -> torch
     if dtype in FLOATS:
         spread = torch.exp2(torch.randint(-12, 6, (n, elems), generator=g, dtype=torch.float64))
         return (torch.randn(n, elems, generator=g, dtype=torch.float64) * spread).to(dtype)
-    raw = torch.randint(0, 256, (n, elems * dtype.itemsize), generator=g, dtype=torch.uint8)
-    return raw.view(dtype)
+    raw = torch.randint(0, 256, (n * elems * dtype.itemsize,), generator=g, dtype=torch.uint8)
+    return raw.view(dtype).view(n, elems)  # not the other way round: there may be no elements
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 64])

@@ -52,6 +52,10 @@ class WithoutRank:
         self._kernels.launch(name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared)
 
 
-def has_gpu() -> bool:
-    """Whether the true kernels can run here."""
-    return torch.cuda.is_available() and FATBIN.exists() and find_spec("cupy") is not None
+def missing() -> str:
+    """What the true kernels lack here to run; empty if nothing."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if not FATBIN.exists():
+        return "there is a CUDA device but no fatbin: was there no nvcc, or did it fail?"
+    return "" if find_spec("cupy") else "there is a CUDA device but no CuPy"

@@ -17,13 +17,13 @@ from ringdp.transport import peer
 from ringdp.transport.base import DTYPES, OPS, Op
 from ringdp.transport.peer import Kernels, VirtualRanks
 from ringdp.transport.simulator import simulate
-from tests.transport.peer_build import CSRC, HostKernels, WithoutRank, build, has_gpu
+from tests.transport.peer_build import CSRC, HostKernels, WithoutRank, build, missing
 from tests.transport.test_sanitizers import run
 
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU")]
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing())]
     ),
 ]
 CASES = [

@@ -4,8 +4,8 @@
 
 With RANKS it imports torch once and forks into so many; without, a launcher starts each rank.
 CORES are the numbers of the cores between commas; rank r takes one, r mod their count, before any
-thread starts. Between rounds it sleeps in a read, so that other contenders have the cores. Where
-the controller dies, the read ends and so does the rank.
+thread starts, and over NCCL on GPUs all. Between rounds it sleeps in a read, so that other
+contenders have the cores. Where the controller dies, the read ends and so does the rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _parent_of(ranks: int) -> bool:
 def be_rank(name: str, address: str, cores: str) -> None:
     rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
     choice = [int(core) for core in cores.split(",")]
-    os.sched_setaffinity(0, {choice[rank % len(choice)]})
+    if name != "nccl":  # whose own threads, where it goes over sockets, need cores beside ours
+        os.sched_setaffinity(0, {choice[rank % len(choice)]})
     torch.set_num_threads(1)
     with Client(address, "AF_UNIX") as pipe:
         try:

@@ -12,6 +12,7 @@ Memory: whoever starts a job keeps its tensors until the job's last event has pa
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -19,8 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ringdp.errors import UsageError
+from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.nccl.tiles import PARITIES
+
+THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class End(Protocol):
@@ -83,6 +86,10 @@ class Streams(Protocol):
         """Whether what the caller launches becomes part of a CUDA graph."""
         ...
 
+    def watch(self) -> None:
+        """For a thread that asks for ends, before it does: see Note [asking during a capture]."""
+        ...
+
 
 class _Past:
     def query(self) -> bool:
@@ -129,9 +136,18 @@ class HostStreams:
     def capturing(self) -> bool:
         return False
 
+    def watch(self) -> None: ...
+
 
 class CudaStreams:
-    """Two streams beside those of the caller."""
+    """Two streams beside those of the caller.
+
+    Note [asking during a capture]
+        While a thread captures a graph in the mode that is torch's default, another one that asks
+        whether an event has passed ends the capture with an error. Only a thread whose own mode is
+        `thread local` may ask, so the watching thread's is; the capturing one never asks, and waits
+        until the other has seen the end.
+    """
 
     room = 32 << 20  # not measured: long against a launch, short against what there is to overlap
 
@@ -206,6 +222,13 @@ class CudaStreams:
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def watch(self) -> None:
+        self._comm.query()  # a first call, so that the thread has a context
+        mode = ctypes.c_int(THREAD_LOCAL)
+        code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if code:
+            raise CommunicationError(f"cuThreadExchangeStreamCaptureMode failed: CUresult {code}")
 
 
 def _events() -> list[torch.cuda.Event]:

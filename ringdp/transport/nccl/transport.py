@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,23 +31,14 @@ from ringdp.transport.nccl.library import INVALID_USAGE, binding, communicator, 
 from ringdp.transport.nccl.own import Own, PreparedOwn
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, packed, unpacked
-from ringdp.transport.nccl.streams import End, device_of, streams
+from ringdp.transport.nccl.streams import device_of, streams
 from ringdp.transport.nccl.tiles import Tiles, staging_shape
+from ringdp.transport.nccl.under_way import UnderWay
 from ringdp.transport.records import Call
 from ringdp.transport.told import LOOK
 
 PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
-
-
-class _UnderWay(NamedTuple):
-    """What has been issued, until its end on the device."""
-
-    ticket: int
-    end: End
-    began: float
-    ours: Stamped
-    theirs: Tensor  # the stamp of the rank before
-    kept: object
+QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended
 
 
 class NcclTransport(C10dTransport):
@@ -76,7 +66,7 @@ class NcclTransport(C10dTransport):
         nccl = binding(host=host)
         super().__init__(store, group)
         self._timeout, self._differ = timeout, differ
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[UnderWay] = []
         self._arrivals: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # messages: on the host, on the device
@@ -158,8 +148,10 @@ class NcclTransport(C10dTransport):
             host, buffer = self._arrivals.pop(ticket)
             buffer.copy_(host)
         for work in list(self._under_way):
-            if work.ticket == ticket:
+            if work.ticket == ticket and work.end is not None:
                 self._streams.settle(work.end)
+                work.kept = None  # its memory is free in the order of the caller's stream
+        self.kept.pop(ticket, None)
         self.release()
         return True
 
@@ -178,12 +170,11 @@ class NcclTransport(C10dTransport):
     # --- on the thread that issues
 
     def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:
-        ticket, ours = self._ticket(), Stamped(call, self._digested(call[1]))
-        arrival = self._streams.arrival()
+        ours = Stamped(call, self._digested(call[1]))
         if self._streams.capturing():
-            self._capture(ticket, arrival, act)
-        else:
-            self._jobs.put(partial(self._run_nccl, ticket, ours, arrival, act, kept))
+            return self._capture(act)
+        ticket, arrival = self._ticket(), self._streams.arrival()
+        self._jobs.put(partial(self._run_nccl, ticket, ours, arrival, act, kept))
         return ticket
 
     def _run_nccl(
@@ -194,29 +185,48 @@ class NcclTransport(C10dTransport):
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
             theirs = self._neighbour(ours)
-            work = _UnderWay(ticket, self._streams.end(), began, ours, theirs, kept)
-            if work.end.query():
+            work = UnderWay(ticket, began, ours, theirs, kept, self._streams.end())
+            if at_once := work.met.query():
                 self._compare(work)
-            self._sent += act()
-            end = self._streams.end()
-            if end.query():
-                self._does.end(ticket)
             else:
-                self._under_way.append(work._replace(end=end))
+                self._under_way.append(work)
+            self._sent += act()
+            work.end = self._streams.end()
+            if at_once and work.end.query():
+                self._does.end(ticket)
+            elif at_once:
+                self._under_way.append(work)
         self._end(ticket)
 
-    def _capture(self, ticket: int, arrival: object, act: Callable[[], int]) -> None:
+    def _capture(self, act: Callable[[], int]) -> int:
         """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
         and the caller's stream is behind it at once."""
-        if self._open != {ticket} or self._under_way:
-            raise UsageError(
-                "capture with collectives under way; allowed: after torch.cuda.synchronize()"
-            )
-        with self._streams.current(), self._translated(None):
-            self._streams.follow(arrival)
-            self._sent += act()
-            self._streams.settle(self._streams.end())
+        self._await_quiet()
+        ticket, arrival = self._ticket(), self._streams.arrival()
+        try:
+            with self._streams.current(), self._translated(None):
+                self._streams.follow(arrival)
+                self._sent += act()
+                self._streams.settle(self._streams.end())
+        except Failed as e:
+            self._told.fail(*e.told)  # whoever waits for it is told
+            return ticket
+        except UsageError:
+            self._end(ticket)
+            raise
         self._end(ticket)
+        return ticket
+
+    def _await_quiet(self) -> None:
+        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
+        with self._told.changed:
+            self._told.changed.wait_for(
+                lambda: not (self._open or self._under_way) or self._told.failure, QUIET
+            )
+            if self._open or self._under_way:
+                raise UsageError(
+                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
+                )
 
     def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
         steps = plan(program)
@@ -250,7 +260,8 @@ class NcclTransport(C10dTransport):
             comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, handle)
         return self._streams.fetched(theirs)
 
-    def _compare(self, work: _UnderWay) -> None:
+    def _compare(self, work: UnderWay) -> None:
+        work.agreed = True
         ours, theirs = work.ours, unpacked(work.theirs)
         if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
             return
@@ -288,6 +299,8 @@ class NcclTransport(C10dTransport):
     # --- on the thread that watches
 
     def _look_after(self) -> None:
+        with self._streams.current():
+            self._streams.watch()
         while self._told.failure is None:
             with self._told.changed:
                 self._told.changed.wait_for(
@@ -303,10 +316,13 @@ class NcclTransport(C10dTransport):
     def _reap(self) -> None:
         """Let go of what the device has done; what it does not do in time has failed."""
         for work in list(self._under_way):
-            if work.end.query():
+            if not work.agreed and work.met.query():
                 self._compare(work)
-                self._under_way.remove(work)
+            if work.end is not None and work.end.query():
                 self._does.end(work.ticket)
+                with self._told.changed:
+                    self._under_way.remove(work)
+                    self._told.changed.notify_all()
             elif time.monotonic() - work.began > self._timeout:
                 raise Failed(FailureKind.TIMEOUT, self.rank)
 

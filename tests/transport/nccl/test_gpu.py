@@ -29,6 +29,9 @@ pytestmark = [
 ]
 
 
+LIMIT = 60.0  # seconds: less than `make gpu` gives all of them, so that the others run
+
+
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Called with a communicator over NCCL, on device 0, in place of the pool's."""
 
@@ -64,7 +67,7 @@ def test_two_processes_give_the_simulators_bits(fresh_ranks):
         for elements in (0, 1, 10_007, 3_000_001)
         for dtype, op in (("float32", "sum"), ("bfloat16", "sum"), ("int32", "max"))
     ]
-    by_rank = fresh_ranks(2, timeout=300.0)(all_reduced, cases)
+    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced, cases)
     for i, case in enumerate(cases):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
@@ -85,7 +88,7 @@ def captured(comm: Communicator) -> None:
 
 
 def test_a_collective_in_a_cuda_graph(fresh_ranks):
-    fresh_ranks(2, timeout=120.0)(captured)
+    fresh_ranks(2, timeout=LIMIT)(captured)
 
 
 @on_gpu
@@ -101,7 +104,7 @@ def beside(comm: Communicator) -> None:
 
 
 def test_it_works_beside_torchs_own_group(fresh_ranks):
-    fresh_ranks(2, timeout=120.0)(beside)
+    fresh_ranks(2, timeout=LIMIT)(beside)
 
 
 def losses(comm: Communicator, device: str) -> list[float]:
@@ -120,13 +123,15 @@ def losses(comm: Communicator, device: str) -> list[float]:
     return out
 
 
-losses_on_gpu = on_gpu(losses)
+@on_gpu
+def losses_on_gpu(comm: Communicator) -> list[float]:
+    return losses(comm, "cuda")
 
 
 def test_stage_3_has_the_losses_of_the_cpu(fresh_ranks):
     """Each of 5 layers rounds sums of WIDTH products, forwards and backwards, in every step."""
-    pool = fresh_ranks(2, timeout=120.0)
-    for here, there in zip(pool(losses_on_gpu, "cuda"), pool(losses, "cpu"), strict=True):
+    pool = fresh_ranks(2, timeout=LIMIT)
+    for here, there in zip(pool(losses_on_gpu), pool(losses, "cpu"), strict=True):
         for step, (found, wanted) in enumerate(zip(here, there, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (step + 1)
             assert abs(found - wanted) <= bound * abs(wanted)
@@ -135,9 +140,10 @@ def test_stage_3_has_the_losses_of_the_cpu(fresh_ranks):
 @on_gpu
 def peak(comm: Communicator) -> tuple[int, int]:
     """(by the allocator, by the engine's account): bytes over a stage 3 step."""
-    width, layers = 1024, 32
+    width, layers = 1024, 64
     rows = torch.randn(1, width, device="cuda")
-    rows @ torch.randn(width, width, device="cuda")  # the library takes its workspace
+    # The library takes its workspace: one for each thread, and backward has its own.
+    (rows @ torch.randn(width, width, device="cuda", requires_grad=True)).sum().backward()
     whole = torch.zeros(width * width, device="cuda")
     comm.all_reduce(whole)  # and the transport its staging
     del whole
@@ -164,6 +170,6 @@ def peak(comm: Communicator) -> tuple[int, int]:
 
 
 def test_the_allocator_holds_what_the_engine_says(fresh_ranks):
-    """But for activations of one row, and one unit's gradient before it is in its bucket: 1.5 %."""
-    for found, account in fresh_ranks(2, timeout=120.0)(peak):
+    """But for activations of one row, a unit's gradient on its way to its bucket, and staging."""
+    for found, account in fresh_ranks(2, timeout=LIMIT)(peak):
         assert abs(found - account) <= 0.03 * account

@@ -1,0 +1,25 @@
+"""A collective that has been issued, until its end on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringdp.transport.nccl.stamp import Stamped
+from ringdp.transport.nccl.streams import End
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """Its stamps are compared when they have come, which is before its end and though that may
+    never come: ranks that call different things can hang on the device."""
+
+    ticket: int
+    began: float
+    ours: Stamped
+    theirs: Tensor  # the stamp of the rank before
+    kept: object
+    met: End  # of the exchange of stamps
+    agreed: bool = False
+    end: End | None = None  # None while it is being issued
