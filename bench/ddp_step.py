@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m bench.ddp_step --json bench/results/ddp_step.json
 
-Ranks are pinned to a core each, and all take turns in short rounds, so that a slow phase of the
-machine hits all of them. Alone means that rank 0 trains and the others sleep; apart, that every
-rank trains for itself at the same time, which shows what sharing the machine costs: no way to train
-together can take less. The time of a step is the slowest rank's.
+Ranks are pinned to a core each, and all take turns (`bench.turns`). Alone means that rank 0 trains
+and the others sleep; apart, that every rank trains for itself at the same time, which shows what
+sharing the machine costs: no way to train together can take less. All have torch's fused AdamW,
+which passes over the memory once.
 
 Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces, in our
 buckets, take as long as backward computes:
@@ -26,7 +26,6 @@ import copy
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,6 +37,7 @@ from torch import nn
 
 import ringdp
 from bench.pinned import pin
+from bench.turns import ROUNDS, interleaved, longer, ratio, spread
 from ringdp.cli import gpt
 from ringdp.transport.base import Link
 
@@ -45,7 +45,19 @@ SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
 CAPS = (None, 0.5, 25)  # MiB of a bucket, over the slow link: ours, less, and torch's
 LATENCY = 5e-5  # s, of the slow link
-ROUNDS, STEPS = 12, 3  # a round is STEPS steps of each; the first one warms up
+
+
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds of one way to train, and how many times as long as another's it takes."""
+
+    name: str
+    min: float
+    median: float
+    max: float
+    by_alone: float
+    by_apart: float
+    by_torch: float
 
 
 @dataclass(frozen=True)
@@ -68,47 +80,45 @@ def main() -> None:
     pin(comm.rank)
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
-    wrapped: dict[str, nn.Module] = {
+    found = rows(interleaved(compared(model, comm.rank), arguments.rounds))
+    overlap = overlapped(model, comm.split(comm.rank), arguments.rounds)
+    if comm.rank == 0:
+        print(f"{elements(model):,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW; ms")
+        for row in (*found, *overlap):
+            print(json.dumps(asdict(row)))
+        if arguments.json:
+            values = {"parameters": elements(model), "ranks": comm.size}
+            values |= {"steps": [asdict(row) for row in found]}
+            values |= {"slow_link": [asdict(row) for row in overlap]}
+            arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def compared(model: nn.Module, rank: int) -> dict[str, Callable[[], object]]:
+    ways: dict[str, nn.Module] = {
         "alone": copy.deepcopy(model),
         "apart": copy.deepcopy(model),
         "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "ringdp": ringdp.DistributedDataParallel(copy.deepcopy(model)),
         "ringdp, 2 MiB": ringdp.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=2),
     }
-    steps = {name: stepper(m, comm.rank) for name, m in wrapped.items()}
-    if comm.rank:
+    steps = {name: stepper(net, rank) for name, net in ways.items()}
+    if rank:
         steps["alone"] = lambda: None
-    times = interleaved(steps, arguments.rounds)
-    results = {name: summary(seconds) for name, seconds in times.items()}
-    parameters = elements(model)
-    if comm.rank == 0:
-        print(f"{parameters:,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW")
-        report(results)
-    single = comm.split(comm.rank)
-    overlap = overlapped(model, single, arguments.rounds)
-    if comm.rank == 0:
-        for row in overlap:
-            print(", ".join(f"{name} {value}" for name, value in asdict(row).items()))
-        if arguments.json:
-            found = {"parameters": parameters, "ranks": comm.size, "step_ms": results}
-            found["ratios"] = ratios(results)
-            found["slow_link"] = [asdict(row) for row in overlap]
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    dist.destroy_process_group()
+    return steps
 
 
-def interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step but the first round's, the slowest rank's."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for round_ in range(rounds + 1):
-        for name, step in steps.items():
-            for _ in range(STEPS):
-                dist.barrier()
-                start = time.perf_counter()
-                step()
-                if round_:
-                    times[name].append(time.perf_counter() - start)
-    return {name: slowest(seconds) for name, seconds in times.items()}
+def rows(times: dict[str, list[float]]) -> list[Step]:
+    return [
+        Step(
+            name,
+            **spread(seconds, 1e3),
+            by_alone=ratio(seconds, times["alone"]),
+            by_apart=ratio(seconds, times["apart"]),
+            by_torch=ratio(seconds, times["torch"]),
+        )
+        for name, seconds in times.items()
+    ]
 
 
 def overlapped(model: nn.Module, single: ringdp.Communicator, rounds: int) -> list[Overlap]:
@@ -177,11 +187,6 @@ def overlapped(model: nn.Module, single: ringdp.Communicator, rounds: int) -> li
     return found
 
 
-def longer(steps: list[float], others: list[float]) -> float:
-    """The median difference between steps of the same round: the machine's phases last longer."""
-    return statistics.median(a - b for a, b in zip(steps, others, strict=True))
-
-
 def elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -192,7 +197,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def stepper(model: nn.Module, rank: int) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = batch(rank)
 
     def step() -> None:
@@ -201,43 +206,6 @@ def stepper(model: nn.Module, rank: int) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-def slowest(seconds: list[float]) -> list[float]:
-    """Of all ranks, for every step."""
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.tolist()
-
-
-def summary(seconds: list[float]) -> dict[str, float]:
-    ms = sorted(1e3 * s for s in seconds)
-    return {
-        "min": round(ms[0], 2),
-        "median": round(statistics.median(ms), 2),
-        "max": round(ms[-1], 2),
-    }
-
-
-def report(results: dict[str, dict[str, float]]) -> None:
-    alone = results["alone"]
-    print("                  min ms  median ms   max ms   x alone, min   x alone, median")
-    for name, t in results.items():
-        print(
-            f"{name:<14} {t['min']:>9.1f} {t['median']:>10.1f} {t['max']:>8.1f} "
-            f"{t['min'] / alone['min']:>14.2f} {t['median'] / alone['median']:>17.2f}"
-        )
-    for name, (ours, bound) in ratios(results).items():
-        print(f"ringdp / {name}: {ours:.2f} at the median; without communication {bound:.2f}")
-
-
-def ratios(results: dict[str, dict[str, float]]) -> dict[str, tuple[float, float]]:
-    """Medians over those of another way to train: ours, and without communication."""
-    ours, bound = (results[name]["median"] for name in ("ringdp", "apart"))
-    return {
-        name: (round(ours / results[name]["median"], 3), round(bound / results[name]["median"], 3))
-        for name in ("torch", "alone", "apart")
-    }
 
 
 if __name__ == "__main__":

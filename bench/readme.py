@@ -160,7 +160,7 @@ def torch_backend() -> str:
         return "Not measured."
     rows = json.loads(TORCH_BACKEND.read_text())["rows"]
     lines = [
-        "| on 2 ranks | ringdp | gloo | ringdp / gloo, medians | minima |",
+        "| on 2 ranks | ringdp | gloo | ringdp / gloo | of the minima |",
         "|---|" + "---:|" * 4,
     ]
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -168,9 +168,9 @@ def torch_backend() -> str:
             next(r for r in rows if (r["case"], r["backend"]) == (case, backend))
             for backend in ("ringdp", "gloo")
         )
-        times = [f"{r['median_us'] / 1e3:,.3g}" for r in (ours, theirs)]
-        ratios = [f"{ours[t] / theirs[t]:.2g}" for t in ("median_us", "min_us")]
-        lines.append(f"| {case} | " + " | ".join(times + ratios) + " |")
+        cells = [f"{row['median'] / 1e3:,.3g}" for row in (ours, theirs)]
+        cells += [f"{value:.2g}" for value in (ours["by_gloo"], ours["min"] / theirs["min"])]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -179,16 +179,15 @@ def ddp_step() -> str:
     if not DDP_STEP.exists():
         return "Not measured."
     found = json.loads(DDP_STEP.read_text())
-    steps = found["step_ms"]
     lines = [
         f"| {found['parameters']:,} parameters, {found['ranks']} ranks | min, ms | median | max "
         "| / one process alone | / torch's DDP over gloo |",
         "|---|" + "---:|" * 5,
     ]
-    for name, row in steps.items():
-        cells = [f"{row[which]:.0f}" for which in ("min", "median", "max")]
-        cells += [f"{row['median'] / steps[by]['median']:.2f}" for by in ("alone", "torch")]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for row in found["steps"]:
+        cells = [f"{row[name]:.0f}" for name in ("min", "median", "max")]
+        cells += [f"{row[name]:.2f}" for name in ("by_alone", "by_torch")]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     default = found["slow_link"][0]
     ms = default["ms"]
     lines += [

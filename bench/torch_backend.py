@@ -2,10 +2,9 @@
 
     python -m bench.torch_backend --json bench/results/torch_backend.json
 
-Two ranks, pinned to a core each, hold a group of either backend; both take turns in short rounds,
-so that a slow phase of the machine hits both. A time is the slowest rank's, of one call or step.
-DDP and FSDP2 (a unit for each block) train the 13.8M-parameter GPT of `bench.ddp_step`, on rows of
-its length, with AdamW.
+Two ranks, pinned to a core each, hold a group of either backend, and both take turns
+(`bench.turns`). DDP and FSDP2 (a unit for each block) train the 13.8M-parameter GPT of
+`bench.ddp_step`, on rows of its length, with AdamW.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ import argparse
 import copy
 import json
 import os
-import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,25 +27,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
-from bench.ddp_step import SHAPE, slowest, stepper
+from bench.ddp_step import SHAPE, stepper
 from bench.pinned import pin
+from bench.turns import ROUNDS, interleaved, ratio, spread
 from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
 
 RANKS, BACKENDS = 2, ("ringdp", "gloo")
 ELEMENTS = 1024  # float32: 4 KiB
-CALLS, STEPS, WARMUPS = 50, 3, 2  # calls timed at once; times in a round; rounds that do not count
+CALLS = 50  # timed at once
 
 
 @dataclass(frozen=True)
 class TorchRow:
-    """µs of one call, or of one training step."""
+    """µs of one call, or of one training step, and how many times as long as gloo's it takes."""
 
     case: str
     backend: str
-    min_us: float
-    median_us: float
-    max_us: float
+    min: float
+    median: float
+    max: float
+    by_gloo: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Report:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     processes.spawn(rank_main, (arguments.rounds, arguments.json), nprocs=RANKS)
 
@@ -78,10 +76,7 @@ def rank_main(rank: int, rounds: int, file: Path | None) -> None:
     found = Report(machine, measured(rounds))
     if rank == 0:
         for row in found.rows:
-            print(
-                f"{row.case:<18} {row.backend:<7} {row.min_us:>9.1f} {row.median_us:>9.1f} "
-                f"{row.max_us:>9.1f} µs"
-            )
+            print(json.dumps(asdict(row)))
         if file:
             file.write_text(json.dumps(asdict(found), indent=1) + "\n")
     dist.destroy_process_group()
@@ -95,17 +90,16 @@ def measured(rounds: int) -> list[TorchRow]:
         cases["all_reduce of 4 KiB", backend] = partial(calls, torch.zeros(ELEMENTS), group)
         for name, wrap in (("DDP step", ddp), ("FSDP2 step", fsdp2)):
             cases[name, backend] = stepper(wrap(copy.deepcopy(model), group), dist.get_rank())
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for round_ in range(rounds + WARMUPS):
-        for case, act in sorted(cases.items()):
-            many = CALLS if case[0].startswith("all_reduce") else 1
-            for _ in range(STEPS):
-                dist.barrier()
-                start = time.perf_counter()
-                act()
-                if round_ >= WARMUPS:
-                    times[case].append((time.perf_counter() - start) / many)
-    return [TorchRow(*case, *spread(slowest(seconds))) for case, seconds in times.items()]
+    times = interleaved(dict(sorted(cases.items())), rounds)
+    return [
+        TorchRow(
+            case,
+            backend,
+            **spread(seconds, 1e6 / (CALLS if case.startswith("all_reduce") else 1)),
+            by_gloo=ratio(seconds, times[case, "gloo"]),
+        )
+        for (case, backend), seconds in times.items()
+    ]
 
 
 def calls(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -122,11 +116,6 @@ def fsdp2(model: gpt.GPT, group: dist.ProcessGroup) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def spread(seconds: list[float]) -> tuple[float, float, float]:
-    us = sorted(1e6 * s for s in seconds)
-    return round(us[0], 2), round(statistics.median(us), 2), round(us[-1], 2)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 -m bench.zero_step --json bench/results/zero_step.json \\
         --svg bench/results/zero_step.svg
 
-As in `bench.ddp_step`: pinned ranks, short rounds in turn, the slowest rank's time of a step;
-`apart` is every rank by itself at the same time, and no way to train together can take less. All
-use torch.optim.AdamW.
+As in `bench.ddp_step`: pinned ranks take turns; `apart` is every rank by itself at the same time,
+and no way to train together can take less. All have torch's fused AdamW.
 
 Then the ranks talk over an emulated link, so slow that all gathers and reductions of a stage 3 step
 take as long as its forward and backward:
@@ -38,18 +37,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ringdp
-from bench.ddp_step import (
-    LATENCY,
-    ROUNDS,
-    SHAPE,
-    batch,
-    elements,
-    interleaved,
-    longer,
-    stepper,
-    summary,
-)
+from bench.ddp_step import LATENCY, SHAPE, batch, elements, stepper
 from bench.pinned import pin
+from bench.turns import ROUNDS, interleaved, longer, ratio, spread
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
 from ringdp.transport.base import Link
@@ -59,13 +49,13 @@ AHEAD = (1, 3)  # blocks gathered ahead of their use
 
 @dataclass(frozen=True)
 class Step:
-    """Milliseconds of one way to train."""
+    """Milliseconds of one way to train, and how many times as long as another's it takes."""
 
     name: str
     min: float
     median: float
     max: float
-    by_alone: float  # medians
+    by_alone: float
     by_fsdp2: float
 
 
@@ -130,14 +120,14 @@ def compared(model: nn.Module, comm: ringdp.Communicator) -> dict[str, Callable[
 
 
 def rows(times: dict[str, list[float]]) -> list[Step]:
-    ms = {name: summary(seconds) for name, seconds in times.items()}
-
-    def by(name: str, other: str) -> float:
-        return round(ms[name]["median"] / ms[other]["median"], 3)
-
     return [
-        Step(name, **ms[name], by_alone=by(name, "alone"), by_fsdp2=by(name, "FSDP2, gloo"))
-        for name in ms
+        Step(
+            name,
+            **spread(seconds, 1e3),
+            by_alone=ratio(seconds, times["alone"]),
+            by_fsdp2=ratio(seconds, times["FSDP2, gloo"]),
+        )
+        for name, seconds in times.items()
     ]
 
 
