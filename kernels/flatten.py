@@ -21,7 +21,7 @@ from torch import Tensor
 from .batches import batches
 from .jit import jit, triton_dtype
 from .precision import check_scale, scaled_copy, wide_dtype
-from .spans import BLOCK, Span, by_dtype, check, gaps, upload
+from .spans import BLOCK, check, gaps, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -45,7 +45,7 @@ def flatten(
 def flatten_torch(
     tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
 ) -> None:
-    for first, last in gaps(tensors, out, offsets):
+    for first, last in gaps([x.numel() for x in tensors], offsets, len(out)):
         out[first:last].zero_()
     for offset, batch in batches(tensors, offsets):
         # Also where a tensor is its own slice of `out`, so the batch is copied first.
@@ -86,18 +86,14 @@ def flatten_triton(
     tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
 ) -> None:
     dense = [x.contiguous() for x in tensors]  # also keeps copies alive until the launch
-    spans = by_dtype(dense, offsets, out.dtype)
-    padding = [Span(0, first, last - first) for first, last in gaps(tensors, out, offsets)]
-    next(iter(spans.values())).extend(padding)
-    for dtype, rows in spans.items():  # one launch, unless dtypes are mixed
-        if rows:
-            chunks = upload(rows, dtype.itemsize, out.device)
-            flatten_kernel[(len(chunks),)](
-                chunks,
-                out,
-                scale,
-                SOURCE=triton_dtype(dtype),
-                WIDE=triton_dtype(wide_dtype(dtype, out.dtype)),
-                BLOCK=BLOCK,
-                num_warps=8,
-            )
+    made = tables(dense, offsets, out.dtype, out.device, padded=len(out))
+    for dtype, chunks in made.items():  # one launch, unless dtypes are mixed
+        flatten_kernel[(len(chunks),)](
+            chunks,
+            out,
+            scale,
+            SOURCE=triton_dtype(dtype),
+            WIDE=triton_dtype(wide_dtype(dtype, out.dtype)),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )

@@ -23,7 +23,7 @@ from torch import Tensor
 from .batches import batches
 from .jit import jit, triton_dtype
 from .precision import FLOATS
-from .spans import BLOCK, by_dtype, upload
+from .spans import BLOCK, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -84,13 +84,16 @@ def squared_norm_kernel(
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
     dense = [x.contiguous() for x in tensors]
     device = dense[0].device if dense else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for dtype, rows in by_dtype(dense, [0] * len(dense), torch.float32).items():
-        if rows:
-            chunks = upload(rows, dtype.itemsize, device)
-            partial = torch.empty(len(chunks), dtype=torch.float64, device=device)
-            squared_norm_kernel[(len(chunks),)](
-                chunks, partial, SOURCE=triton_dtype(dtype), BLOCK=BLOCK, num_warps=8
-            )
-            total += partial.sum()
-    return total
+    sums = []
+    for dtype, chunks in tables(dense, [0] * len(dense), torch.float32, device).items():
+        partial = torch.empty(len(chunks), dtype=torch.float64, device=device)
+        squared_norm_kernel[(len(chunks),)](
+            chunks, partial, SOURCE=triton_dtype(dtype), BLOCK=BLOCK, num_warps=8
+        )
+        sums.append(partial.sum())
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    first, *others = sums  # others only where dtypes are mixed: a launch costs microseconds
+    for other in others:
+        first += other
+    return first

@@ -19,7 +19,7 @@ from torch import Tensor
 from .batches import batches
 from .jit import jit, triton_dtype
 from .precision import check_scale, scaled_copy, wide_dtype
-from .spans import BLOCK, by_dtype, check, upload
+from .spans import BLOCK, check, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -83,18 +83,16 @@ def unflatten_triton(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
     dense = [x if x.is_contiguous() else torch.empty_like(x).contiguous() for x in tensors]
-    for dtype, rows in by_dtype(dense, offsets, flat.dtype).items():  # one launch a dtype
-        if rows:
-            chunks = upload(rows, dtype.itemsize, flat.device)
-            unflatten_kernel[(len(chunks),)](
-                chunks,
-                flat,
-                scale,
-                TARGET=triton_dtype(dtype),
-                WIDE=triton_dtype(wide_dtype(flat.dtype, dtype)),
-                BLOCK=BLOCK,
-                num_warps=8,
-            )
+    for dtype, chunks in tables(dense, offsets, flat.dtype, flat.device).items():  # a launch each
+        unflatten_kernel[(len(chunks),)](
+            chunks,
+            flat,
+            scale,
+            TARGET=triton_dtype(dtype),
+            WIDE=triton_dtype(wide_dtype(flat.dtype, dtype)),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
     for x, filled in zip(tensors, dense, strict=True):
         if x is not filled:
             x.copy_(filled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringdp.kernels import flatten
+from ringdp.kernels import flatten, spans
 from ringdp.kernels.flatten import flatten_torch, flatten_triton
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import Span, chunk_table
@@ -108,7 +108,7 @@ def test_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
 
 
 def test_chunk_table() -> None:
-    rows = chunk_table((Span(1 << 40, 3, 8200), Span(0, 8203, 4097), Span(64, 0, 1)), 2, False)
+    rows = chunk_table((Span(1 << 40, 3, 8200), Span(0, 8203, 4097), Span(64, 0, 1)), 2)
     base = 1 << 40
     assert rows.tolist() == [
         [base, 3, 4096],
@@ -118,6 +118,19 @@ def test_chunk_table() -> None:
         [0, 12299, 1],
         [64, 0, 1],
     ]
+
+
+def test_the_same_tensors_need_their_table_once(interpreted: None) -> None:
+    """It is on the device then: an upload is a copy ahead of every launch."""
+    x, out = torch.ones(5000), torch.empty(6000)
+    flatten_triton([x], out, 1.0, [3])
+    before = spans._tables.cache_info()
+    for times in range(3):
+        flatten_triton([x.fill_(times)], out, 1.0, [3])
+        assert out.tolist() == [0.0] * 3 + [times] * 5000 + [0.0] * 997
+    flatten_triton([x], out, 1.0, [4])
+    after = spans._tables.cache_info()
+    assert (after.hits - before.hits, after.misses - before.misses) == (3, 1)
 
 
 def test_parameters_that_require_grad() -> None:

@@ -2,8 +2,11 @@
 
 For each size: one round of every way to warm up, then `rounds` times one round of each, in an order
 that rotates, so that a slow phase of the machine hits all of them. A round is as many calls as fit
-ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. What must move, over the
-time, is a bandwidth; that of `copy_`, which moves 2 S, is the memory's roof as torch reaches it.
+ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. So it holds what the host
+needs for a launch, as in a training step. From ALONE bytes on, a GPU is asked for its own time:
+every call is timed by itself, begins with nothing of its data in a cache, and was launched while
+the GPU was kept waiting. What must move, over the time, is a bandwidth; that of `copy_`, which
+moves 2 S, is the memory's roof as torch reaches it. The file is written after every size.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe
@@ -32,6 +37,10 @@ NAME = "kernels"
 COPY = "copy_"
 ROUND_SECONDS = 0.01
 MOST_CALLS = 1000  # in a round
+ALONE = 64 << 20  # bytes of a buffer
+ALONE_CALLS = 20  # in a round: all their launches must fit the queue of the device, some 1000
+EVICTING = 256 << 20  # bytes to read: several times any cache of a GPU
+LAUNCH_CYCLES = 500_000  # of the device for each call's launches: a quarter of a millisecond
 
 
 @dataclass(frozen=True)
@@ -73,30 +82,34 @@ def check(options: Options) -> None:
 
 def bench(options: Options, console: Console) -> int:
     check(options)
-    report = measure(options, lambda says: console.print(says, soft_wrap=True))
+    keep = (lambda _: None) if options.json is None else partial(write, options.json)
+    report = measure(options, lambda says: console.print(says, soft_wrap=True), keep)
     show(report, console)
-    if options.json is not None:
-        write(options.json, report)
     return 0
 
 
-def measure(options: Options, note: Callable[[str], None]) -> Report:
+def measure(
+    options: Options, note: Callable[[str], None], keep: Callable[[Report], None]
+) -> Report:
+    """`keep` is given what is known after every size."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = describe(torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine["cpu"]
-    rows: list[Row] = []
+    report = Report(machine, name, [])
     for size in options.sizes:
         note(f"measuring {size:,} bytes on {name}")
-        rows += _of_size(size // 4, options.rounds, device)
-    return Report(machine, name, rows)
+        report.rows.extend(_of_size(size // 4, options.rounds, device))
+        keep(report)
+    return report
 
 
 def _of_size(elems: int, rounds: int, device: torch.device) -> list[Row]:
     x, y = torch.randn(2, elems, device=device)
+    timer = timer_of(4 * elems, device)
     rows: list[Row] = []
     for kernel, case in CASES.items():
         ways = {COPY: lambda: y.copy_(x)} | case.ways(elems, device)
-        times = interleaved(ways, rounds, device)
+        times = interleaved(ways, rounds, timer)
         copied = 8 * elems / median(times.pop(COPY))
         for way, seconds in times.items():
             p50, moved = median(seconds), case.moves * 4 * elems
@@ -116,35 +129,69 @@ def _of_size(elems: int, rounds: int, device: torch.device) -> list[Row]:
     return rows
 
 
-def interleaved(ways: dict[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
+class Timer(NamedTuple):
+    """`timed`: seconds of one call, of so many in a row."""
+
+    timed: Callable[[Call, int], float]
+    most: int  # calls in a round
+
+
+def timer_of(size: int, device: torch.device) -> Timer:
+    """For a buffer of so many bytes."""
+    if device.type != "cuda":
+        return Timer(by_the_clock, MOST_CALLS)
+    if size < ALONE:
+        return Timer(by_events, MOST_CALLS)
+    evicting = torch.zeros(EVICTING // 4, device=device)
+    return Timer(partial(alone, evicting=evicting), ALONE_CALLS)
+
+
+def interleaved(ways: dict[str, Call], rounds: int, timer: Timer) -> dict[str, list[float]]:
     """Seconds of a call, one of each round."""
     calls = {}
     for way, call in ways.items():
         call()  # compiles, on a GPU
-        calls[way] = max(1, min(MOST_CALLS, int(ROUND_SECONDS / timed(call, 1, device))))
+        calls[way] = max(1, min(timer.most, int(ROUND_SECONDS / timer.timed(call, 1))))
     names, found = list(ways), {way: list[float]() for way in ways}
     for turn in range(rounds):
         first = turn % len(names)
         for way in names[first:] + names[:first]:
-            found[way].append(timed(ways[way], calls[way], device))
+            found[way].append(timer.timed(ways[way], calls[way]))
     return found
 
 
-def timed(call: Call, times: int, device: torch.device) -> float:
-    """Seconds of one call, of so many in a row."""
-    if device.type == "cuda":
-        event = partial(torch.cuda.Event, enable_timing=True)
-        begin, end = event(), event()
-        begin.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / times
+def by_the_clock(call: Call, times: int) -> float:
     start = time.perf_counter()
     for _ in range(times):
         call()
     return (time.perf_counter() - start) / times
+
+
+def by_events(call: Call, times: int) -> float:
+    begin, end = _event(), _event()
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def alone(call: Call, times: int, evicting: Tensor) -> float:
+    """Caches are filled by reading: what was written would be written back during the call."""
+    marks = [(_event(), _event()) for _ in range(times)]
+    torch.cuda._sleep(times * LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
+    for begin, end in marks:
+        evicting.sum()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return sum(float(begin.elapsed_time(end)) for begin, end in marks) / 1e3 / times
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def table(report: Report) -> Table:
@@ -174,8 +221,9 @@ def show(report: Report, console: Console) -> None:
         console = plain(console.file, max(120, console.width))
     console.print(
         f"\nkernels on {report.device}. A size is that of one float32 buffer, in bytes; µs is the "
-        "median of a call; GB/s is what must move over that; a copy of the same size, in turn with "
-        "the kernel, is 100 %; × ours is torch's time over ringdp's.",
+        "median of a call, for large sizes on a GPU of the GPU's time; GB/s is what must move over "
+        "that; a copy of the same size, in turn with the kernel, is 100 %; × ours is torch's time "
+        "over ringdp's.",
         soft_wrap=True,
     )
     console.print(table(report))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringdp.cli.bench import kernels as bench
 from ringdp.cli.bench.kernel_cases import CASES, OURS
-from ringdp.cli.bench.kernels import interleaved
+from ringdp.cli.bench.kernels import ALONE, interleaved, timer_of
 from ringdp.cli.main import main
 from ringdp.kernels import __all__ as kernels
 
@@ -46,11 +47,59 @@ def test_times_every_kernel_beside_torch(
 def test_ways_take_turns() -> None:
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "ab"}
-    found = interleaved(ways, 3, torch.device("cpu"))
+    found = interleaved(ways, 3, timer_of(1 << 10, torch.device("cpu")))
     assert {way: len(times) for way, times in found.items()} == {"a": 3, "b": 3}
     rounds = [name for before, name in zip(["", *calls], calls, strict=False) if before != name]
     # To warm up a, b; then rounds a, b and b, a and a, b.
     assert "".join(rounds) == "ababab"
+
+
+class Device:
+    """In place of torch.cuda: notes what is put in its stream, and says that a call took 2 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream: list[str] = []
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                device.stream.append("|")
+
+            def synchronize(self) -> None:
+                device.stream.append("wait")
+
+            def elapsed_time(self, end: Event) -> float:
+                return 2.0
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.stream.append("sleep"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.stream.append("wait"))
+
+
+def test_a_gpu_is_timed_with_its_launches_and_for_large_sizes_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, zeros = Device(monkeypatch), torch.zeros
+
+    class Evicting:
+        def sum(self) -> None:
+            device.stream.append("evict")
+
+    def call() -> None:
+        device.stream.append("call")
+
+    monkeypatch.setattr(bench.torch, "zeros", lambda *_, **__: Evicting())
+    small, large = (timer_of(size, torch.device("cuda")) for size in (ALONE - 4, ALONE))
+    monkeypatch.setattr(bench.torch, "zeros", zeros)
+    assert small.timed(call, 2) == pytest.approx(1e-3)
+    assert device.stream == ["|", "call", "call", "|", "wait"]
+    device.stream.clear()
+    assert large.timed(call, 2) == pytest.approx(2e-3)
+    assert device.stream == ["sleep", *2 * ["evict", "|", "call", "|"], "wait"]
+    assert large.most < small.most
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
