@@ -163,14 +163,14 @@ def torch_backend() -> str:
         "| on 2 ranks | ringdp | gloo | ringdp / gloo | of the minima |",
         "|---|" + "---:|" * 4,
     ]
+    found = {(row["case"], row["backend"]): row for row in rows}
     for case in dict.fromkeys(row["case"] for row in rows):
-        ours, theirs = (
-            next(r for r in rows if (r["case"], r["backend"]) == (case, backend))
-            for backend in ("ringdp", "gloo")
-        )
+        ours, theirs = (found[case, backend] for backend in ("ringdp", "gloo"))
         cells = [f"{row['median'] / 1e3:,.3g}" for row in (ours, theirs)]
         cells += [f"{value:.2g}" for value in (ours["by_gloo"], ours["min"] / theirs["min"])]
         lines.append(f"| {case} | {' | '.join(cells)} |")
+    least = found["DDP step", "nothing"]["by_gloo"]
+    lines += ["", f"DDP whose hook reduces nothing takes {least:.2g} of its step over gloo."]
     return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
 
 RANKS, BACKENDS = 2, ("ringdp", "gloo")
+NOTHING = "nothing"  # is reduced: less a backend cannot take
 ELEMENTS = 1024  # float32: 4 KiB
 CALLS = 50  # timed at once
 
@@ -90,6 +91,7 @@ def measured(rounds: int) -> list[TorchRow]:
         cases["all_reduce of 4 KiB", backend] = partial(calls, torch.zeros(ELEMENTS), group)
         for name, wrap in (("DDP step", ddp), ("FSDP2 step", fsdp2)):
             cases[name, backend] = stepper(wrap(copy.deepcopy(model), group), dist.get_rank())
+    cases["DDP step", NOTHING] = stepper(unreduced(copy.deepcopy(model)), dist.get_rank())
     times = interleaved(dict(sorted(cases.items())), rounds)
     return [
         TorchRow(
@@ -109,6 +111,19 @@ def calls(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def ddp(model: gpt.GPT, group: dist.ProcessGroup) -> nn.Module:
     return DistributedDataParallel(model, process_group=group)
+
+
+def unreduced(model: gpt.GPT) -> nn.Module:
+    """DDP whose gradients stay this rank's."""
+    net = DistributedDataParallel(model)
+    net.register_comm_hook(None, keep)
+    return net
+
+
+def keep(_, bucket):  # torch refuses annotations that are strings, as they are in this file
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def fsdp2(model: gpt.GPT, group: dist.ProcessGroup) -> nn.Module:
