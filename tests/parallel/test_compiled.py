@@ -1,0 +1,75 @@
+"""torch.compile of a sharded model, whole or unit by unit, before shard() or after: the same steps.
+
+The backend runs what was traced, ahead-of-time gradients included, without generating code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Precision
+
+pytestmark = pytest.mark.process
+
+WIDTH = 6
+BACKEND = "aot_eager"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def train(model: nn.Module, call: Callable[..., Any]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        call(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiles(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    twin = net()
+    train(twin, twin)
+    for whole in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = net()
+        engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+        call: Callable[..., Any] = model
+        if whole:
+            call = torch.compile(model, backend=BACKEND)
+        else:
+            for block in model:
+                block.compile(backend=BACKEND)
+        train(model, call)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        with engine.full_parameters():
+            torch.testing.assert_close(
+                dict(model.named_parameters()), dict(twin.named_parameters())
+            )
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_it_trains_as_one_process_does(ranks, stage):
+    ranks(2)(compiles, stage, None)
+
+
+def test_compiled_in_another_dtype_it_trains_as_one_process_does(ranks):
+    ranks(2)(compiles, 3, Precision(torch.float64))
