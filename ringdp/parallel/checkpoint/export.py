@@ -19,7 +19,8 @@ def export(path: str | os.PathLike[str], engine: Engine) -> None:
 
     Every rank holds the whole model meanwhile; rank 0 writes it into a hidden directory beside
     `path`, then renames it. What an export that was killed has left there the next one removes.
-    A tied weight is there under all its names, as a plain model's load_state_dict asks for. Raises
+    A tied weight is there under all its names, as a plain model's load_state_dict asks for; extra
+    state of modules that is no tensor is not, as safetensors has nothing else. Raises
     CheckpointError, on every rank, if it cannot be written; then nothing is left behind.
     """
     path = Path(path)

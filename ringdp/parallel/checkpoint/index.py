@@ -3,10 +3,11 @@
     path/index.json              which directory counts, and what is where in it
     path/data-<random>/rank-<r>.safetensors
 
-A tensor's key is `parameter/NAME`, `buffer/NAME` or `optimizer/KEY/NAME`. Its elements, counted in
-the parameter's own order, lie in parts on the ranks that owned them. `whole` values of an optimizer
-(Adam's `step`) lie with the parameter's first element. A save writes a new directory, then puts a
-new index in the old one's place by a rename; the directories that no index names go after that.
+A tensor's key is `parameter/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` or `extra/N/NAME`. Its
+elements, counted in the parameter's own order, lie in parts on the ranks that owned them. `whole`
+values of an optimizer (Adam's `step`) lie with the parameter's first element. A save writes a new
+directory, then puts a new index in the old one's place by a rename; the directories that no index
+names go after that.
 
 Why torch's distributed checkpoint does not do it all: its index, `.metadata`, and what its ranks
 tell each other are pickles, which may run anything when they are loaded. Of this index whatever is
@@ -28,7 +29,8 @@ from typing import Any, NamedTuple
 
 from ringdp.errors import CheckpointError
 
-FORMAT = "ringdp.checkpoint.2"
+FORMAT = "ringdp.checkpoint.3"
+READS = (FORMAT, "ringdp.checkpoint.2")  # which has no modules
 
 
 class Part(NamedTuple):
@@ -57,6 +59,7 @@ class Index:
     scalars: dict[str, Any]  # what an optimizer's state has beside tensors
     groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
     extra: dict[str, Any]
+    modules: dict[str, Any] = field(default_factory=dict)  # their extra state, see `extra`
     format: str = FORMAT
 
 
@@ -106,7 +109,7 @@ def read_index(path: Path) -> Index:
         values = json.loads((path / "index.json").read_text())
         if not isinstance(values, dict):
             raise ValueError("index.json holds no JSON object")
-        if values.get("format") != FORMAT:
+        if values.get("format") not in READS:
             raise CheckpointError(f"{path} is of format {values.get('format')!r}, not {FORMAT!r}")
         values["tensors"] = {
             key: Entry(e["dtype"], e["shape"], [Part(*p) for p in e["parts"]])
@@ -134,5 +137,6 @@ def _check(index: Index) -> None:
     for group in index.groups or []:
         if "params" in group["options"] or not all(isinstance(n, str) for n in group["names"]):
             raise ValueError("a group's names are not strings, or its options have params")
-    if not (isinstance(index.scalars, dict) and isinstance(index.extra, dict)):
-        raise ValueError("scalars or extra is no JSON object")
+    for name in ("scalars", "extra", "modules"):
+        if not isinstance(getattr(index, name), dict):
+            raise ValueError(f"{name} is no JSON object")

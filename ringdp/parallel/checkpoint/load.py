@@ -6,6 +6,7 @@ have all their bytes. Only then is anything changed.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import CheckpointError
+from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Index, Part, file_of, read_index
 from ringdp.parallel.checkpoint.save import persistent_buffers
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, pieces
@@ -39,7 +41,8 @@ def load(
     engine: Engine,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Set parameters, buffers and the optimizer's state and options to what `save` wrote.
+    """Set parameters, buffers, modules' extra state, the optimizer's state and its options to what
+    `save` wrote.
 
     Any number of ranks, stage, units and precision will do; values are cast to the dtypes here.
     Collective. Returns the checkpoint's `extra`. Raises CheckpointError, on every rank and with
@@ -48,8 +51,11 @@ def load(
     path, found = Path(path), pieces(engine)
     with together(engine.comm, "nothing was loaded"):
         index, buffers = read_index(path), persistent_buffers(engine.model)
-        _check(index, found, buffers)
+        modules = extra.modules(engine.model)
+        _check(index, found, buffers, modules)
         reads = list(_values(found, buffers))
+        states: dict[str, Tensor] = {}
+        reads += _states(index, states)
         if optimizer is not None:
             _check_groups(index, groups_of(optimizer, found))
             reads += _state(index, optimizer, found)
@@ -64,6 +70,8 @@ def load(
     with torch.no_grad():
         for read in reads:
             read.put(reader.read(read))
+    for name, module in modules.items():
+        module.set_extra_state(extra.unpack(index.modules[name], states.__getitem__))
     engine.comm.barrier()
     return index.extra
 
@@ -102,12 +110,15 @@ class _Reader:
         return self._files[rank]
 
 
-def _check(index: Index, found: list[Piece], buffers: dict[str, Tensor]) -> None:
+def _check(
+    index: Index, found: list[Piece], buffers: dict[str, Tensor], modules: Iterable[str]
+) -> None:
     here = {f"parameter/{p.name}": (p.shape, p.rest.dtype) for p in found}
     here |= {f"buffer/{name}": (list(b.shape), b.dtype) for name, b in buffers.items()}
-    there = {k: e for k, e in index.tensors.items() if not k.startswith("optimizer/")}
+    there = {k: e for k, e in index.tensors.items() if k.startswith(("parameter/", "buffer/"))}
     problems = [f"lacks {k}" for k in here if k not in there]
     problems += [f"has {k}, which the model has not" for k in there if k not in here]
+    problems += [f"has other extra state: of {m}" for m in index.modules.keys() ^ set(modules)]
     for key in here.keys() & there.keys():
         (shape, dtype), entry = here[key], there[key]
         if shape != entry.shape:
@@ -150,6 +161,21 @@ def _values(found: list[Piece], buffers: dict[str, Tensor]) -> Iterator[_Read]:
         yield _Read(f"parameter/{piece.name}", *piece.kept, partial(_copy, piece.rest))
     for name, buffer in buffers.items():
         yield _Read(f"buffer/{name}", 0, buffer.numel(), partial(_copy, buffer))
+
+
+def _states(index: Index, states: dict[str, Tensor]) -> Iterator[_Read]:
+    """Reads of the tensors in modules' extra state, to be in `states`."""
+    keys: list[str] = []
+    for packed in index.modules.values():
+        extra.unpack(packed, keys.append)
+    for key in keys:
+        if (entry := index.tensors.get(key)) is None:
+            raise CheckpointError(f"the checkpoint lacks {key}")
+        yield _Read(key, 0, math.prod(entry.shape), partial(_keep, states, key, entry.shape))
+
+
+def _keep(states: dict[str, Tensor], key: str, shape: list[int], values: Tensor) -> None:
+    states[key] = values.view(shape)
 
 
 def _copy(to: Tensor, values: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import tensorfile
+from ringdp.parallel.checkpoint.extra import pack
 from ringdp.parallel.checkpoint.index import (
     Entry,
     Index,
@@ -35,7 +36,8 @@ def save(
     *,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write parameters, buffers, the optimizer's state and `extra` (JSON) to directory `path`.
+    """Write parameters, buffers, the optimizer's state and `extra` (JSON) to directory `path`; also
+    what modules give by get_extra_state, where that is JSON and tensors.
 
     Collective. Until it is complete, and if a rank dies at any moment, `path` holds what it held
     before. It must be on a disk that all ranks see. Raises CheckpointError on every rank if any of
@@ -48,7 +50,8 @@ def save(
     try:
         with together(comm, "the checkpoint was not written"):
             groups = groups_of(optimizer, found) if optimizer else None
-            tensors, shapes, scalars = _own(engine, optimizer, found)
+            modules, states = pack(engine.model)
+            tensors, shapes, scalars = _own(engine, optimizer, found, states)
             _check_json([groups, extra, scalars])
             directory.mkdir(parents=True, exist_ok=True)
             tensorfile.write(
@@ -64,7 +67,7 @@ def save(
         key: [str(t.dtype).removeprefix("torch."), shapes[key], begin, begin + t.numel()]
         for key, (t, begin) in tensors.items()
     }
-    index = Index(name, comm.size, engine.stage.number, {}, {}, groups, extra or {})
+    index = Index(name, comm.size, engine.stage.number, {}, {}, groups, extra or {}, modules)
     for rank, (theirs, values) in enumerate(gather_json(comm, [facts, scalars])):
         index.scalars |= values
         for key, (dtype, shape, begin, end) in theirs.items():
@@ -86,7 +89,10 @@ def _check_json(values: Any) -> None:
 
 
 def _own(
-    engine: Engine, optimizer: torch.optim.Optimizer | None, found: list[Piece]
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    found: list[Piece],
+    states: dict[str, Tensor],
 ) -> tuple[dict[str, tuple[Tensor, int]], dict[str, list[int]], dict[str, Any]]:
     """What this rank writes: tensors with their first element's place, whole shapes, scalars."""
     tensors: dict[str, tuple[Tensor, int]] = {}
@@ -109,9 +115,9 @@ def _own(
             elif begin == 0:
                 scalars[key] = value
     if engine.comm.rank == 0:
-        for name, buffer in persistent_buffers(engine.model).items():
-            key = f"buffer/{name}"
-            tensors[key], shapes[key] = (buffer.detach().reshape(-1), 0), list(buffer.shape)
+        buffers = persistent_buffers(engine.model)
+        for key, value in ({f"buffer/{name}": b for name, b in buffers.items()} | states).items():
+            tensors[key], shapes[key] = (value.detach().reshape(-1), 0), list(value.shape)
     return tensors, shapes, scalars
 
 

@@ -1,0 +1,85 @@
+"""What modules keep by get_extra_state is in a checkpoint, as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringdp
+from ringdp import CheckpointError, Communicator
+
+pytestmark = pytest.mark.process
+
+STATE: dict[str, Any] = {
+    "scale": 0.1,
+    "window": (3, [None, True, "name"]),
+    "amax": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16),
+    "empty": torch.empty(0, 3),
+    "whole": torch.tensor(7),
+    "nested": {"list": [torch.ones(2, dtype=torch.bool)], "dict": {}},
+}
+
+
+class Keeps(nn.Linear):
+    def __init__(self, state: Any = None) -> None:
+        super().__init__(4, 4)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def keeps(comm: Communicator, path: str, stage: int) -> None:
+    model = nn.Sequential(Keeps(STATE if comm.rank == 0 else "rank 0's counts"), Keeps(5))
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    ringdp.save(path, engine)
+    engine.close()
+    other = nn.Sequential(Keeps(), Keeps())
+    engine = ringdp.shard(other, stage=3 - stage, comm=comm)
+    ringdp.load(path, engine)
+    assert repr(other[0].state) == repr(STATE)
+    assert other[1].state == 5
+    engine.close()
+
+
+def refuses(comm: Communicator, path: str) -> list[str]:
+    said = []
+    models = [nn.Sequential(nn.Linear(4, 4), Keeps()), nn.Sequential(Keeps({1, 2}), Keeps())]
+    for model, act in zip(models, (ringdp.load, ringdp.save), strict=True):
+        engine = ringdp.shard(model, stage=2, comm=comm)
+        with pytest.raises(CheckpointError) as error:
+            act(path, engine)
+        said.append(str(error.value))
+        engine.close()
+    model = nn.Sequential(Keeps(), Keeps())
+    engine = ringdp.shard(model, stage=2, comm=comm)
+    index = Path(path) / "index.json"
+    whole = index.read_text()
+    for forged in ({"0": {"pickle": "x"}}, {"0": {"tensor": "extra/9/0"}}, {"0": 3}, []):
+        comm.barrier()
+        if comm.rank == 0:
+            modules = json.loads(whole)["modules"]
+            modules = modules | forged if isinstance(forged, dict) else forged
+            index.write_text(json.dumps(json.loads(whole) | {"modules": modules}))
+        comm.barrier()
+        with pytest.raises(CheckpointError):
+            ringdp.load(path, engine)
+        assert model[0].state is None
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_extra_state_comes_back_as_it_was(ranks, tmp_path, stage):
+    ranks(2)(keeps, str(tmp_path), stage)
+    for missing, kind in ranks(2)(refuses, str(tmp_path)):
+        assert "has other extra state: of 0" in missing
+        assert "extra state of module 0 has a set" in kind
