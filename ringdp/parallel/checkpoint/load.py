@@ -188,6 +188,8 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
         whole = index.tensors[key].shape == [] and (piece.shape != [] or name == "step")
         span, shape = ((0, 1), torch.Size()) if whole else (piece.kept, piece.rest.shape)
         device = None if whole else piece.rest.device
+        as_parameter = index.tensors[key].dtype == index.tensors[f"parameter/{piece.name}"].dtype
+        dtype = piece.rest.dtype if as_parameter and not whole else None
 
         def put(
             values: Tensor,
@@ -195,8 +197,9 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
             piece: Piece = piece,
             shape: torch.Size = shape,
             device: torch.device | None = device,
+            dtype: torch.dtype | None = dtype,
         ) -> None:
-            optimizer.state[piece.parameter][name] = values.view(shape).to(device)
+            optimizer.state[piece.parameter][name] = values.view(shape).to(device, dtype)
 
         yield _Read(key, *span, put)
 
