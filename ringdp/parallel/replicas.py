@@ -33,6 +33,17 @@ def check_equal(comm: Communicator, parameters: Iterable[tuple[str, Tensor]]) ->
             raise ModelError(f"DDP expects same model across all ranks, but {problem}")
 
 
+def check_places(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ModelError for a tensor that cannot take the root's values, so on every rank alike."""
+    for name, t in tensors:
+        if any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)):
+            raise ModelError(
+                f"{name} of shape {tuple(t.shape)} was made by expand(): more than one element of "
+                "it refers to a single memory location, so that it cannot be written. Please "
+                "clone() it, or leave it out by _set_params_and_buffers_to_ignore_for_model"
+            )
+
+
 def _difference(first: Facts, facts: Facts, rank: int) -> str | None:
     for index, (zero, here) in enumerate(zip_longest(first, facts)):
         if zero is None or here is None:

@@ -159,7 +159,12 @@ class Answering:
         # A connection of its own: a thread that waits for a key keeps others from the one it uses.
         own = store.clone() if hasattr(store, "clone") else store  # from torch 2.8 on
         self.rank, self.ranks = rank, ranks
-        self._told, self._does = Told(own, rank, ranks), Answers(own, rank, ranks)
+        self._told = Told(own, rank, ranks, self._busy)
+        self._does = Answers(own, rank, ranks)
+
+    def _busy(self) -> bool:
+        """Whether something that this rank has begun has not ended."""
+        raise NotImplementedError
 
     def record(self, rank: int) -> RankRecord | None:
         return self._does.state().record if rank == self.rank else None

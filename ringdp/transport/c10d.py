@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import DistError, ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
@@ -324,8 +324,12 @@ class C10dTransport(Answering):
         try:
             self._group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
         except RuntimeError:
-            if not self._told.left(rank):
-                self.fail(FailureKind.LOST, rank)
+            with suppress(DistError):  # the store has gone too: who waits will see it
+                if not self._told.left(rank):
+                    self.fail(FailureKind.LOST, rank)
+
+    def _busy(self) -> bool:
+        return bool(self._open)
 
     def _ticket(self) -> int:
         ticket = next(self._tickets)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -26,12 +26,16 @@ NOTHING: Stamp = (0, 0, 0)
 
 
 class Told:
-    """What has failed, as far as this rank knows."""
+    """What has failed, as far as this rank knows.
 
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+    `busy`: whether something that it has begun has not ended. A store that has gone is a failure
+    then only: rank 0, or an agent, may serve it, and end as soon as all is done.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, busy: Callable[[], bool]) -> None:
         self.failure: Failure | None = None
         self.changed = threading.Condition()  # notified when there is a failure
-        self._store, self._rank, self._ranks = store, rank, ranks
+        self._store, self._rank, self._ranks, self._busy = store, rank, ranks, busy
         self._keys = count()
         self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
         self._closed: dict[int, int] = {}  # by wait: how many looks since its rank had closed
@@ -97,8 +101,9 @@ class Told:
                 return
             waiting = dict(list(self._waiting.items()))
             closed = [key for key, rank in waiting.items() if self.left(rank)]
-        except DistError:  # rank 0 serves the store, or its agent did
-            self.fail(FailureKind.LOST, 0)
+        except DistError:
+            if self._busy():
+                self.fail(FailureKind.LOST, 0)
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:

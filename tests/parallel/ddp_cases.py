@@ -129,6 +129,29 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+class NoGradient(torch.autograd.Function):
+    """Of its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class Straight(nn.Module):
+    """Its scale is in the graph, and gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoGradient.apply(self.inner(x), self.scale)
+
+
 # ---- what one iteration does, from zero_grad to before the optimizer's step
 
 
@@ -242,6 +265,9 @@ CASES = {
     "checkpoint, reentrant, twice": Case(
         lambda _: Checkpointed(reentrant=True, twice=True), options=STATIC
     ),
+    "no gradient": Case(lambda _: Straight()),
+    "no gradient, unused": Case(lambda _: Straight(), options=UNUSED),
+    "no gradient, static": Case(lambda _: Straight(), options=STATIC),
     "compiled": Case(lambda _: torch.compile(mlp(), backend="aot_eager")),
 }
 

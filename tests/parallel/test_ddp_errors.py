@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -87,6 +88,32 @@ def test_models_that_differ_are_told_on_every_rank(ranks):
         assert "process 0: '0.weight' with sizes [3, 2]" in shapes
         assert "Rank 0 has 2 params, while rank 1 has inconsistent 4 params: '1.weight'" in counts
         assert "torch.float64" in dtypes
+
+
+def no_gradient(_: Tensor) -> Tensor:
+    raise KeyError("the user's own")
+
+
+def raised(comm: Communicator) -> str:
+    net = DistributedDataParallel(mlp(), process_group=comm, bucket_cap_mb=0)
+    first, *_, last = net.parameters()
+    first.register_hook(no_gradient)
+    if comm.rank:
+        last.register_hook(lambda _: comm.barrier())
+    return says(lambda: backward(net, 0, comm.rank), KeyError)
+
+
+def raising(comm: Communicator) -> str:
+    """On both, but rank 0 has let go of its model before rank 1 has reduced anything."""
+    said = raised(comm)
+    gc.collect()
+    if not comm.rank:
+        comm.barrier()
+    return said
+
+
+def test_the_users_error_is_heard_before_that_a_rank_has_left_for_it(ranks):
+    assert ranks(2)(raising) == ['"the user\'s own"'] * 2
 
 
 def twice(comm: Communicator, **options: Any) -> str:

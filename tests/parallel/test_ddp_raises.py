@@ -64,11 +64,18 @@ def names(wrap: Wrap, change: Callable[[list[nn.Parameter]], list[nn.Parameter]]
     net._build_debug_param_to_name_mapping(change(parameters))
 
 
+def expanded() -> nn.Module:
+    net = mlp()
+    net.register_buffer("scale", torch.ones(1).expand(3))
+    return net
+
+
 WRONG: dict[str, Callable[[Wrap], object]] = {
     "doesn't have any parameter that requires a gradient": lambda wrap: wrap(
         mlp().requires_grad_(False)
     ),
     "Modules with uninitialized parameters can't be used with": lambda wrap: wrap(nn.LazyLinear(3)),
+    "more than one element of": lambda wrap: wrap(expanded()),
     "SyncBatchNorm layers only work with GPU modules": lambda wrap: wrap(nn.SyncBatchNorm(2)),
     "device_ids": lambda wrap: wrap(mlp(), device_ids=[0]),
     "Cannot specify both process_group and device_mesh arguments.": lambda wrap: wrap(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import over, rendezvous
+from ringdp.comm.table import process_state
 from ringdp.transport import told, wire
 from ringdp.transport.base import FailureKind, Link
 from ringdp.transport.c10d import C10dTransport
@@ -29,6 +32,10 @@ pytestmark = pytest.mark.process
 TIMEOUT = PATIENCE
 LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16", "int16", "bool")
+
+
+def BUSY() -> bool:  # noqa: N802
+    return True
 
 
 def over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +253,7 @@ def test_a_message_in_two_parts(length: int):
 def test_what_makes_no_sense_is_a_failure_too(said: str):
     store = dist.HashStore()
     store.set("failed", said)
-    here = Told(store, 0, 2)
+    here = Told(store, 0, 2, BUSY)
     here.look()
     assert here.failure is not None
     assert here.failure.kind is FailureKind.DAMAGED
@@ -256,7 +263,7 @@ def test_what_a_closed_rank_sent_last_may_come_late(monkeypatch):
     monkeypatch.setattr(told, "LOOK", 0.0)
     store = dist.HashStore()
     store.set("closed/1", "1")
-    here = Told(store, 0, 2)
+    here = Told(store, 0, 2, BUSY)
     for _ in range(2):
         with here.waits_for(1):
             for _ in range(told.LAST_LOOKS):
@@ -269,9 +276,55 @@ def test_what_a_closed_rank_sent_last_may_come_late(monkeypatch):
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
 
+class Gone(dist.HashStore):
+    """Whoever served it has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(busy: bool):
+    here = Told(Gone(), 1, 2, lambda: busy)
+    here.look()
+    assert (here.failure is not None) == busy
+    if here.failure:
+        assert here.failure[:2] == (FailureKind.LOST, 0)
+
+
+def server_ends_first(comm: Communicator, say: Say) -> None:
+    """Without a launcher's store, which is one that rank 0 serves, as long as it lives."""
+    talk = store()
+    if comm.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            talk.set("port", str(free.getsockname()[1]))
+        talk.set("server", str(os.getpid()))
+    os.environ["MASTER_PORT"] = talk.get("port").decode()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    rendezvous._last_generation = 0  # in that store
+    whole = ringdp.init(transport="c10d", timeout=TIMEOUT)
+    other = whole.duplicate()
+    for c in (whole, other):
+        c.barrier()
+    talk.set(f"out/{comm.rank}", "")
+    talk.wait([f"out/{rank}" for rank in range(comm.size)])
+    if comm.rank > 0:
+        while not process_state(int(talk.get("server"))).endswith("ended"):
+            time.sleep(0.01)
+        time.sleep(2 * told.LOOK)  # who listens looks
+    whole.close()
+    other.close()
+    say("closed")
+
+
+def test_a_rank_0_that_ends_first_with_its_store_is_no_loss(forks: Forks):
+    for code, said in forks(3, server_ends_first):
+        assert (code, said) == (0, ["closed"])
+
+
 def test_the_first_failure_stays_and_is_the_same_for_all():
     store = dist.HashStore()
-    one, other = Told(store, 0, 3), Told(store, 1, 3)
+    one, other = Told(store, 0, 3, BUSY), Told(store, 1, 3, BUSY)
     one.fail(FailureKind.MISMATCH, 2, ((5, 6, 7), (8, 9, 10)))
     other.fail(FailureKind.LOST, 0)
     one.fail(FailureKind.TIMEOUT, 0)

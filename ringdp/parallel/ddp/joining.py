@@ -80,28 +80,38 @@ class Joining(Joinable):
     def _joined_forward(self, *, reduces: bool, broadcasts: bool) -> int:
         """Tell the ranks that have ended of this one. The rank whose buffers hold. Collective."""
         uneven = self._uneven if self._join_config.enable else None
+        self._reducer()[1].joined = uneven is not None
         if notified := Join.notify_join_context(self):
             notified.wait()
         if uneven is None:
             return 0
-        uneven.exchange(Status(1, int(reduces), int(broadcasts)))
+        waits = reduces and self._reducer()[1]._armed
+        uneven.exchange(Status(1, int(reduces), int(broadcasts), int(waits)))
         self._reducer()[1].divisor = uneven.divisor
         return uneven.root
 
     def _agree(self) -> None:
         """Take what a rank holds that ended last. Collective."""
-        comm, _ = self._reducer()
+        comm, reducer = self._reducer()
         assert self._uneven is not None
+        reducer._land()
         self._broadcast(comm, buffers=self.forward_sync_buffers, root=self._uneven.root)
 
     def _shadow(self, status: Status) -> None:
-        """What the others do in one forward and backward, without inputs."""
+        """What the others do in one forward and backward, without inputs.
+
+        Reductions are waited for when the next begin: until then the others may come to forwards.
+        """
         comm, reducer = self._reducer()
         assert self._uneven is not None
-        if status.reduces:
+        begins = status.reduces and not status.waits
+        if begins:
+            reducer._land()
             reducer._rebuild_buckets()
         if status.broadcasts:
             replicas.broadcast(comm, self._named_buffers().values(), self._uneven.root)
-        if status.reduces:
+        if begins:
             reducer.shadow()
+            if any(t.sparse for t in reducer.parameters):
+                reducer._land()  # these begin there
         self.require_forward_param_sync = bool(status.reduces)

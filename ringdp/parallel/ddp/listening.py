@@ -1,4 +1,4 @@
-"""What autograd calls for a reducer: hooks that do not keep it alive."""
+"""What autograd calls for a reducer: hooks that do not keep it alive, and what ends a backward."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def listener(ref: weakref.ref[Listens], index: int) -> Callable[..., None]:
             reducer.made(index)
 
     return made
+
+
+def raiser(error: Exception) -> Callable[[], None]:
+    """Of a reduction that could not begin. It is told at backward's end, as of one that fails
+    later: where this backward is about to raise an error of the user's own, as it did on a rank
+    that has left for it, that error is heard."""
+
+    def end() -> None:
+        raise error
+
+    return end
 
 
 def ender(ref: weakref.ref[Listens]) -> Callable[[Tensor], None]:

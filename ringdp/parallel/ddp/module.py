@@ -105,6 +105,8 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.mixed_precision, self._journal = mixed_precision, Journal()
         if init_sync:
+            if at_first:
+                replicas.check_places(self._named_buffers().items())
             replicas.check_equal(comm, [(t.name, t.parameter) for t in trainable])
             self._broadcast(comm, buffers=at_first)
         self._mixed = Mixed(module, self.parameters_to_ignore, mixed_precision)

@@ -33,14 +33,14 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator
-from ringdp.errors import ModelError
+from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.advice import once_more, unfinished
 from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
-from ringdp.parallel.ddp.listening import ender, listener
+from ringdp.parallel.ddp.listening import ender, listener, raiser
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
 from ringdp.parallel.ddp.profiled import all_reduce, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
@@ -63,6 +63,7 @@ class Reducer(Taped):
     ) -> None:
         self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
         self.divisor, self.journal = comm.size, journal
+        self.joined = False  # a rank that has ended may be there, which reduces every bucket
         self.hook: CommHook | Reduction | BuiltIn | None = None
         self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
         self._armed = self._running = self._ending = self._ordering = False
@@ -179,7 +180,7 @@ class Reducer(Taped):
 
     def made(self, index: int) -> None:
         """Called when a part of a gradient has been added to p.grad."""
-        if self._finds_unused and self.parameters[index].parameter.grad is None:
+        if self._tells_unused and self.parameters[index].parameter.grad is None:
             return  # autograd came by with nothing
         if not self._armed:
             self._used.add(index)
@@ -236,17 +237,18 @@ class Reducer(Taped):
 
     def _skips(self, bucket: Bucket) -> bool:
         """Whether no gradient in it is anything, on any rank, as the user has promised."""
-        skips = self.settings.skip_all_reduce_unused_params
+        skips = self.settings.skip_all_reduce_unused_params and not self.joined
         return skips and self.idle.issuperset(self.layouts[-1][bucket.index])
 
     def _start(self, bucket: Bucket) -> None:
         self.started += 1
         self.journal.mark(REDUCING)
-        if self.hook:
-            last = bucket.index == len(self.buckets) - 1
-            self._flights.append(self.hook.start(bucket, last=last))
-        else:
-            self._flights.append(bucket.start())
+        last = bucket.index == len(self.buckets) - 1
+        try:
+            flight = self.hook.start(bucket, last=last) if self.hook else bucket.start()
+        except CommunicationError as error:
+            flight = raiser(error)
+        self._flights.append(flight)
 
     def end_later(self) -> None:
         """Ask for `_end` at the end of this backward."""
@@ -269,7 +271,7 @@ class Reducer(Taped):
         if self._next < len(self.buckets):
             return  # the next forward tells of it
         if self._learning or self._finds_unused:
-            self._untouched = self._unused_everywhere(missing)
+            self._untouched = self._ask_users(missing)()
             self._steady &= self.unused in (None, missing)
             self.unused = missing
         self._land()
@@ -296,12 +298,23 @@ class Reducer(Taped):
         """In every backward anew."""
         return self.settings.find_unused_parameters and not self.settings.static_graph
 
-    def _unused_everywhere(self, missing: Sequence[int]) -> set[int]:
+    @property
+    def _tells_unused(self) -> bool:
+        """Parameters may have no gradient."""
+        return self.settings.find_unused_parameters or self.settings.static_graph
+
+    def _ask_users(self, missing: Sequence[int]) -> Callable[[], set[int]]:
+        """What is returned waits, and gives the parameters that no rank has used."""
         used = torch.ones(len(self.parameters), dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
-        all_reduce(self.comm, used, tag=len(self.buckets)).wait()
-        self._users = used
-        return {i for i, users in enumerate(used.tolist()) if not users}
+        work = all_reduce(self.comm, used, tag=len(self.buckets))
+
+        def unused_everywhere() -> set[int]:
+            work.wait()
+            self._users = used
+            return {i for i, users in enumerate(used.tolist()) if not users}
+
+        return unused_everywhere
 
     def _land(self) -> None:
         for flights in (self._flights, self.guests):
@@ -309,14 +322,13 @@ class Reducer(Taped):
                 flights.pop(0)()
 
     def shadow(self) -> None:
-        """Take part in the backward of the other ranks with zeros. Collective."""
+        """Take part in the backward of the other ranks with zeros, until `_land`. Collective."""
         for bucket in self.buckets:
             bucket.arm()
             bucket.blank()
             self._start(bucket)
         if self._learning or self._finds_unused:
-            self._unused_everywhere(range(len(self.parameters)))
-        self._land()
+            self._flights.append(self._ask_users(range(len(self.parameters))))
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
 

@@ -23,11 +23,13 @@ from ringdp.errors import ModelError
 
 
 class Status(NamedTuple):
-    """What a rank is about to do; each 1 or 0."""
+    """What a rank is about to do; each 1 or 0. `waits`: a forward before has begun reductions that
+    no backward has done yet, nor will this one's begin others."""
 
     trains: int = 0
     reduces: int = 0
     broadcasts: int = 0
+    waits: int = 0
 
 
 class Uneven:
@@ -40,7 +42,7 @@ class Uneven:
         self.root = 0  # the last of the ranks that train, or trained last
 
     def exchange(self, mine: Status) -> Status:
-        """The root's status. Collective: 24 bytes from every rank.
+        """The root's status. Collective: 32 bytes from every rank.
 
         Raises ModelError where it was asked to once a rank has ended.
         """

@@ -303,15 +303,16 @@ class NcclTransport(C10dTransport):
             self._streams.watch()
         while self._told.failure is None:
             with self._told.changed:
-                self._told.changed.wait_for(
-                    lambda: self._open or self._under_way or self._told.failure
-                )
+                self._told.changed.wait_for(lambda: self._busy() or self._told.failure)
             self._told.look()
             with self._translated(None):
                 self._nccl.comm.check_async_error()
             self._reap()
             time.sleep(LOOK / 2)
         self._leave()
+
+    def _busy(self) -> bool:
+        return bool(self._open or self._under_way)
 
     def _reap(self) -> None:
         """Let go of what the device has done; what it does not do in time has failed."""
@@ -328,8 +329,7 @@ class NcclTransport(C10dTransport):
 
     def _leave(self) -> None:
         """Abort, which ends what hangs, or hangs itself; destroy only what has nothing to do."""
-        quiet = not self._open and not self._under_way
-        end = self._nccl.comm.destroy if quiet else self._nccl.comm.abort
+        end = self._nccl.comm.abort if self._busy() else self._nccl.comm.destroy
         ending = threading.Thread(target=end, daemon=True, name="ringdp-nccl")
         ending.start()
         ending.join(PATIENCE)

@@ -1,0 +1,104 @@
+"""What a rank without inputs shadows beyond torch's one forward and one backward in turn."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from ringdp import Communicator, DistributedDataParallel
+from tests.parallel.ddp_cases import WIDTH, Branches, equal, gloo, gradients, loss, mlp, rows
+
+pytestmark = pytest.mark.process
+
+LAST = 2  # steps that the last rank takes alone
+
+
+def steps(comm: Communicator) -> range:
+    return range(1 + LAST * comm.rank)
+
+
+def forwards(net: nn.Module, step: int, rank: int) -> list[Tensor]:
+    """Two before one backward, and one that no backward follows."""
+    net.zero_grad()
+    net(rows(step, rank, 2))
+    sum(loss(net(rows(step, rank, part))) for part in range(2)).backward()
+    return gradients(net)
+
+
+def several_forwards(comm: Communicator) -> list[bool]:
+    torch.manual_seed(0)
+    alone = mlp()
+    net = DistributedDataParallel(copy.deepcopy(alone), process_group=comm, bucket_cap_mb=0)
+    halves = []
+    with net.join():
+        for step in steps(comm):
+            averages = forwards(net, step, comm.rank)
+            if step:
+                halves.append(equal(averages, [g / 2 for g in forwards(alone, step, comm.rank)]))
+    return halves
+
+
+def test_several_forwards_before_one_backward(ranks):
+    assert ranks(2)(several_forwards) == [[], [True] * LAST]
+
+
+def several_models(comm: Communicator, unused: bool) -> list[list[float]]:
+    """The second's forward comes before the first's backward."""
+    gloo()
+    torch.manual_seed(0)
+    first = (
+        DistributedDataParallel(
+            nn.Sequential(Branches(0, differ=False)), find_unused_parameters=unused
+        )
+        if unused
+        else DistributedDataParallel(mlp())
+    )
+    second = DistributedDataParallel(nn.Linear(3, WIDTH))
+    both = nn.ModuleList([first, second])
+    with Join([first, second]):
+        for step in steps(comm):
+            both.zero_grad()
+            loss(second(first(rows(step, comm.rank)))).backward()
+            with torch.no_grad():
+                for p in both.parameters():
+                    if p.grad is not None:
+                        p -= 0.1 * p.grad
+    return [p.flatten().tolist() for p in both.parameters()]
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_several_models_in_one_join(ranks, unused):
+    first, *others = ranks(2)(several_models, unused)
+    assert all(other == first for other in others)
+
+
+def skipping(comm: Communicator, options: dict[str, bool]) -> list[list[float]]:
+    """Unused parameters' buckets, which are not reduced, but while ranks may end."""
+    net = DistributedDataParallel(
+        Branches(0, differ=False),
+        process_group=comm,
+        bucket_cap_mb=0,
+        skip_all_reduce_unused_params=True,
+        **options,
+    )
+    started = []
+    for _ in range(2):
+        with net.join():
+            for step in steps(comm):
+                net.zero_grad()
+                loss(net(rows(step, comm.rank))).backward()
+        loss(net(rows(9, comm.rank))).backward()
+        started.append(net.reducer.started)
+    buckets = len(net.reducer.buckets)
+    assert all(0 < n < buckets for n in started)
+    return [p.flatten().tolist() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+def test_buckets_of_unused_parameters_are_reduced_while_ranks_may_end(ranks, options):
+    first, other = ranks(2)(skipping, options)
+    assert other == first
