@@ -23,6 +23,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parent.parent
 TAIL = 6000  # characters of a part's output that are kept
 GRACE = 5.0  # s
+TALKS = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -58,6 +59,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
+            env=TALKS | os.environ,
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,

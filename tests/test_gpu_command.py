@@ -151,6 +151,37 @@ def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
     assert "has no no-such-package" in capsys.readouterr().err
 
 
+class Steps:
+    """In place of the kernels over peer memory: every rank's buffer becomes the sum of all."""
+
+    seconds = 0.5
+
+    def run(self, programs: list[object], buffers: list[torch.Tensor]) -> None:
+        for x in buffers:
+            x.mul_(len(programs))
+
+
+def test_times_the_kernels_over_peer_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "PEER_BYTES", (64,))
+    monkeypatch.setattr(gpu, "Timed", Steps)
+    monkeypatch.setattr(gpu, "VirtualRanks", lambda n, kernels: kernels)
+    ones = torch.ones
+    monkeypatch.setattr(gpu.torch, "ones", lambda size, device: ones(size))
+    gpu.peer(tmp_path / "rows")
+    rows = json.loads((tmp_path / "rows").read_text())
+    assert [(r["ranks"], r["algorithm"]) for r in rows[:3]] == [
+        (2, "ring"),
+        (2, "direct"),
+        (4, "ring"),
+    ]
+    assert {(r["bytes"], r["p50_us"], r["wrong"]) for r in rows} == {(64, 5e5, 0)}
+    monkeypatch.setattr(Steps, "run", lambda *_: None)
+    with pytest.raises(SystemExit, match="wrong elements"):
+        gpu.peer(tmp_path / "rows")
+
+
 def test_the_table_of_kernels_shows_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,13 +162,50 @@ def test_refuses(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UsageError, match="needs CuPy"):
         peer.CudaKernels()
-    monkeypatch.setitem(__import__("sys").modules, "cupy", object())
+    monkeypatch.setitem(sys.modules, "cupy", object())
     monkeypatch.setattr(peer, "FATBIN", tmp_path / "peer.fatbin")
     with pytest.raises(UsageError, match="built without nvcc"):
         peer.CudaKernels()
+
+
+class Cupy:
+    """What CuPy's documentation says of the names that are used of it; notes what is launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[object, ...]] = []
+        self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=self._stream))
+        self._current: list[int] = []
+
+    def RawModule(self, *, path: str, enable_cooperative_groups: bool) -> SimpleNamespace:  # noqa: N802
+        assert Path(path).exists()
+        assert enable_cooperative_groups
+        return SimpleNamespace(get_function=lambda name: partial(self._launch, name))
+
+    def _launch(self, name: str, grid: object, block: object, args: object, *, shared_mem: int):
+        self.launched.append((name, grid, block, args, shared_mem, self._current[-1]))
+
+    @contextmanager
+    def _stream(self, stream: object) -> Iterator[None]:
+        version, address = stream.__cuda_stream__()
+        assert version == 0
+        self._current.append(address)
+        yield
+        self._current.pop()
+
+
+def test_a_launch_as_cupy_takes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cupy, stream = Cupy(), SimpleNamespace(cuda_stream=77)  # of a torch without the protocol
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(peer, "FATBIN", tmp_path / "peer.fatbin")
+    peer.FATBIN.touch()
+    jobs = torch.zeros(2, 20, dtype=torch.int64)
+    peer.CudaKernels().launch("rows_int8", (3, 2), jobs, 400)
+    assert cupy.launched == [("rows_int8", (3, 2), (512,), (jobs.data_ptr(),), 400, 77)]
 
 
 TSAN = ("-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
