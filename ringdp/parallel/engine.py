@@ -21,8 +21,8 @@ every backward reduces, and shards add up.
 
 A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
 the gradients accumulated so far; the next forward or backward starts afresh. Stage 3 refuses
-`create_graph`. The loss must be made of what units return, as tensors in containers or dataclasses:
-the hooks that tell the engine that a unit's backward starts hang on those.
+`create_graph`. The loss must be made of what units return, as tensors in containers or dataclasses,
+or leave in attributes (see `left`): the hooks that tell when a unit's backward starts hang there.
 
 Note [nodes run in reverse]
     Autograd runs the nodes that are ready in the reverse order of their making. So once the
@@ -53,6 +53,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel import copies, outside, sliced, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.left import Left
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.outputs import lasting, tensors
 from ringdp.parallel.precision import Precision, cast_at
@@ -108,6 +109,7 @@ class Engine(Taped):
         ]
         weakref.finalize(self, _remove, self._handles)
         own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
+        self._left = {indices[0]: Left(module, of) for module, indices in of.items()}
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
@@ -148,14 +150,13 @@ class Engine(Taped):
     def _after_forward(self, indices: list[int], output: Any) -> Any:
         output = lasting(output, [u.full for u in (self.units[i] for i in indices) if u.freed])
         made = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        made += self._left[indices[0]].new() if self.stage.parameters is Keep.SHARD else []
         if not self._held:
             for index in indices:
                 free = index not in self.roots and not self._awaiting
                 self.gathering.done_with(index, free=free)
         for t in made:
-            t.register_hook(  # type: ignore[no-untyped-call]
-                lambda _g: self._before_backward(indices)
-            )
+            t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
         if indices is self.roots and not made and not self._held:
             self._rest(learn=False)
         return output
