@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp import arguments
+from ringdp.parallel.ddp import arguments, unheard
 from ringdp.parallel.ddp.assign import MIB
 from ringdp.parallel.ddp.builtin import BuiltIn, built_in
 from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook, checked
@@ -152,6 +152,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         """Whether the backward of this forward shall reduce. Collective."""
         comm, reducer = self._reducer()
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if reduces:
+            unheard.check_autograd()
+            if not self._started or (reducer._armed and not reducer._running):
+                unheard.check(self.module, reducer)
         buffers = self._named_buffers() if self._syncs(before=True) else {}
         root = self._joined_forward(
             reduces=reduces, broadcasts=bool(buffers) and self._buffer_hook is None

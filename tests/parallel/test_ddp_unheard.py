@@ -1,0 +1,105 @@
+"""Gradients that DistributedDataParallel would not hear of: it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ringdp import Communicator, DistributedDataParallel
+from tests.parallel.ddp_cases import backward, loss, mlp, rows, says
+
+pytestmark = pytest.mark.process
+
+
+def cast(net: nn.Module) -> None:
+    net.double()
+
+
+def cast_by_swap(net: nn.Module) -> None:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def assigned(net: nn.Module) -> None:
+    net.load_state_dict({name: t.clone() for name, t in net.state_dict().items()}, assign=True)
+
+
+CHANGES = {
+    "0.weight has been cast": cast,
+    "0.weight has been cast since": cast_by_swap,
+    "0.weight is another parameter": assigned,
+}
+
+
+def unheard(comm: Communicator, words: str) -> None:
+    """Before the first forward, or later: then one iteration has gone by."""
+
+    def forward(net: nn.Module) -> None:
+        backward(net, 0, comm.rank)
+
+    for late in (False, True):
+        net = DistributedDataParallel(mlp(), process_group=comm)
+        if late:
+            forward(net)
+        CHANGES[words](net)
+        dtype = next(net.parameters()).dtype
+        if late:
+            loss(net(rows(1, comm.rank).to(dtype))).backward()
+        assert words in says(lambda net=net, d=dtype: net(rows(2, comm.rank).to(d)))
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_parameters_changed_behind_it_are_told(ranks, words):
+    ranks(2)(unheard, words)
+
+
+def unchanged(comm: Communicator) -> bool:
+    """Forwards without a backward, a layer taken away, parameters frozen or of other memory."""
+    net = DistributedDataParallel(
+        nn.Sequential(mlp(), nn.Linear(3, 3)), process_group=comm, find_unused_parameters=True
+    )
+    for change in (
+        lambda: net.float(),
+        lambda: net.module[0][0].requires_grad_(False),
+        lambda: setattr(net.module[0][2].weight, "data", net.module[0][2].weight.data.clone()),
+        lambda: net.module.__delitem__(1),
+    ):
+        change()
+        for _ in range(2):
+            net(rows(0, comm.rank))
+        backward(net, 1, comm.rank)
+    return True
+
+
+def test_parameters_that_are_still_heard_of_are_trained(ranks):
+    assert all(ranks(2)(unchanged))
+
+
+def called(comm: Communicator) -> bool:
+    """As a function of other tensors, which are nobody's to reduce."""
+    net = DistributedDataParallel(mlp(), process_group=comm)
+    others = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
+    loss(torch.func.functional_call(net, others, (rows(0, comm.rank),))).backward()
+    return all(t.grad is not None for t in others.values())
+
+
+def test_it_is_called_with_other_tensors_for_its_parameters(ranks):
+    assert all(ranks(2)(called))
+
+
+def compiled(comm: Communicator) -> str:
+    from torch._dynamo import compiled_autograd
+
+    net = DistributedDataParallel(mlp(), process_group=comm)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        return says(lambda: net(rows(0, comm.rank)))
+
+
+def test_compiled_autograd_is_refused(ranks):
+    for text in ranks(2)(compiled):
+        assert "Compiled autograd is not compatible with" in text
