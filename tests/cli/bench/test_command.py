@@ -17,6 +17,7 @@ from ringdp.cli.bench.groups import probe_ranks
 from ringdp.cli.bench.rows import read
 from ringdp.cli.main import main
 from tests.cli.test_launch import SECONDS, alive
+from tests.transport.nccl.faults import only_with_host_nccl
 
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
@@ -105,7 +106,7 @@ def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_transports_beside_each_other_and_nccls_own(tmp_path: Path) -> None:
-    pytest.importorskip("cupy")
+    only_with_host_nccl()
     out = tmp_path / "rows.json"
     command = [RINGDP, "bench", "all_gather", "--min", "4K", "--max", "4K", "--rounds", "1"]
     run = subprocess.run(
