@@ -116,6 +116,25 @@ def test_the_users_error_is_heard_before_that_a_rank_has_left_for_it(ranks):
     assert ranks(2)(raising) == ['"the user\'s own"'] * 2
 
 
+def in_turn(comm: Communicator) -> str:
+    """The second loss's parameters are unused in the first's backward, which is reduced."""
+    net = DistributedDataParallel(Outputs(), process_group=comm, find_unused_parameters=True)
+    for step in range(2):
+        net(rows(step, comm.rank))["predictions"][0].sum().backward()
+        with net.no_sync():
+            net(rows(step, comm.rank))["predictions"][1].sum().backward()
+    first, second = net(rows(2, comm.rank))["predictions"]
+    loss(first).backward()
+    net.module.b.weight.square().sum().backward()  # the same on all ranks
+    return says(loss(second).backward)
+
+
+def test_a_backward_for_each_loss_is_told_where_unused_parameters_are_sought(ranks):
+    for text in ranks(2)(in_turn):
+        assert "Expected one backward after a forward" in text
+        assert "b.bias" in text or "b.weight" in text
+
+
 def twice(comm: Communicator, **options: Any) -> str:
     from tests.parallel.ddp_cases import Checkpointed
 

@@ -13,7 +13,8 @@ def advice(settings: Settings) -> str:
         return (
             "This error indicates that your training graph has changed in this iteration, e.g., "
             "one parameter is used in first iteration, but then got unused in the second "
-            "iteration. this is not compatible with static_graph set to True."
+            "iteration. this is not compatible with static_graph set to True. Or no tensors were "
+            "found in what `forward` returned: return them in containers or dataclasses."
         )
     outputs = "making sure all `forward` function outputs participate in calculating loss"
     if settings.find_unused_parameters:
@@ -51,4 +52,12 @@ def once_more(name: str, settings: Settings) -> str:
         "happens where a module is used twice under reentrant checkpointing. Pass "
         "use_reentrant=False to torch.utils.checkpoint, or static_graph=True to "
         "DistributedDataParallel."
+    )
+
+
+def again(name: str) -> str:
+    return (
+        f"Expected one backward after a forward with find_unused_parameters=True: {name} has got a "
+        "gradient in another one, and had counted as unused when the first was reduced. Add the "
+        "losses up and call backward once, or leave find_unused_parameters False."
     )

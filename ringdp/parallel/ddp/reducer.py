@@ -34,7 +34,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
-from ringdp.parallel.ddp.advice import once_more, unfinished
+from ringdp.parallel.ddp.advice import again, once_more, unfinished
+from ringdp.parallel.ddp.asked import Asked
 from ringdp.parallel.ddp.assign import Gradient, assign
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
 from ringdp.parallel.ddp.builtin import BuiltIn
@@ -50,7 +51,7 @@ from ringdp.parallel.ddp.taped import Taped
 from ringdp.tape import recorder
 
 
-class Reducer(Taped):
+class Reducer(Asked, Taped):
     """Over a communicator of its own. `divisor`: what gradients are divided by before the sum."""
 
     def __init__(
@@ -78,6 +79,7 @@ class Reducer(Taped):
         self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
         self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
         self._steady = True  # the same ones in every backward
+        self._again = False  # a backward has come to outputs after that which reduced
         self.idle: set[int] = set()  # unused parameters that count as there in this backward
         self.started = 0  # buckets, in the last backward
         self._users = torch.zeros(len(parameters), dtype=torch.int32)  # ranks, of each parameter
@@ -126,6 +128,7 @@ class Reducer(Taped):
 
     def begin_forward(self, *, reduces: bool) -> None:
         """`reduces`: its backward shall. Collective once, then: see `_rebuild_buckets`."""
+        self._again = False
         if self._stepping is None:
             self._stepping = taken_off(t.parameter for t in self.parameters)
         if reduces:
@@ -183,6 +186,8 @@ class Reducer(Taped):
         if self._tells_unused and self.parameters[index].parameter.grad is None:
             return  # autograd came by with nothing
         if not self._armed:
+            if self._again and index in (self.unused or ()):
+                raise ModelError(again(self.parameters[index].name))
             self._used.add(index)
             self.mixed.raise_(self.parameters[index].parameter)
             return
@@ -252,6 +257,7 @@ class Reducer(Taped):
 
     def end_later(self) -> None:
         """Ask for `_end` at the end of this backward."""
+        self._again |= not self._armed
         if self._armed and not self._ending:
             self._ending = self._running = True
             Variable._execution_engine.queue_callback(self._end)
@@ -331,19 +337,3 @@ class Reducer(Taped):
             self._flights.append(self._ask_users(range(len(self.parameters))))
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
-
-    # ---- what torch's Reducer tells, too
-
-    def _get_local_used_map(self) -> Tensor:
-        """How many ranks have used each parameter in the last backward that sought the unused."""
-        return self._users
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether every backward so far has left the same parameters unused on this rank."""
-        return self._steady
-
-    def _remove_autograd_hooks(self) -> None:
-        """It hears of no gradient any more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
