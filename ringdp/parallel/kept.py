@@ -21,7 +21,7 @@ from ringdp.parallel.unit import FlatUnit
 
 
 class _Shown(NamedTuple):
-    """What a parameter's .grad was set to, None if it is frozen."""
+    """What a parameter's .grad was set to, None if it is frozen and had none."""
 
     gradient: Tensor | None
     version: int  # that torch counts up when it is written in place
@@ -47,12 +47,12 @@ class Kept:
             self._sums[unit.index] = Filling(unit.plan, sums)
         return self._sums[unit.index]
 
-    def show(self, unit: FlatUnit, *, reduced: bool) -> None:
-        """Set every .grad; `reduced`: to what backwards outside of no_sync came to."""
+    def show(self, unit: FlatUnit, shows: Sequence[bool], *, reduced: bool) -> None:
+        """Set the .grad of those; `reduced`: to what backwards outside of no_sync came to."""
         views = unit.gradient_views() if reduced else unit.at_rest(self._sums[unit.index].whole())
         shown = []
-        for p, view in zip(unit.parameters, views, strict=True):
-            gradient = view.data.to(p.device) if p.requires_grad else None  # a version of its own
+        for p, view, show in zip(unit.parameters, views, shows, strict=True):
+            gradient = view.data.to(p.device) if show else None  # a version of its own
             p.grad = gradient
             shown.append(
                 _Shown(gradient, gradient._version if gradient is not None else 0, reduced)
@@ -84,7 +84,8 @@ class Kept:
             if shown := self._shown.get(unit.index):
                 self.settle(unit)
                 if unit in self:
-                    self.show(unit, reduced=shown[0].reduced)
+                    shows = [was.gradient is not None for was in shown]
+                    self.show(unit, shows, reduced=shown[0].reduced)
         return bool(self._sums)
 
     def pop(self, unit: FlatUnit) -> Tensor | None:

@@ -46,6 +46,7 @@ class Reducing:
         self._open: dict[int, _Open] = {}
         self._pending: list[_Reduction] = []
         self._accumulate: dict[int, bool] = {}  # units whose p.grad held something before
+        self._shows: dict[int, list[bool]] = {}  # of each unit: which have a .grad afterwards
         self.kept = Kept(ledger)
 
     def open(self, unit: FlatUnit, *, keep: bool) -> None:
@@ -53,6 +54,8 @@ class Reducing:
 
         What p.grad holds moves to the unit's own gradient.
         """
+        # A parameter frozen since its last gradient keeps that, as in torch.
+        self._shows[unit.index] = [p.requires_grad or p.grad is not None for p in unit.parameters]
         self.kept.settle(unit)
         self._accumulate[unit.index] = accumulate = _set_aside(unit)
         if keep or unit in self.kept:
@@ -78,11 +81,12 @@ class Reducing:
 
     def hand_out(self, unit: FlatUnit) -> None:
         """Backward and all reductions are over: set every p.grad."""
+        shows = self._shows[unit.index]
         if unit in self.kept:
-            self.kept.show(unit, reduced=self._accumulate[unit.index])
+            self.kept.show(unit, shows, reduced=self._accumulate[unit.index])
             return
-        for p, gradient in zip(unit.parameters, unit.gradient_views(), strict=True):
-            if p.requires_grad:
+        for p, gradient, show in zip(unit.parameters, unit.gradient_views(), shows, strict=True):
+            if show:
                 p.grad = gradient
 
     def start(self, unit: FlatUnit) -> None:
@@ -155,8 +159,7 @@ class Reducing:
 
 def _set_aside(unit: FlatUnit) -> bool:
     """Move what p.grad holds to the unit's own gradient; whether there was any."""
-    trainable = [p for p in unit.parameters if p.requires_grad]
-    accumulate = any(p.grad is not None for p in trainable)
+    accumulate = any(p.grad is not None for p in unit.parameters)
     for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
         if accumulate:
             if p.grad is None:

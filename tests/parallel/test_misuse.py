@@ -89,7 +89,25 @@ def freezes_for_a_while(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-LOOPS: list[Loop] = [clears_late, puts_into_data, calls_blocks, freezes_for_a_while]
+def freezes_with_gradients(model: nn.Module, optimizer: Any) -> None:
+    """What is frozen keeps the gradient that it has, and momentum."""
+    first = model.get_submodule("0")
+    for step in range(4):
+        loss(model, step).backward()
+        first.requires_grad_(False)
+        loss(model, step + 7).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        first.requires_grad_(step != 1)
+
+
+LOOPS: list[Loop] = [
+    clears_late,
+    puts_into_data,
+    calls_blocks,
+    freezes_for_a_while,
+    freezes_with_gradients,
+]
 
 
 def trains(comm: Communicator, stage: int, precision: Precision | None) -> None:
@@ -107,6 +125,30 @@ def trains(comm: Communicator, stage: int, precision: Precision | None) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_loop_trains_as_one_process_does(ranks, stage, precision):
     ranks(2)(trains, stage, precision)
+
+
+def freezes_what_waits(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            with engine.no_sync():
+                loss(one, step).backward()
+                one[0].requires_grad_(False)
+                loss(one, step + 7).backward()
+            loss(one, step + 9).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+            one[0].requires_grad_(True)
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_waits_for_its_reduction_may_be_frozen(ranks, stage, precision):
+    ranks(2)(freezes_what_waits, stage, precision)
 
 
 def steps_its_own(comm: Communicator, stage: int) -> None:
