@@ -51,7 +51,7 @@ def make(at: Path) -> str:
     own = sysconfig.get_path("purelib", "venv", vars={"base": str(at), "platbase": str(at)})
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     lines = [f"import site; site.addsitedir({path!r})\n" for path in others]
-    (Path(own) / "over.pth").write_text("".join(lines))
+    (Path(own) / "00_below.pth").write_text("".join(lines))  # first, so that our ringdp wins
     return str(at / "bin" / "python")
 
 
