@@ -4,8 +4,7 @@
 
 Ranks are pinned to a core each, and all take turns (`bench.turns`). Alone means that rank 0 trains
 and the others sleep; apart, that every rank trains for itself at the same time, which shows what
-sharing the machine costs: no way to train together can take less. All have torch's fused AdamW,
-which passes over the memory once.
+sharing the machine costs: no way to train together can take less. All use torch.optim.AdamW.
 
 Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces, in our
 buckets, take as long as backward computes:
@@ -197,7 +196,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def stepper(model: nn.Module, rank: int) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = batch(rank)
 
     def step() -> None:

@@ -4,7 +4,7 @@
         --svg bench/results/zero_step.svg
 
 As in `bench.ddp_step`: pinned ranks take turns; `apart` is every rank by itself at the same time,
-and no way to train together can take less. All have torch's fused AdamW.
+and no way to train together can take less. All use torch.optim.AdamW.
 
 Then the ranks talk over an emulated link, so slow that all gathers and reductions of a stage 3 step
 take as long as its forward and backward:
