@@ -1,9 +1,10 @@
 """What a user holds: a communicator, its collectives and their work handles."""
 
 from ringdp.comm.communicator import Communicator
-from ringdp.comm.rendezvous import init, over, world
+from ringdp.comm.meant import communicator_of
+from ringdp.comm.rendezvous import init
 from ringdp.comm.tracing import trace
 from ringdp.comm.work import Work
 from ringdp.transport.base import Link
 
-__all__ = ["Communicator", "Link", "Work", "init", "over", "trace", "world"]
+__all__ = ["Communicator", "Link", "Work", "communicator_of", "init", "trace"]

@@ -74,12 +74,9 @@ def init(
     return _world
 
 
-def world() -> Communicator:
-    """What `init` made last, of those that are not closed. Raises UsageError if there is none."""
-    for made in reversed(_worlds):
-        if comm := _open(made):
-            return comm
-    raise UsageError("no communicator: call ringdp.init() first, or pass comm=")
+def last() -> Communicator | None:
+    """What `init` made last, of those that are not closed."""
+    return next(filter(None, map(_open, reversed(_worlds))), None)
 
 
 def _open(made: weakref.ref[Communicator]) -> Communicator | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from ringdp.comm import Communicator, world
+from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, meta, outside
 from ringdp.parallel.engine import Engine
@@ -30,7 +31,7 @@ def shard(
     unit: UnitRule | int | None = None,
     precision: Precision | None = None,
     offload: Offload | None = None,
-    comm: Communicator | None = None,
+    comm: Communicator | ProcessGroup | None = None,
     prefetch_bytes: int | None = None,
     persist_below: int = 0,
     overlap: bool = True,
@@ -41,7 +42,8 @@ def shard(
     stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
     reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
     precision: dtypes in forward, backward and reductions. offload: what rests in host memory.
-    comm: by default the one that `ringdp.init` made last. prefetch_bytes: what stage 3 may gather
+    comm: or a torch.distributed group; by default what `ringdp.init` made last, or
+    else torch's default group. prefetch_bytes: what stage 3 may gather
     ahead of its use; by default one unit, the largest. persist_below: parameters of fewer elements
     stay gathered from the model's forward to the end of its backward. overlap: without it nothing
     is gathered ahead, and every reduction is waited for at once; the bits are the same. init: fills
@@ -63,7 +65,6 @@ def shard(
     _check(model, nn.Module, "model")
     _check(precision, Precision | None, "precision")
     _check(offload, Offload | None, "offload")
-    _check(comm, Communicator | None, "comm")
     _check(init, Callable | None, "init")
     copies.check(model)
     for name, value in (("prefetch_bytes", prefetch_bytes), ("persist_below", persist_below)):
@@ -73,7 +74,7 @@ def shard(
     offload.check(row)
     if meta.pending(model):
         meta.check(model, init)
-    comm = comm or world()
+    comm = communicator_of(comm)
     kinds = kinds_of(model, precision)
     found = find_units(
         model,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ringdp.comm import Communicator, world
+from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 
 
@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        comm = world() if self.process_group is None else self.process_group
+        comm = communicator_of(self.process_group)
         y, mean, m2, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, comm
         )

@@ -43,8 +43,8 @@ def find_units(
     `rule` is a module class, several, a predicate, or a number: the outermost modules of at most
     so many elements. Without one every entry of a ModuleList or Sequential is a unit, the outermost
     one where they nest. `kind` of a parameter, in the module that it lies in: all of a unit have
-    the same. Raises UsageError if nothing can be trained, or if the parameters are not all floating
-    and on one device.
+    the same. Raises UsageError if there is no parameter, or if they are not all floating, on one
+    device and apart in memory.
     """
     _check(model)
     chosen = _chosen(model, rule)
@@ -141,9 +141,10 @@ def _matching(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
 
 def _check(model: nn.Module) -> None:
     parameters = list(model.named_parameters())
-    if not any(p.requires_grad for _, p in parameters):
-        raise UsageError("the model has no trainable parameter")
+    if not parameters:
+        raise UsageError("the model has no parameter")
     first_name, first = parameters[0]
+    lies: dict[int, str] = {}  # at which address
     for name, p in parameters:
         if is_lazy(p):
             raise UsageError(
@@ -155,6 +156,11 @@ def _check(model: nn.Module) -> None:
             raise UsageError(
                 f"parameters must be on one device: {first_name} is on {first.device}, "
                 f"{name} on {p.device}"
+            )
+        if p.data_ptr() and (other := lies.setdefault(p.data_ptr(), name)) != name:
+            raise UsageError(
+                f"{other} and {name} are two parameters in the same memory, which would be trained "
+                "apart; tie them by making them one nn.Parameter"
             )
 
 

@@ -43,7 +43,7 @@ def net() -> nn.Sequential:
         ({"unit": 0}, "must be at least 1"),
         ({"precision": torch.bfloat16}, "allowed: Precision or None"),
         ({"offload": True}, "allowed: Offload or None"),
-        ({"comm": 3}, "allowed: Communicator or None"),
+        ({"comm": 3}, "allowed: a ringdp.Communicator, a torch.distributed group, or None"),
         ({"init": 3}, "allowed: Callable or None"),
         ({"prefetch_bytes": "5"}, "prefetch_bytes is '5'; it must be an int"),
         ({"persist_below": 5.5}, "persist_below is 5.5; it must be an int"),
@@ -160,7 +160,7 @@ def test_initialize(comm, config, optimizer, said):
         ({"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16"),
         ({"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffer_dtype"),
         ({"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy"),
-        ({"process_group": 3}, "allowed: Communicator"),
+        ({"process_group": 3}, "allowed: a ringdp.Communicator"),
         ({"device_id": 0}, "device_id=0"),
     ],
 )

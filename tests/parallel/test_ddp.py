@@ -17,18 +17,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ringdp import Communicator, DistributedDataParallel, UsageError
+from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm, UsageError
+from ringdp.comm import rendezvous
 from ringdp.parallel.ddp.assign import Gradient, assign
 from tests.parallel.ddp_cases import (
+    CNN,
     TORCHS,
     WIDTH,
     Branches,
     Transformer,
+    Wrap,
     backward,
     equal,
     gradients,
+    images,
     loss,
     mlp,
+    of_both,
     rows,
     says,
 )
@@ -233,6 +238,32 @@ def test_copies_and_states_are_as_torchs(ranks):
     ranks(2)(copied)
 
 
+def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
+    """A frozen copy that follows the model, and is trained itself at last."""
+    net = wrap(CNN())
+    follower = copy.deepcopy(net).requires_grad_(False)
+    found = []
+    for step in range(2):
+        net.zero_grad()
+        images(net, step, comm.rank)
+        with torch.no_grad():
+            for p, q in zip(net.parameters(), follower.parameters(), strict=True):
+                q.lerp_(p - 0.1 * p.grad, 0.5)
+            found.append(follower.eval()(rows(step, comm.rank, 1, 2, 8, 8)))
+        found.append(follower.train()(rows(step, comm.rank, 2, 2, 8, 8)))
+    images(follower.requires_grad_(), 2, comm.rank)
+    return [*found, *gradients(follower)]
+
+
+def averages(comm: Communicator) -> None:
+    ours, theirs = of_both(lambda wrap: average(comm, wrap))
+    assert equal(ours, theirs)
+
+
+def test_a_frozen_copy_is_called_as_torchs(ranks):
+    ranks(2)(averages)
+
+
 # ---- whole loops
 
 
@@ -281,17 +312,18 @@ def test_a_whole_loop_has_torchs_losses(ranks):
 def no_group(comm: Communicator) -> None:
     """Over torch's default group, where ringdp.init has not been called."""
     gloo()
-    from ringdp.comm import rendezvous
-
-    world, rendezvous._world = rendezvous._world, None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_worlds", [])
         net = DistributedDataParallel(mlp())
         explicit = DistributedDataParallel(
             copy.deepcopy(net.module), process_group=dist.new_group([0, 1])
         )
         assert equal(backward(net, 0, comm.rank), backward(explicit, 0, comm.rank))
-    finally:
-        rendezvous._world = world
+        normed = DistributedDataParallel(SyncBatchNorm(WIDTH))
+        normed(rows(0, comm.rank)).square().sum().backward()
+        theirs = TORCHS(copy.deepcopy(net.module))
+        assert equal(backward(theirs, 0, comm.rank), gradients(net))
+        assert normed.comm is net.comm is not comm
 
 
 def test_it_works_over_torchs_groups(ranks):

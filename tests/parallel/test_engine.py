@@ -273,7 +273,8 @@ def refusals(comm: Communicator) -> list[str]:
     said = []
     attempts: list[Any] = [
         lambda: ringdp.shard(model(), stage=4, comm=comm),
-        lambda: ringdp.shard(nn.Linear(2, 2).requires_grad_(False), stage=1, comm=comm),
+        lambda: ringdp.shard(nn.ReLU(), stage=1, comm=comm),
+        lambda: ringdp.shard(model(), stage=1, comm=3),
         lambda: ringdp.shard(model(), stage=1, unit=nn.Conv2d, comm=comm),
         lambda: ringdp.shard(nn.Linear(2, 2).to(torch.complex64), stage=1, comm=comm),
         lambda: ringdp.shard(model(), stage=3, prefetch_bytes=-1, comm=comm),
@@ -288,7 +289,9 @@ def refusals(comm: Communicator) -> list[str]:
 def test_bad_arguments_say_what_is_allowed(ranks):
     for said in ranks(1)(refusals):
         for text, word in zip(
-            said, ("0 (DDP)", "trainable", "Linear", "must be floats", "at least 0"), strict=True
+            said,
+            ("0 (DDP)", "no parameter", "no ranks", "Linear", "must be floats", "at least 0"),
+            strict=True,
         ):
             assert word in text
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -18,8 +21,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 import ringdp
-from ringdp import Communicator, Precision, UsageError
+from ringdp import Communicator, ModelError, Precision, UsageError
+from ringdp.comm import rendezvous
 from ringdp.parallel import fronts
+from tests.parallel.ddp_cases import gloo
 
 pytestmark = pytest.mark.process
 
@@ -93,7 +98,7 @@ def fsdp2(comm: Communicator) -> None:
         assert engine.reducing.kept.any_waits(engine.units)
         assert engine.sent_bytes() >= sent
         engine.close()
-    for wrong in ({"mesh": 1}, {"reshard_after_forward": 2}, {"offload_policy": 3}):
+    for wrong in ({"reshard_after_forward": 2}, {"offload_policy": 3}):
         with pytest.raises(UsageError, match="fully_shard"):
             fronts.fully_shard(net(), comm=comm, **wrong)
 
@@ -164,12 +169,82 @@ def zero(comm: Communicator) -> None:
         optimizer.state_dict()
     with pytest.raises(UsageError, match="load_state_dict are not implemented"):
         optimizer.load_state_dict({})
+    with pytest.raises(UsageError, match="load_state_dict are not implemented"):
+        optimizer.consolidate_state_dict()
     with pytest.raises(UsageError, match="add_param_group is not implemented"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 def test_zero_redundancy_optimizer(ranks):
     ranks(3)(zero)
+
+
+def over_torchs(comm: Communicator) -> None:
+    """Scripts that know torch's groups and meshes only."""
+    gloo()
+    expected = plain(comm, 3)
+    mesh = init_device_mesh("cpu", (comm.size,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_worlds", [])
+        for wrap in (
+            lambda: fronts.fully_shard(net()),
+            lambda: fronts.fully_shard(net(), mesh=mesh),
+            lambda: fronts.FullyShardedDataParallel(net(), dist.new_group(range(comm.size))),
+            lambda: fronts.FullyShardedDataParallel(net(), device_mesh=mesh),
+        ):
+            model = wrap()
+            assert trained(comm, model, torch.optim.AdamW(model.parameters())) == expected
+            model.engine.close()
+        model = ringdp.DistributedDataParallel(net())
+        optimizer = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        assert trained(comm, model, optimizer) == expected
+        for wrong in (1, init_device_mesh("cpu", (1, comm.size))):
+            with pytest.raises(ModelError, match="1D device mesh"):
+                fronts.fully_shard(net(), mesh=wrong)
+    with pytest.raises(ModelError, match="give one"):
+        fronts.fully_shard(net(), mesh=mesh, comm=comm)
+
+
+def test_torchs_groups_and_meshes_name_the_ranks(ranks):
+    ranks(2)(over_torchs)
+
+
+def frozen(comm: Communicator) -> None:
+    """A block that is frozen, a whole model that is, and copies of both that follow."""
+    single = net().requires_grad_(False)
+    for wrap, blocks in (
+        (lambda m: fronts.fully_shard(m, comm=comm), True),
+        (lambda m: fronts.FullyShardedDataParallel(m, comm), False),
+    ):
+        model = net()
+        model[1].requires_grad_(False)
+        if blocks:
+            wrap(model[1])
+        student, teacher = wrap(model), wrap(net().requires_grad_(False))
+        optimizer = torch.optim.SGD([p for p in student.parameters() if p.requires_grad], 0.1)
+        for step in range(2):
+            x = batch(comm, step)
+            out = student(x)
+            hidden, found = out.detach().requires_grad_(), out.detach().requires_grad_()
+            single(hidden).square().sum().backward()
+            teacher(found).square().sum().backward()
+            assert torch.equal(hidden.grad, found.grad)
+            teacher(out).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        x = batch(comm, 5)
+        with student.engine.full_parameters():
+            twin = copy.deepcopy(student)
+        assert type(twin) is nn.Sequential
+        assert type(twin[1]) is Block
+        assert torch.equal(twin(x), student(x))
+        wrap(twin).engine.close()
+        for engine in (student.engine, teacher.engine):
+            engine.close()
+
+
+def test_frozen_models_and_copies(ranks):
+    ranks(2)(frozen)
 
 
 def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[list[float], Any]:

@@ -91,8 +91,7 @@ def test_a_unit_registered_twice_is_one():
 @pytest.mark.parametrize(
     ("model", "rule", "said"),
     [
-        (nn.ReLU(), None, "no trainable parameter"),
-        (linear().requires_grad_(False), None, "no trainable parameter"),
+        (nn.ReLU(), None, "no parameter"),
         (nn.Sequential(linear()), nn.Conv2d, "matches no module of the model; it has Linear, Se"),
         (Model(b=nn.ModuleList([linear()])), nn.ModuleList, "ModuleList cannot be a unit"),
         (
@@ -104,6 +103,11 @@ def test_a_unit_registered_twice_is_one():
             Model(p=nn.ParameterList([torch.ones(2, dtype=torch.complex64)])),
             None,
             "p.0 is torch.complex64; parameters must be floats",
+        ),
+        (
+            Model(p=nn.ParameterList(2 * [torch.ones(3)])),
+            None,
+            "p.0 and p.1 are two parameters in the same memory",
         ),
     ],
 )

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm import over, rendezvous
+from ringdp.comm import rendezvous
+from ringdp.comm.rendezvous import over
 from ringdp.comm.table import process_state
 from ringdp.transport import told, wire
 from ringdp.transport.base import FailureKind, Link

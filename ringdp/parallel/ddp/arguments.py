@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Sequence, Set
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from ringdp.comm import Communicator, over, world
+from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.assign import CAPS, MIB, WIRED
 from ringdp.parallel.ddp.settings import Trainable
@@ -21,20 +20,6 @@ def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tup
     if any(cap < 0 for cap in given):
         raise UsageError(f"bucket_cap_mb is {given}; it must be at least 0")
     return tuple(int(cap * MIB) for cap in given) or (WIRED if comm.wired else CAPS)
-
-
-def of_mesh(group: Any, mesh: Any) -> Any:
-    """The group that is meant by either argument, or None."""
-    if mesh is None:
-        return group
-    if group is not None:
-        raise ModelError(
-            "Cannot specify both process_group and device_mesh arguments. They are "
-            f"{group!r} and {mesh!r}; give one"
-        )
-    if mesh.ndim != 1:
-        raise ModelError(f"Only 1D device mesh is supported, but got {mesh!r}: give a part of it")
-    return mesh.get_group(mesh_dim=0)
 
 
 def refuse(**given: Any) -> None:
@@ -55,24 +40,6 @@ def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> 
     in_forward = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
     at_first = broadcast_buffers is not False or forward_sync_buffers is not None
     return at_first, in_forward is not False
-
-
-def communicator(group: Any) -> Communicator:
-    if isinstance(group, Communicator):
-        return group
-    if group is None:
-        try:
-            return world()
-        except UsageError:
-            if not (dist.is_available() and dist.is_initialized()):
-                raise
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(
-            f"process_group is {group!r}; it must be a ringdp.Communicator or a "
-            "torch.distributed group"
-        )
-    return over(group)
 
 
 def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:

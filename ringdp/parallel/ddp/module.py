@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ringdp.comm import Communicator
+from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import ModelError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments, unheard
@@ -28,6 +28,7 @@ from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
+from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.outputs import tensors
 
 
@@ -88,12 +89,12 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._started = False  # with its first forward
         self._hook: CommHook | BuiltIn | None = None
         self._uneven: Uneven | None = None
-        process_group = arguments.of_mesh(process_group, device_mesh)
+        process_group = of_mesh(process_group, device_mesh)
         self._group = process_group  # as given
         self._buffer_hook: BufferHook | None = None
-        trainable = arguments.trainables(module, self.parameters_to_ignore)
+        self._trainable = arguments.trainables(module, self.parameters_to_ignore)
         self.reducer: Reducer | None = None
-        comm = arguments.communicator(process_group)
+        comm = communicator_of(process_group)
         self.comm: Communicator | None = comm
         self.settings = Settings(
             caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or (), comm),
@@ -107,7 +108,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         if init_sync:
             if at_first:
                 replicas.check_places(self._named_buffers().items())
-            replicas.check_equal(comm, [(t.name, t.parameter) for t in trainable])
+            replicas.check_equal(comm, [(t.name, t.parameter) for t in self._trainable])
             self._broadcast(comm, buffers=at_first)
         self._mixed = Mixed(module, self.parameters_to_ignore, mixed_precision)
         self._reducer()
@@ -127,11 +128,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     def _reducer(self) -> tuple[Communicator, Reducer]:
         """Made anew for a copy, in its first forward."""
         if self.comm is None:
-            self.comm = arguments.communicator(None)
+            self.comm = communicator_of(None)
         if self.reducer is None:
-            found = arguments.trainables(self.module, self.parameters_to_ignore)
             comm = self.comm.duplicate()
-            self.reducer = Reducer(found, comm, self.settings, self._mixed, self._journal)
+            self.reducer = Reducer(self._trainable, comm, self.settings, self._mixed, self._journal)
             self.reducer.hook = self._hook or self._mixed.hook(comm)
         return self.comm, self.reducer
 

@@ -93,7 +93,9 @@ class Reducer(Asked, Taped):
         """To gradients of the parameters as they are now: another dtype is made by another node."""
         # torch keeps a node only as long as somebody else does, and its hooks with it.
         for index, (_, p, _) in enumerate(self.parameters):
-            node = torch.autograd.graph.get_gradient_edge(p).node
+            trained = p.requires_grad
+            node = torch.autograd.graph.get_gradient_edge(p.requires_grad_()).node
+            p.requires_grad_(trained)  # a copy may be frozen before its first forward
             if node is not self._nodes.get(index):
                 self._handles.append(node.register_hook(listener(weakref.ref(self), index)))
                 self._nodes[index] = node

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ringdp.comm import Communicator, world
+from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
@@ -120,7 +120,7 @@ def initialize(
     sizes bound the units, which are both gathered and reduced in one piece. Raises UsageError for
     a key that is not implemented: KEYS has those that are.
     """
-    comm = comm or world()
+    comm = communicator_of(comm)
     said = _filled("config", config, KEYS)
     zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]
     if half["enabled"] and brain["enabled"]:

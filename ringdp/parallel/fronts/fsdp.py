@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
@@ -15,6 +17,7 @@ from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE
 from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 
@@ -39,7 +42,7 @@ class FullyShardedDataParallel(nn.Module):
     sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
     auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy, or None for one
     unit. mixed_precision, cpu_offload: torch's classes; with a policy, norms over a batch and what
-    else mixed_precision names compute in float32, as in torch. process_group: a Communicator.
+    else mixed_precision names compute in float32, as in torch. device_mesh: of one dimension.
     Parameters and buffers take rank 0's values, whatever sync_module_states says, and stay the
     model's own, whatever use_orig_params says. The other arguments tune what is always on here, or
     are errors where they ask for more.
@@ -48,7 +51,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Communicator | None = None,
+        process_group: Communicator | ProcessGroup | None = None,
         sharding_strategy: Any = None,
         cpu_offload: Any = None,
         auto_wrap_policy: Callable[..., bool] | None = None,
@@ -62,7 +65,7 @@ class FullyShardedDataParallel(nn.Module):
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
         ignored_states: object = None,
-        device_mesh: object = None,
+        device_mesh: Any = None,
     ) -> None:
         super().__init__()
         name = getattr(sharding_strategy, "name", sharding_strategy) or "FULL_SHARD"
@@ -81,7 +84,6 @@ class FullyShardedDataParallel(nn.Module):
                 "device_id": (device_id, None),
                 "limit_all_gathers": (limit_all_gathers, True),
                 "ignored_states": (ignored_states, None),
-                "device_mesh": (device_mesh, None),
             },
         )
         if not (auto_wrap_policy is None or callable(auto_wrap_policy)):
@@ -102,7 +104,7 @@ class FullyShardedDataParallel(nn.Module):
             precision=_precision(mixed_precision, wraps=auto_wrap_policy is not None),
             offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
             init=param_init_fn,
-            comm=process_group,
+            comm=of_mesh(process_group, device_mesh),
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +116,10 @@ class FullyShardedDataParallel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Of the module alone; see `copies`."""
+        return copy.deepcopy(self.module, memo)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See Engine.no_sync."""

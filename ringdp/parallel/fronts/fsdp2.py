@@ -6,16 +6,19 @@ a block did is undone by the call on the model, which costs a gather of each, on
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 
@@ -44,6 +47,15 @@ class FSDPModule:
         """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
         self._ringdp_engine.sync = requires_gradient_sync
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the class that it was; see `copies`."""
+        kind, engine = type(self), vars(self).pop("_ringdp_engine")
+        self.__class__ = kind.__bases__[1]
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__, self._ringdp_engine = kind, engine
+
     @property
     def engine(self) -> Engine:
         """The engine underneath, of the model that `fully_shard` was called on last."""
@@ -53,18 +65,19 @@ class FSDPModule:
 def fully_shard(
     module: nn.Module,
     *,
-    mesh: object = None,
+    mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: object = None,
     mp_policy: MixedPrecision | None = None,
     offload_policy: object = None,
     ignored_params: object = None,
-    comm: Communicator | None = None,
+    comm: Communicator | ProcessGroup | None = None,
 ) -> nn.Module:
     """Shard a module in place, as torch's does; call it on blocks before the model. Collective.
 
     reshard_after_forward: None or True is stage 3, False stage 2. mp_policy, offload_policy: such
-    as torch's (CPUOffloadPolicy offloads parameters and optimizer). comm: in place of a mesh.
+    as torch's (CPUOffloadPolicy offloads parameters and optimizer). mesh: of one dimension;
+    comm: in its place.
     Between steps a parameter is a flat slice, not a DTensor. Raises UsageError for what is not
     implemented.
     """
@@ -76,7 +89,6 @@ def fully_shard(
     refuse(
         "fully_shard",
         {
-            "mesh": (mesh, None),
             "shard_placement_fn": (shard_placement_fn, None),
             "ignored_params": (ignored_params, None),
         },
@@ -95,7 +107,7 @@ def fully_shard(
         unit=(lambda m: m in units) if units else WHOLE,
         precision=_precision(mp_policy),
         offload=Offload(stage == 3, optimizer=True) if kind == "CPUOffloadPolicy" else None,
-        comm=comm,
+        comm=of_mesh(comm, mesh),
     )
     if not isinstance(module, FSDPModule):
         module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from ringdp.comm import Communicator, world
+from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel.fronts.refuse import refuse
 from ringdp.parallel.layout import Unit, layout
@@ -20,14 +21,14 @@ from ringdp.parallel.layout import Unit, layout
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """torch's arguments: `optimizer_class` is any element-wise optimizer, `defaults` are its.
 
-    Gradients must be equal on all ranks, as DDP leaves them. process_group: a Communicator.
+    Gradients must be equal on all ranks, as DDP leaves them.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        process_group: Communicator | None = None,
+        process_group: Communicator | ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         **defaults: Any,
@@ -40,7 +41,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             },
         )
         super().__init__(params, defaults)
-        self._comm = process_group or world()
+        self._comm = communicator_of(process_group)
         self._parts: list[list[tuple[Tensor, nn.Parameter, int]]] = []  # of each group
         self._plans: list[tuple[Unit, list[Tensor]]] = []  # of each dtype
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -115,6 +116,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not implemented, see state_dict."""
+        self.state_dict()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
         """Not implemented, see state_dict."""
         self.state_dict()
 
