@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -34,10 +33,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 NAMES = "communicators"  # in a job's store: how many met there; in NAMES/1, ... name and size
-_last_generation = 0
 _stores: dict[tuple[_Place, str, str], Store] = {}
-_named: Counter[str] = Counter()  # the last generation that met under a name
-_overs: Counter[str] = Counter()  # communicators made over a torch.distributed group, by its name
 _world: Communicator | None = None  # the last one lives until the next
 _worlds: list[weakref.ref[Communicator]] = []
 
@@ -89,20 +85,14 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
 
     Collective over the group. `transport` as for `init`.
     """
-    _overs[group.group_name] += 1
-    name = f"ringdp/{group.group_name}/{_overs[group.group_name]}"
-    store = PrefixStore(name, group.get_group_store())
+    rank, ranks = group.rank(), group.size()
+    name = f"ringdp/{group.group_name}"
+    store = _meeting(PrefixStore(name, group.get_group_store()), rank, ranks)
     if transport == "shm":
-        connect: Connect = partial(_shm, store, group.rank(), None)
+        connect: Connect = partial(_shm, store, rank, None)
     else:
-        connect = partial(_gloo, store, group.rank(), timedelta(seconds=TIMEOUT), transport)
-    return Communicator(
-        connect,
-        range(group.size()),
-        name=name,
-        timeout=TIMEOUT,
-        warn_after=WARN_AFTER,
-    )
+        connect = partial(_gloo, store, rank, timedelta(seconds=TIMEOUT), transport)
+    return Communicator(connect, range(ranks), name=name, timeout=TIMEOUT, warn_after=WARN_AFTER)
 
 
 def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communicator:
@@ -113,7 +103,7 @@ def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communica
     """
     if ranks > 1:
         try:
-            store = PrefixStore(f"{_generation(store, rank, 0)}", store)
+            store = _meeting(store, rank, ranks)
             _one_host(store, rank, ranks)
         except DistError as e:
             raise CommunicationError(f"rank {rank} of {ranks} did not meet the others: {e}") from e
@@ -139,8 +129,7 @@ def job_store(name: str) -> tuple[Store | None, int, int]:
     if place is None or place.ranks == 1:
         return None, 0, 1
     store = PrefixStore(name, _store(place, timedelta(seconds=TIMEOUT)))
-    _named[name] = _generation(store, place.rank, _named[name])
-    return PrefixStore(f"{_named[name]}", store), place.rank, place.ranks
+    return _meeting(store, place.rank, place.ranks), place.rank, place.ranks
 
 
 def _one_host(store: Store, rank: int, ranks: int) -> None:
@@ -160,12 +149,10 @@ def _connect(
     timeout: float, warn_after: float, transport: TransportName, link: Link | None
 ) -> Communicator:
     place, limit = _place(), timedelta(seconds=timeout)
-    global _last_generation
     store, name, rank, ranks = None, "ringdp", 0, 1
     if place is not None:
-        store = _store(place, limit)
-        _last_generation = _generation(store, place.rank, _last_generation)
-        name, rank, ranks = f"{_last_generation}", place.rank, place.ranks
+        store, rank, ranks = _store(place, limit), place.rank, place.ranks
+        name = f"{_generation(store, rank)}"
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, link)
     else:
@@ -303,19 +290,24 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
     return serve(master_listen_fd=listening.detach())
 
 
-def _generation(store: Store, rank: int, last: int) -> int:
+def _meeting(store: Store, rank: int, ranks: int) -> Store:
+    """The part of a store for this coming together of so many ranks."""
+    store = PrefixStore(f"{ranks}", store)
+    return PrefixStore(f"{_generation(store, rank)}", store)
+
+
+def _generation(store: Store, rank: int) -> int:
     """The how-many-th coming together of all ranks this is; a number for all of them.
 
-    Rank 0 opens one; each other rank takes its seat in the first after `last` where that is free.
-    So ranks that come again after a failure find one another, whether they are the same processes
-    or new ones.
+    Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
+    come again after a failure find one another, whether they are the same processes or new ones.
     """
-    if rank == 0:
-        opened = store.add("generations", 1)
-        store.set(f"open/{opened}", "")
-        return opened
-    while True:
-        last += 1
-        store.wait([f"open/{last}"])
-        if store.add(f"seat/{last}/{rank}", 1) == 1:
-            return last
+    try:
+        if rank == 0:
+            opened = store.add("generations", 1)
+            store.set(f"open/{opened}", "")
+            return opened
+        store.wait([f"open/{store.add(f'seats/{rank}', 0) + 1}"])
+        return store.add(f"seats/{rank}", 1)
+    except DistError as e:
+        raise CommunicationError(f"rank {rank} did not meet rank 0: {e}") from e

@@ -12,10 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import ringdp
+from ringdp import Communicator
 from ringdp.cli.loopback import loopback_store
 from ringdp.comm import rendezvous
+from ringdp.comm.rendezvous import over
+from tests.comm.test_groups import total
+from tests.forks import Forks, Say
 
 pytestmark = pytest.mark.process
 
@@ -42,6 +47,40 @@ def test_init_under_torchrun(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]
+
+
+def in_groups(comm: Communicator, *phases: list[int]) -> None:
+    """torch counts its groups, and begins anew after destroy_process_group."""
+    for phase, members in enumerate(phases):
+        part = dist.PrefixStore(f"groups/{comm.issued}/{phase}", comm._connect.args[0])
+        dist.init_process_group("gloo", store=part, rank=comm.rank, world_size=comm.size)
+        group = dist.new_group(members)
+        for _ in range(2):
+            if comm.rank in members:
+                with over(group) as made:
+                    assert total(made, 1) == len(members)
+                    dist.barrier(group)
+        dist.barrier()
+        dist.destroy_process_group()
+        comm.barrier()
+
+
+def test_groups_of_one_name_need_not_be_of_the_same_ranks(ranks):
+    ranks(3)(in_groups, [0, 1], [1, 2])
+
+
+def another_store(comm: Communicator, say: Say, port: int) -> None:
+    for _ in range(2):
+        with ringdp.init(timeout=comm.timeout) as again:
+            say(total(again, 1))
+            comm.barrier()
+        os.environ["MASTER_PORT"] = str(port)
+
+
+def test_ranks_count_in_every_store_anew(forks: Forks):
+    other = loopback_store()
+    for ended in forks(2, another_store, other.port):
+        assert ended == (0, [2.0, 2.0])
 
 
 def listening() -> set[str]:

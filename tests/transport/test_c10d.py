@@ -302,7 +302,6 @@ def server_ends_first(comm: Communicator, say: Say) -> None:
         talk.set("server", str(os.getpid()))
     os.environ["MASTER_PORT"] = talk.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    rendezvous._last_generation = 0  # in that store
     whole = ringdp.init(transport="c10d", timeout=TIMEOUT)
     other = whole.duplicate()
     for c in (whole, other):
