@@ -120,6 +120,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
         Collective: every rank must call it.
         """
+        self.all_reduce(torch.zeros(1)).wait()  # on the host: here who has died is lost, or late
         self._copies += 1
         return self._made(f"{self._name}.{self._copies}", self._ranks, self._transport.arena)
 
@@ -131,9 +132,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
         """
         if color is not None and color < 0:
             raise UsageError(f"split: color is {color}; allowed: None, or a number from 0 on")
-        mine = torch.tensor([-1 if color is None else color, key], device=self._transport.device)
+        mine = torch.tensor([-1 if color is None else color, key])
         given = mine.new_empty(self.size, 2)
-        self.all_gather(given, mine)
+        self.all_gather(given, mine).wait()
         self._copies += 1
         if color is None:
             return None

@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import dtype
 
 from ringdp.comm.call import ANYBODY, MESSAGES, collective_of, dtype_of, peer_of, tag_of, told
-from ringdp.comm.table import missing, process_state, table
+from ringdp.comm.table import missing, table
 from ringdp.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -22,6 +22,7 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
+from ringdp.transport.processes import process_state
 from ringdp.transport.records import CALLS, SILENT, Call, Observed
 
 log = logging.getLogger("ringdp")

@@ -25,9 +25,11 @@ from ringdp.comm.guard import differ
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
-from ringdp.transport.c10d import C10dTransport, gloo
+from ringdp.transport.c10d import C10dTransport
+from ringdp.transport.making import Making
 from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.shm import ShmTransport
+from ringdp.transport.wire import gloo
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
@@ -101,13 +103,9 @@ def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communica
     Collective: every rank must call it, and call it equally often for one store. Raises
     CommunicationError where they are not on one host, or one does not come.
     """
-    if ranks > 1:
-        try:
-            store = _meeting(store, rank, ranks)
-            _one_host(store, rank, ranks)
-        except DistError as e:
-            raise CommunicationError(f"rank {rank} of {ranks} did not meet the others: {e}") from e
-    connect = partial(_shm, store if ranks > 1 else None, rank, None)
+    store = _meeting(store, rank, ranks)
+    _one_host(store, rank, ranks)
+    connect = partial(_shm, store, rank, None)
     return Communicator(
         connect, range(ranks), name="ringdp", timeout=timeout, warn_after=WARN_AFTER
     )
@@ -133,9 +131,10 @@ def job_store(name: str) -> tuple[Store | None, int, int]:
 
 
 def _one_host(store: Store, rank: int, ranks: int) -> None:
-    here = host()
-    store.set(f"host/{rank}", here)
-    hosts = [store.get(f"host/{r}").decode(errors="replace") for r in range(ranks)]
+    here, making = host(), Making(store, rank, ranks)
+    with making.telling():
+        store.set(f"host/{rank}", here)
+        hosts = [making.heard(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
     for other, there in enumerate(hosts):
         if there.split()[-1:] != here.split()[-1:]:
             raise CommunicationError(
@@ -149,14 +148,15 @@ def _connect(
     timeout: float, warn_after: float, transport: TransportName, link: Link | None
 ) -> Communicator:
     place, limit = _place(), timedelta(seconds=timeout)
-    store, name, rank, ranks = None, "ringdp", 0, 1
+    store: Store = HashStore()
+    name, rank, ranks = "ringdp", 0, 1
     if place is not None:
         store, rank, ranks = _store(place, limit), place.rank, place.ranks
         name = f"{_generation(store, rank)}"
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, link)
     else:
-        connect = partial(_gloo, store or HashStore(), rank, limit, transport)
+        connect = partial(_gloo, store, rank, limit, transport)
     return Communicator(
         connect,
         range(ranks),
@@ -167,7 +167,7 @@ def _connect(
 
 
 def _shm(
-    store: Store | None,
+    store: Store,
     rank: int,
     link: Link | None,
     name: str,
@@ -175,7 +175,7 @@ def _shm(
     arena: Arena | None,
 ) -> Transport:
     """A `Connect`, by its first three arguments."""
-    prefixed = None if store is None else PrefixStore(name, store)
+    prefixed = PrefixStore(name, store)
     return ShmTransport(prefixed, ranks.index(rank), len(ranks), arena=arena, link=link)
 
 

@@ -6,10 +6,9 @@ What a record cannot say, its process may: that it is stopped, or no more.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ringdp.comm.call import named, other_end, place, tag_of
-from ringdp.transport.records import CLOSED, ELSEWHERE, SILENT, Observed, RankRecord
+from ringdp.transport.processes import process_state
+from ringdp.transport.records import SILENT, Observed, RankRecord
 
 HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
 
@@ -74,22 +73,6 @@ def missing(observed: Observed, number: int, this_rank: int | None = None) -> st
     if late:
         stuck.insert(0, f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called it")
     return "; ".join(stuck + silent) or "every rank has called it"
-
-
-def process_state(pid: int) -> str:
-    """What keeps a process from going on; empty if nothing does."""
-    if pid == CLOSED:
-        return "it has closed"
-    if pid == ELSEWHERE:
-        return ""
-    try:
-        # "pid (name) state ...", where the name may hold anything
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return f"process {pid} has ended"
-    if state in "ZX":
-        return f"process {pid} has ended"
-    return f"process {pid} is stopped" if state in "Tt" else ""
 
 
 def _last(observed: Observed, rank: int, record: RankRecord) -> str:

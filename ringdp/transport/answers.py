@@ -1,6 +1,6 @@
 """What the ranks do that share no memory: each one answers, through the store, when another asks.
 
-    place/RANK   its process, and what the processes that can see it have in common
+    place/RANK   its process: see `processes`
     asked        how often a rank has asked
     state/RANK   how often it had been asked when it said the rest: a line of its RankRecord's
                  numbers, its message or nothing, and its last calls, a line each
@@ -18,17 +18,16 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.transport.base import FailureKind
+from ringdp.transport.processes import introduce, pid_of, text_of
 from ringdp.transport.records import (
     CALLS,
     CLOSED,
-    ELSEWHERE,
     SILENT,
     Call,
     Observed,
@@ -36,7 +35,7 @@ from ringdp.transport.records import (
     heard,
     said,
 )
-from ringdp.transport.told import LOOK, Told
+from ringdp.transport.told import LOOK, Told, own_connection
 
 PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
 PAUSE = 0.01  # seconds between looks for answers
@@ -87,7 +86,7 @@ class Answers:
         self._answered = 0
         self.message: Call | None = None
         with suppress(DistError):
-            store.set(f"place/{rank}", f"{os.getpid()} {_sight()}")
+            introduce(store, rank)
 
     # --- what this rank does
 
@@ -156,8 +155,7 @@ class Answering:
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         """`store` is for this transport alone."""
-        # A connection of its own: a thread that waits for a key keeps others from the one it uses.
-        own = store.clone() if hasattr(store, "clone") else store  # from torch 2.8 on
+        own = own_connection(store)
         self.rank, self.ranks = rank, ranks
         self._told = Told(own, rank, ranks, self._busy)
         self._does = Answers(own, rank, ranks)
@@ -209,11 +207,11 @@ def survey_from_outside(store: Store, ranks: int) -> Survey:
 
 def _hear(store: Store, asked: int, ranks: int, found: dict[int, State], lost: int) -> None:
     """Find what is missing, as far as it is said within PATIENCE; but do not wait for the lost."""
-    pids = {rank: _pid(store, rank) for rank in range(ranks)}
+    pids = {rank: pid_of(store, rank) for rank in range(ranks)}
     until = time.monotonic() + PATIENCE
     while True:
         for rank in pids.keys() - found.keys():
-            text = _text(store, f"state/{rank}")
+            text = text_of(store, f"state/{rank}")
             if text and (state := read(text, asked, pids[rank], ranks)):
                 found[rank] = state
         if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
@@ -221,18 +219,6 @@ def _hear(store: Store, asked: int, ranks: int, found: dict[int, State], lost: i
         time.sleep(PAUSE)
     for rank, pid in pids.items():
         found.setdefault(rank, State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)))
-
-
-def _pid(store: Store, rank: int) -> int:
-    """ELSEWHERE where its process cannot be seen from here, or is not known."""
-    pid, _, sight = _text(store, f"place/{rank}").partition(" ")
-    known = pid.isdecimal() and len(pid) < 10 and sight == _sight()
-    return int(pid) if known else ELSEWHERE
-
-
-def _text(store: Store, key: str) -> str:
-    """Empty where there is none."""
-    return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
 
 def written(asked: int, state: State) -> str:
@@ -256,9 +242,3 @@ def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
     known = [call for line in calls if (call := heard(line))]
     record = RankRecord(CLOSED if closed else pid, begun, finished, round_, waits_for, ms / 1000)
     return State(record, heard(message), {c[0]: c for c in known if c[0] < begun})
-
-
-def _sight() -> str:
-    """What the processes that see one another have in common: the boot, and their numbering."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

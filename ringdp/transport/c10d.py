@@ -16,15 +16,15 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError, ProcessGroupGloo
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE, Program
 from ringdp.transport import threads, wire
 from ringdp.transport.answers import Answering
@@ -70,14 +70,6 @@ class Failed(Exception):
         why: str = "",
     ) -> None:
         self.told = kind, rank, stamps, why
-
-
-def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> wire.Group:
-    """A group of its own. Collective. Raises CommunicationError where the ranks do not meet."""
-    try:
-        return cast(wire.Group, ProcessGroupGloo(store, rank, ranks, timeout))
-    except RuntimeError as e:
-        raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
 
 
 class C10dTransport(Answering):

@@ -11,10 +11,10 @@ import fcntl
 import os
 from typing import NamedTuple
 
-import torch
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError
+from ringdp.transport.making import Making
 
 # Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -64,23 +64,13 @@ def open_other(pid: int, fd: int) -> int:
     return opened
 
 
-def ask(store: Store) -> Address:
-    try:
-        said = store.get("segment")
-    except torch.distributed.DistError as e:
-        raise CommunicationError(f"rank 0 did not say where its shared memory is: {e}") from e
+def ask(making: Making) -> Address:
+    said = making.heard("segment", 0)
     try:
         return Address(*map(int, said.split()))
     except (TypeError, ValueError) as e:
         raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
 
 
-def meet(store: Store, rank: int, ranks: int, address: Address) -> None:
-    if rank == 0:
-        store.set("segment", " ".join(map(str, address)))
-    store.set(f"attached/{rank}", "1")
-    try:
-        store.wait([f"attached/{r}" for r in range(ranks)])
-    except torch.distributed.DistStoreError as e:
-        missing = [r for r in range(ranks) if not store.check([f"attached/{r}"])]
-        raise CommunicationError(f"ranks {missing} did not attach to the shared memory") from e
+def answer(store: Store, address: Address) -> None:
+    store.set("segment", " ".join(map(str, address)))

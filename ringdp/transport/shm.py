@@ -34,7 +34,8 @@ from ringdp.transport.base import (
     Prepared,
     chunk_bounds,
 )
-from ringdp.transport.files import Address, ask, create, meet, open_other
+from ringdp.transport.files import Address, answer, ask, create, open_other
+from ringdp.transport.making import Making
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.watch import NAME, keep_open, let_go
 
@@ -66,59 +67,23 @@ class ShmTransport:
 
     def __init__(
         self,
-        store: Store | None,
+        store: Store,
         rank: int,
         ranks: int,
         *,
         arena: Arena | None = None,
         link: Link | None = None,
     ) -> None:
-        """Collective: returns once all `ranks` ranks have attached. `store` may be None for one.
+        """Collective: returns once all `ranks` ranks have attached. `store` is for it alone.
 
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
         self.rank, self.ranks, self.link = rank, ranks, link
         stride = max(1, STRIDE // ranks) if link else 1
         self.depth = LEAST_DEPTH if link else fifo_depth(ranks)
-        depth = self.depth * stride
-        if rank == 0:
-            files = (
-                create(NAME, _size(ranks, depth), reserve=True),
-                create("ringdp-arena", arena_bytes(ranks), reserve=False),
-                create("ringdp-mail", _mail_size(ranks, depth), reserve=False),
-            )
-            address = Address(os.getpid(), *files, secrets.randbits(63))
-        else:
-            assert store is not None
-            address = ask(store)
-            pid, segment, shared, mail, _ = address
-            files = open_other(pid, segment), open_other(pid, shared), open_other(pid, mail)
-        try:
-            self.arena = arena or Arena(files[1], rank, ranks)
-            self._core = _core.Progress(
-                files[0],
-                rank,
-                ranks,
-                depth,
-                slab_bytes(ranks),
-                address.token,
-                self.arena.address,
-                self.arena.bytes,
-                link.latency if link else 0.0,
-                link.bandwidth if link else 0.0,
-                stride,
-            )
-            self.tape = self._core
-            self.ready = _ready(rank, ranks)
-            self._mail = _core.Mailbox(self._core, files[2], rank)
-            if store is not None:
-                meet(store, rank, ranks, address)
-            kept = keep_open(files[0])
-        except RuntimeError as e:  # csrc's, of a header or a size that is not ours
-            raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
-        finally:
-            for fd in files:
-                os.close(fd)
+        making = Making(store, rank, ranks)
+        with making.telling():
+            kept = self._attach(making, store, self.depth * stride, stride, arena)
         self._core.connect()
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
@@ -127,6 +92,58 @@ class ShmTransport:
         cores = self._mail, self._core
         self._stop = weakref.finalize(self, _stop, cores, self.kept, self._process, kept)
         threads.at_exit(self)
+
+    def _attach(
+        self, making: Making, store: Store, depth: int, stride: int, arena: Arena | None
+    ) -> int:
+        """Collective. Returns what keeps the segment's file open."""
+        rank, ranks = self.rank, self.ranks
+        if rank == 0:
+            files = (
+                create(NAME, _size(ranks, depth), reserve=True),
+                create("ringdp-arena", arena_bytes(ranks), reserve=False),
+                create("ringdp-mail", _mail_size(ranks, depth), reserve=False),
+            )
+            address = Address(os.getpid(), *files, secrets.randbits(63))
+        else:
+            address = ask(making)
+            pid, segment, shared, mail, _ = address
+            files = open_other(pid, segment), open_other(pid, shared), open_other(pid, mail)
+        try:
+            self._map(files, address.token, depth, stride, arena)
+            if rank == 0:
+                answer(store, address)
+            making.together("attached")
+            return keep_open(files[0])
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def _map(
+        self, files: tuple[int, ...], token: int, depth: int, stride: int, arena: Arena | None
+    ) -> None:
+        try:
+            self.arena = arena or Arena(files[1], self.rank, self.ranks)
+            self._core = _core.Progress(
+                files[0],
+                self.rank,
+                self.ranks,
+                depth,
+                slab_bytes(self.ranks),
+                token,
+                self.arena.address,
+                self.arena.bytes,
+                self.link.latency if self.link else 0.0,
+                self.link.bandwidth if self.link else 0.0,
+                stride,
+            )
+            self.tape = self._core
+            self.ready = _ready(self.rank, self.ranks)
+            self._mail = _core.Mailbox(self._core, files[2], self.rank)
+        except RuntimeError as e:  # csrc's, of a header or a size that is not ours
+            raise CommunicationError(
+                f"rank {self.rank} cannot use rank 0's shared memory: {e}"
+            ) from e
 
     def start(
         self,

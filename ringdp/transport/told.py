@@ -110,6 +110,11 @@ class Told:
             self.fail(FailureKind.LOST, somebody(waiting[min(lost)], self._rank))
 
 
+def own_connection(store: Store) -> Store:
+    """For a thread: one that waits for a key keeps others from the connection that it uses."""
+    return store.clone() if hasattr(store, "clone") else store  # from torch 2.8 on
+
+
 def told_in(store: Store, ranks: int) -> Failure | None:
     """What has failed in a transport whose store that is, as anybody may read it."""
     if not store.check(["failed"]):

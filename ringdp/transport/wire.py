@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import UsageError
+from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import Stamp
+from ringdp.transport.making import Making
+from ringdp.transport.told import own_connection
 
 HEAD, INLINE = 24, 1000  # bytes
 # A backend's tags have 31 bits: collectives', two without messages, users', long rests'.
@@ -41,6 +45,22 @@ class Group(Protocol):
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Pending: ...
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Pending: ...
     def recv_anysource(self, tensors: list[Tensor], tag: int, /) -> Pending: ...
+
+
+def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> Group:
+    """A group of its own. Collective. Raises CommunicationError where the ranks do not meet."""
+    making = Making(store, rank, ranks)
+    with making.telling():
+        making.together("here")
+        try:
+            made = making.called(
+                lambda: ProcessGroupGloo(own_connection(store), rank, ranks, timeout)
+            )
+        except CommunicationError:
+            raise
+        except RuntimeError as e:
+            raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
+        return cast(Group, made)
 
 
 def send(

@@ -16,6 +16,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm.guard import Guard
 from ringdp.transport.base import FailureKind
+from ringdp.transport.processes import process_state
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
 from tests.comm.failing import hear
 from tests.forks import PATIENCE, Forks, Say, store
@@ -98,7 +99,7 @@ def ends_unheard(comm: Communicator, say: Say, occasion: str) -> None:
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     work = comm.broadcast(torch.ones(10), algorithm="binomial", async_op=True)
-    while "ended" not in ringdp.comm.table.process_state(comm._transport.record(1).pid):
+    while "ended" not in process_state(comm._transport.record(1).pid):
         time.sleep(0.001)
     work.wait()  # it has ended here: that is no occasion
     say(hear(comm, lambda: OCCASIONS[occasion](comm)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import ringdp
 from ringdp import CommunicationError, Communicator
@@ -79,14 +80,11 @@ def test_the_doctor_refuses_what_could_shrink_while_it_reads(segment):
     os.close(fd)
 
 
-class Rank0Says:
-    """A store in which rank 0 is said to have its memory here."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def get(self, key: str) -> bytes:
-        return self.address.encode()
+def saying(address: str) -> HashStore:
+    """A store in which rank 0 is said to have its memory there."""
+    store = HashStore()
+    store.set("segment", address)
+    return store
 
 
 def address(pid: object, fd: object, token: object) -> str:
@@ -121,7 +119,7 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
     change, said = JOINED[damage]
     token = struct.unpack_from("Q", shared, TOKEN)[0]
     fd = memfd(change(shared))
-    store = Rank0Says(address(os.getpid(), fd, token))
+    store = saying(address(os.getpid(), fd, token))
     with ringdp.init() as comm, pytest.raises(CommunicationError, match=said):
         ShmTransport(store, 1, 2, arena=comm._transport.arena)
     os.close(fd)
@@ -140,7 +138,7 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
 )
 def test_a_rank_refuses_an_address_where_there_is_none(there, said):
     with pytest.raises(CommunicationError, match=said):
-        ShmTransport(Rank0Says(there), 1, 2)
+        ShmTransport(saying(there), 1, 2)
 
 
 def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> None:

@@ -19,7 +19,8 @@ import torch
 
 import ringdp
 from ringdp import Communicator, Work
-from ringdp.comm.table import process_state, table
+from ringdp.comm.table import table
+from ringdp.transport.processes import process_state
 from tests.comm.failing import Form, Heard, forms, hear, matrix, names_its_line, row_of
 from tests.forks import PATIENCE, Forks, Say, store
 

@@ -14,9 +14,10 @@ from torch.distributed import HashStore
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm.table import missing, process_state, table
+from ringdp.comm.table import missing, table
 from ringdp.transport import answers
 from ringdp.transport.answers import LAST, Answers, State, read, written
+from ringdp.transport.processes import process_state
 from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, RankRecord
 from tests.comm.failing import hear, row_of
 from tests.forks import PATIENCE, Forks, Say, store

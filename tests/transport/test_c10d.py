@@ -18,10 +18,10 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
-from ringdp.comm.table import process_state
 from ringdp.transport import told, wire
 from ringdp.transport.base import FailureKind, Link
 from ringdp.transport.c10d import C10dTransport
+from ringdp.transport.processes import process_state
 from ringdp.transport.told import Told
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed

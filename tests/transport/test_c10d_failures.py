@@ -22,8 +22,8 @@ from _pytest.mark import ParameterSet
 
 import ringdp
 from ringdp import Communicator, Work
-from ringdp.comm.table import process_state
 from ringdp.transport import answers
+from ringdp.transport.processes import process_state
 from tests.comm.failing import WHENS, Form, Heard, hear, names_its_line
 from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT

@@ -18,9 +18,10 @@ from rich.text import Text
 
 from ringdp.comm.outside import asked
 from ringdp.comm.rendezvous import VARIABLES
-from ringdp.comm.table import HEADINGS, missing, process_state, row, table
+from ringdp.comm.table import HEADINGS, missing, row, table
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import FailureKind
+from ringdp.transport.processes import process_state
 from ringdp.transport.records import Observed
 from ringdp.transport.watch import Watched, segments
 

@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, cast
 
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.making import Making
 
 MAPS = Path("/proc/self/maps")
 HOST = Path(_core.__file__).with_name("libhostnccl.so")
@@ -147,11 +147,12 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
         raise CommunicationError(f"rank {rank} of {ranks} cannot join NCCL: {e}") from e
 
 
-def shared_id(store: Store, rank: int, nccl: Binding) -> bytes:
+def shared_id(store: Store, making: Making, rank: int, nccl: Binding) -> bytes:
     """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
+    if rank == 0:
+        store.set("nccl", bytes(nccl.get_unique_id()).hex())
+    said = making.heard("nccl", 0)
     try:
-        if rank == 0:
-            store.set("nccl", bytes(nccl.get_unique_id()).hex())
-        return bytes.fromhex(store.get("nccl").decode())
-    except (DistError, ValueError) as e:
-        raise CommunicationError(f"rank {rank} did not hear NCCL's id from rank 0: {e}") from e
+        return bytes.fromhex(said.decode())
+    except ValueError as e:
+        raise CommunicationError(f"NCCL's id from rank 0 cannot be {said!r}") from e

@@ -26,8 +26,16 @@ from ringdp.schedule.program import Program
 from ringdp.transport import wire
 from ringdp.transport.base import Direct, FailureKind, Op, Prepared, chunk_bounds
 from ringdp.transport.c10d import C10dTransport, Failed
+from ringdp.transport.making import Making
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute
-from ringdp.transport.nccl.library import INVALID_USAGE, binding, communicator, grouped, shared_id
+from ringdp.transport.nccl.library import (
+    INVALID_USAGE,
+    Binding,
+    binding,
+    communicator,
+    grouped,
+    shared_id,
+)
 from ringdp.transport.nccl.own import Own, PreparedOwn
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, packed, unpacked
@@ -62,25 +70,29 @@ class NcclTransport(C10dTransport):
         may last on the device. `differ`: whether two ranks' calls of a number are not the same.
         Raises UsageError where NCCL cannot be had, CommunicationError where ranks do not meet.
         """
-        self.device = device_of(host=host)
-        nccl = binding(host=host)
-        super().__init__(store, group)
-        self._timeout, self._differ = timeout, differ
-        self._under_way: list[UnderWay] = []
-        self._arrivals: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # messages: on the host, on the device
-        self.kept: dict[int, object] = {}
-        self._streams = streams(self.device)
+        making = Making(store, group.rank(), group.size())
+        with making.telling():
+            self.device = device_of(host=host)
+            nccl = binding(host=host)
+            super().__init__(store, group)
+            self._timeout, self._differ = timeout, differ
+            self._under_way: list[UnderWay] = []
+            # Messages that were received on the host, and where they go on the device.
+            self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
+            self.kept: dict[int, object] = {}
+            self._streams = streams(self.device)
+            unique = shared_id(store, making, self.rank, nccl)
+            making.called(partial(self._join, nccl, unique))
+        if self.ranks > 1:
+            self._spawn(partial(self._until_it_ends, (self.rank + 1) % self.ranks))
+        self._spawn(self._look_after)
+
+    def _join(self, nccl: Binding, unique: bytes) -> None:
         with self._streams.current():
-            unique = shared_id(store, self.rank, nccl)
             comm = communicator(nccl, self.ranks, unique, self.rank)
             self._nccl = Nccl(nccl, comm, self._streams)
             self._staging = self._streams.empty(0)
             self._warm_up()
-        if self.ranks > 1:
-            self._spawn(partial(self._until_it_ends, (self.rank + 1) % self.ranks))
-        self._spawn(self._look_after)
 
     # --- for the communicator
 

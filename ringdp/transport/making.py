@@ -1,0 +1,130 @@
+"""How the ranks that make a transport wait for one another, through a store: not for the dead.
+
+    place/RANK   that rank has come: see `processes`
+    failed       it cannot be made: see `told`
+
+Nothing here knows a rank that died before it came. Whoever makes a transport of the ranks of
+another one lets them meet there first, and hears of it so: see `Communicator.duplicate`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost
+from ringdp.transport import threads
+from ringdp.transport.base import Failure, FailureKind
+from ringdp.transport.processes import introduce, pid_of, process_state
+from ringdp.transport.told import LAST_LOOKS, LOOK, Told
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.005  # s between looks for a key
+T = TypeVar("T")
+
+
+class Making:
+    """One rank's side. It waits for as long as the store would.
+
+    Raises PeerLost where a rank that has come dies or gives up, CollectiveTimeout where one is too
+    late, CommunicationError where the store has gone.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        """`store` is for this transport alone."""
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._told = Told(store, rank, ranks, lambda: True)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """All that this rank does for it. If it raises, so do the others."""
+        try:
+            introduce(self._store, self._rank)
+            yield
+        except DistError as e:
+            raise CommunicationError(f"{self._here()}; the store has gone: {e}") from e
+        except BaseException as e:
+            if isinstance(e, CommunicationError) and self._told.failure is None:
+                self._look(self._ended(range(self._ranks)))  # which says more than what came of it
+            self._told.fail(FailureKind.ABORTED, self._rank, why=str(e))
+            raise
+
+    def heard(self, key: str, rank: int) -> bytes:
+        """What that rank says there."""
+        self._await({rank: key})
+        return self._store.get(key)
+
+    def together(self, what: str) -> None:
+        """Return once all have come to it."""
+        self._store.set(f"{what}/{self._rank}", "")
+        self._await({rank: f"{what}/{rank}" for rank in range(self._ranks)})
+
+    def called(self, act: Callable[[], T]) -> T:
+        """What it gives, which waits for the others, and cannot stop: else it is left alone."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(act())
+            except BaseException as e:
+                done.set_exception(e)
+
+        threads.spawn(run, "ringdp-making")
+        looks = 0
+        while not wait([done], LOOK).done:
+            ended = self._ended(range(self._ranks))
+            looks = looks + 1 if ended else 0
+            self._look(ended if looks > LAST_LOOKS else [])  # who has done its part may end
+        return done.result()
+
+    def _await(self, keys: Mapping[int, str]) -> None:
+        start = looked = time.monotonic()
+        allowed: float = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
+        pause = FIRST_PAUSE
+        self._look([])  # what is there may be of a rank that has given up since
+        while missing := self._missing(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if (now := time.monotonic()) < looked + LOOK:
+                continue
+            looked, ended = now, self._ended(missing)
+            self._look(set(ended) & set(self._missing(keys)))  # it may have come before its end
+            if now > start + allowed:
+                self._told.fail(FailureKind.TIMEOUT, self._rank)
+                late = ", ".join(map(str, missing))
+                raise CollectiveTimeout(
+                    f"{self._here()} until the timeout of {allowed:g} s; of its ranks, {late} did "
+                    "not come"
+                )
+
+    def _missing(self, keys: Mapping[int, str]) -> list[int]:
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+    def _ended(self, ranks: Iterable[int]) -> list[int]:
+        pids = {rank: pid_of(self._store, rank) for rank in ranks}
+        return [rank for rank, pid in pids.items() if process_state(pid).endswith("ended")]
+
+    def _look(self, lost: Collection[int]) -> None:
+        for rank in lost:
+            self._told.fail(FailureKind.LOST, rank)
+        self._told.look()
+        if failure := self._told.failure:
+            raise self._error(failure)
+
+    def _error(self, failure: Failure) -> CommunicationError:
+        match failure.kind:
+            case FailureKind.LOST:
+                return PeerLost(f"{self._here()}; rank {failure.rank} has ended")
+            case FailureKind.TIMEOUT:
+                return CollectiveTimeout(f"{self._here()}; rank {failure.rank} gave up waiting")
+            case _:
+                why = f" ({failure.why})" * bool(failure.why)
+                return PeerLost(f"{self._here()}; rank {failure.rank} has given up{why}")
+
+    def _here(self) -> str:
+        return f"rank {self._rank} of {self._ranks} waited to make a communicator"

@@ -1,0 +1,52 @@
+"""The ranks' processes: where they are, as said through a store, and what keeps them from going on.
+
+place/RANK   its process, and what the processes that can see it have in common
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.transport.records import CLOSED, ELSEWHERE
+
+
+def introduce(store: Store, rank: int) -> None:
+    """Say where this process is."""
+    store.set(f"place/{rank}", f"{os.getpid()} {_sight()}")
+
+
+def pid_of(store: Store, rank: int) -> int:
+    """ELSEWHERE where its process cannot be seen from here, or is not known."""
+    pid, _, sight = text_of(store, f"place/{rank}").partition(" ")
+    known = pid.isdecimal() and len(pid) < 10 and sight == _sight()
+    return int(pid) if known else ELSEWHERE
+
+
+def text_of(store: Store, key: str) -> str:
+    """Empty where there is none."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else ""
+
+
+def process_state(pid: int) -> str:
+    """What keeps a process from going on; empty if nothing does."""
+    if pid == CLOSED:
+        return "it has closed"
+    if pid == ELSEWHERE:
+        return ""
+    try:
+        # "pid (name) state ...", where the name may hold anything
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return f"process {pid} has ended"
+    if state in "ZX":
+        return f"process {pid} has ended"
+    return f"process {pid} is stopped" if state in "Tt" else ""
+
+
+def _sight() -> str:
+    """What the processes that see one another have in common: the boot, and their numbering."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,0 +1,164 @@
+"""Communicators that are made while a rank is missing: it is named, soon, or when time is up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringdp
+from ringdp import CommunicationError, Communicator
+from ringdp.comm.rendezvous import over
+from ringdp.transport import shm, wire
+from tests.comm.failing import hear
+from tests.comm.test_deaths import ALLOWED, ENDS
+from tests.forks import PATIENCE, Forks, Say, store
+
+pytestmark = pytest.mark.process
+
+MAKE: dict[str, Callable[[Communicator], Communicator | None]] = {
+    "duplicate": lambda c: c.duplicate(),
+    "split": lambda c: c.split(0),
+}
+
+
+def total(comm: Communicator | None) -> float:
+    assert comm is not None
+    x = torch.ones(10)
+    comm.all_reduce(x)
+    return x[0].item()
+
+
+def without_one(comm: Communicator, say: Say, how: str, transport: str, make: str) -> None:
+    with ringdp.init(transport=transport, timeout=comm.timeout) as whole:
+        whole.barrier()
+        comm.barrier()  # who were still in that one would hear of the death there
+        if comm.rank == 0:
+            say(time.monotonic())
+            ENDS[how][0]()
+        say(hear(whole, lambda: MAKE[make](whole)))
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize(("how", "transport"), [("killed", "shm"), ("raising", "c10d")])
+def test_a_rank_that_ended_before_is_named(forks: Forks, how: str, transport: str, make: str):
+    (_, (died,)), *others = forks(3, without_one, how, transport, make)
+    for code, (heard,) in others:
+        assert code == 0
+        assert heard.error == heard.again == "PeerLost"
+        assert "rank 0 has ended" in heard.text
+        assert heard.at - died < ALLOWED
+
+
+def killed(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise CommunicationError("no shared memory here")
+
+
+def in_the_middle(comm: Communicator, say: Say, transport: str, victim: int, dies: bool) -> None:
+    """The others wait for what it would have said, or for its coming."""
+    whole = ringdp.init(transport=transport, timeout=comm.timeout)
+    comm.barrier()
+    if comm.rank == victim:
+        act = killed if dies else refused
+        if transport == "c10d":
+            wire.ProcessGroupGloo = act
+        else:
+            shm.create = shm.open_other = act
+    try:
+        whole.duplicate()
+    except CommunicationError as e:
+        say((type(e).__name__, str(e)))
+    comm.barrier() if not dies else None  # nobody leaves earlier, which would be a loss too
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_ends_or_gives_up_in_the_middle_is_named(
+    forks: Forks, transport: str, victim: int, dies: bool
+):
+    ended = forks(3, in_the_middle, transport, victim, dies)
+    assert ended.pop(victim).code == (-signal.SIGKILL if dies else 0)
+    why = "has ended" if dies else r"has given up \(.*no shared memory here\)"
+    for code, ((error, text),) in ended:
+        assert (code, error) == (0, "PeerLost")
+        assert re.search(f"rank {victim} {why}", text), text
+
+
+def late(comm: Communicator) -> None:
+    for make in MAKE.values():
+        comm.barrier()
+        time.sleep(0.3 * (comm.rank == 1))
+        made = make(comm)
+        assert total(made) == comm.size
+        made.close()
+
+
+def test_a_rank_that_is_late_is_waited_for(ranks):
+    ranks(3)(late)
+
+
+def too_late(comm: Communicator, say: Say) -> None:
+    if comm.rank == 1:
+        store().wait(["heard/0", "heard/2"])
+        return
+    comm.set_timeout(0.3)
+    say(hear(comm, comm.duplicate))
+    store().set(f"heard/{comm.rank}", "")
+
+
+def test_the_users_timeout_holds(forks: Forks):
+    first, _, last = forks(3, too_late)
+    for code, (heard,) in (first, last):
+        assert (code, heard.error) == (0, "CollectiveTimeout")
+        assert "rank 1 has not called it" in heard.text
+
+
+def stores_timeout(comm: Communicator) -> str:
+    """Of ranks that meet for the first time, where one has no time to come."""
+    part = dist.PrefixStore(f"late/{comm.issued}", comm._connect.args[0]).clone()
+    part.set_timeout(timedelta(seconds=0.3))
+    if comm.rank == 0:
+        with pytest.raises(ringdp.CollectiveTimeout, match="of its ranks, 1 did not come") as e:
+            shm.ShmTransport(part, 0, 2)
+    comm.barrier()
+    if comm.rank == 1:
+        with pytest.raises(ringdp.CollectiveTimeout, match="rank 0 gave up waiting") as e:
+            shm.ShmTransport(part, 1, 2)
+    comm.barrier()
+    return str(e.value)
+
+
+def test_who_comes_too_late_hears_that_others_gave_up(ranks):
+    ranks(2)(stores_timeout)
+
+
+def over_without_one(comm: Communicator, say: Say, ends: bool) -> None:
+    talk = store()
+    patience = timedelta(seconds=PATIENCE if ends else 0.5)
+    dist.init_process_group("gloo", store=talk, rank=comm.rank, world_size=2, timeout=patience)
+    if comm.rank == 1:
+        killed() if ends else talk.wait(["heard"])
+        return
+    with pytest.raises(CommunicationError) as e:
+        over(dist.group.WORLD)
+    say((type(e.value).__name__, str(e.value)))
+    talk.set("heard", "")
+
+
+@pytest.mark.parametrize(("ends", "error"), [(True, "PeerLost"), (False, "CollectiveTimeout")])
+def test_a_groups_missing_rank_is_named(forks: Forks, ends: bool, error: str):
+    (code, ((found, text),)), _ = forks(2, over_without_one, ends)
+    assert (code, found) == (0, error)
+    assert "of its ranks, 1 had not come" in text
