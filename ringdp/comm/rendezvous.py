@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError, ProcessGroup
 
 from ringdp.comm.communicator import Communicator, Connect
 from ringdp.comm.guard import differ
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport
@@ -83,18 +84,42 @@ def _open(made: weakref.ref[Communicator]) -> Communicator | None:
 
 
 def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicator:
-    """A communicator of the ranks of a torch.distributed group, of which only the store is used.
+    """A communicator of the ranks of a torch.distributed group, of which only the store is used,
+    and a barrier where it has one for CPUs: that hears of who has died.
 
     Collective over the group. `transport` as for `init`.
     """
     rank, ranks = group.rank(), group.size()
     name = f"ringdp/{group.group_name}"
-    store = _meeting(PrefixStore(name, group.get_group_store()), rank, ranks)
+    there = PrefixStore(name, group.get_group_store())
+    _all_there(group, there)
+    store = _meeting(there, rank, ranks)
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, None)
     else:
         connect = partial(_gloo, store, rank, timedelta(seconds=TIMEOUT), transport)
     return Communicator(connect, range(ranks), name=name, timeout=TIMEOUT, warn_after=WARN_AFTER)
+
+
+def _all_there(group: ProcessGroup, store: Store) -> None:
+    """Names who has not come, if the group hears of it, by PeerLost or CollectiveTimeout."""
+    rank, ranks = group.rank(), group.size()
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none
+        return
+    came = store.add(f"{ranks}/came/{rank}", 1)
+    try:
+        backend.barrier().wait()  # type: ignore[attr-defined]  # torch's stubs
+    except CommunicationError:  # our own backend's
+        raise
+    except RuntimeError as e:
+        missing = [r for r in range(ranks) if store.add(f"{ranks}/came/{r}", 0) < came]
+        error = CollectiveTimeout if "imed out" in str(e) else PeerLost  # torch has one type
+        raise error(
+            f"rank {rank} of {ranks} waited to make a communicator over {group.group_name!r}; of "
+            f"its ranks, {', '.join(map(str, missing)) or 'none'} had not come: {e}"
+        ) from e
 
 
 def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communicator:
