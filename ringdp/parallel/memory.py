@@ -32,6 +32,7 @@ from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.replay import gathers, iteration, peaks
+from ringdp.parallel.spare import Spare
 from ringdp.parallel.stages import Keep, Stage
 
 
@@ -104,7 +105,7 @@ class Ledger:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+        self.comm, self.spare = comm, Spare()
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 

@@ -53,8 +53,8 @@ class FlatUnit:
 
     Note [views outlive their memory]
         Autograd saves views of a weight (`weight.t()` of a linear layer) for backward. If freeing
-        meant dropping the full tensor, those views would keep its memory alive; so freeing resizes
-        its storage to zero and gathering resizes it back: the saved views find the values again.
+        meant dropping the full tensor, those views would keep its memory alive; so freeing empties
+        its storage and gathering fills it: the saved views find the values again.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FlatUnit:
             self.settle()
         if self.freed:
             self.ledger.take("gathered", self.bytes)
-            self.full.untyped_storage().resize_(self.bytes)
+            self.ledger.spare.fill(self.full.untyped_storage(), self.bytes)
         if self.stage.optimizer is Keep.FULL:
             self.full.data.copy_(self.master)  # by .data: autograd may have saved views
         else:
@@ -313,7 +313,7 @@ class FlatUnit:
             self.views = self._views(self.full)
             if self.offload.parameters:
                 self.shard = self.full[self.part]
-        self.full.untyped_storage().resize_(0)
+        self.ledger.spare.empty(self.full.untyped_storage())
 
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(parameters, tensors, strict=True):
