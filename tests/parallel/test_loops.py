@@ -105,7 +105,9 @@ def test_a_loop_trains_as_one_process_does(ranks, n, name):
     for rank, stages in enumerate(found):
         for stage, parameters in enumerate(stages):
             assert parameters == bits, f"run {stage}, rank {rank}"
-    rtol, atol = (0.05, 0.05) if CASES[name].dtype is torch.bfloat16 else (1e-4, 1e-6)
+    # One process adds in another order: up to 3 ranks x 3 parts x ROWS products a gradient, behind
+    # sums over WIDTH in every layer, some 100 roundings of 2^-24 of what is about 1, in each step.
+    rtol, atol = (0.05, 0.05) if CASES[name].dtype is torch.bfloat16 else (1e-4, 2e-5)
     for numbers, exact in zip(bits, single(CASES[name], n), strict=True):
         mine = torch.tensor(numbers, dtype=exact.dtype).view_as(exact)
         torch.testing.assert_close(mine, exact, rtol=rtol, atol=atol)
