@@ -1,10 +1,10 @@
 """One training step of a GPT under DDP: ours, torch's over gloo, and without communication.
 
-    torchrun --nproc-per-node 2 -m bench.ddp_step --json bench/results/ddp_step.json
+    python -m bench.ddp_step --json bench/results/ddp_step.json
 
-Ranks are pinned to a core each, and all take turns (`bench.turns`). Alone means that rank 0 trains
-and the others sleep; apart, that every rank trains for itself at the same time, which shows what
-sharing the machine costs: no way to train together can take less. All use torch.optim.AdamW.
+Ranks are pinned to a core each, and all ways, each a job of its own, take turns (`bench.turns`).
+Alone means that rank 0 trains and the others sleep; apart, that every rank trains for itself at the
+same time, which shows what sharing the machine costs. All use torch.optim.AdamW.
 
 Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces, in our
 buckets, take as long as backward computes:
@@ -35,28 +35,16 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
-from bench.pinned import pin
-from bench.turns import ROUNDS, interleaved, longer, ratio, spread
+from bench import jobs
+from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.transport.base import Link
 
+RANKS, WAYS = 2, ("alone", "apart", "torch", "ringdp", "ringdp, 2 MiB")
 SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
 CAPS = (None, 0.5, 25)  # MiB of a bucket, over the slow link: ours, less, and torch's
 LATENCY = 5e-5  # s, of the slow link
-
-
-@dataclass(frozen=True)
-class Step:
-    """Milliseconds of one way to train, and how many times as long as another's it takes."""
-
-    name: str
-    min: float
-    median: float
-    max: float
-    by_alone: float
-    by_apart: float
-    by_torch: float
 
 
 @dataclass(frozen=True)
@@ -75,54 +63,38 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    comm = ringdp.init()
-    pin(comm.rank)
+    times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
+    steps = rows(times, by_alone="alone", by_apart="apart", by_torch="torch")
+    overlaps = [asdict(row) for row in jobs.run(RANKS, overlapped, arguments.rounds)]
+    parameters = elements(gpt.build(SHAPE, seed=0))
+    print(f"{parameters:,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW; ms")
+    for row in (*steps, *overlaps):
+        print(json.dumps(row))
+    if arguments.json:
+        values = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
+        arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def train(way: str) -> Callable[[], object]:
+    """A step of that way, on this rank."""
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
-    found = rows(interleaved(compared(model, comm.rank), arguments.rounds))
-    overlap = overlapped(model, comm.split(comm.rank), arguments.rounds)
-    if comm.rank == 0:
-        print(f"{elements(model):,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW; ms")
-        for row in (*found, *overlap):
-            print(json.dumps(asdict(row)))
-        if arguments.json:
-            values = {"parameters": elements(model), "ranks": comm.size}
-            values |= {"steps": [asdict(row) for row in found]}
-            values |= {"slow_link": [asdict(row) for row in overlap]}
-            arguments.json.write_text(json.dumps(values, indent=1) + "\n")
-    dist.destroy_process_group()
+    rank = dist.get_rank()
+    if way == "alone" and rank:
+        return lambda: None
+    if way == "torch":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif way.startswith("ringdp"):
+        model = ringdp.DistributedDataParallel(model, bucket_cap_mb=2 if way != "ringdp" else None)
+    return stepper(model, rank)
 
 
-def compared(model: nn.Module, rank: int) -> dict[str, Callable[[], object]]:
-    ways: dict[str, nn.Module] = {
-        "alone": copy.deepcopy(model),
-        "apart": copy.deepcopy(model),
-        "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
-        "ringdp": ringdp.DistributedDataParallel(copy.deepcopy(model)),
-        "ringdp, 2 MiB": ringdp.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=2),
-    }
-    steps = {name: stepper(net, rank) for name, net in ways.items()}
-    if rank:
-        steps["alone"] = lambda: None
-    return steps
-
-
-def rows(times: dict[str, list[float]]) -> list[Step]:
-    return [
-        Step(
-            name,
-            **spread(seconds, 1e3),
-            by_alone=ratio(seconds, times["alone"]),
-            by_apart=ratio(seconds, times["apart"]),
-            by_torch=ratio(seconds, times["torch"]),
-        )
-        for name, seconds in times.items()
-    ]
-
-
-def overlapped(model: nn.Module, single: ringdp.Communicator, rounds: int) -> list[Overlap]:
+def overlapped(rounds: int) -> list[Overlap]:
     """One a bucket size."""
-    tokens = batch(dist.get_rank())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    single = ringdp.init().split(rank)
+    model, tokens = gpt.build(SHAPE, seed=0), batch(rank)
 
     def forward(net: nn.Module) -> torch.Tensor:
         net.zero_grad()

@@ -2,6 +2,13 @@
 
 A time is the slowest rank's. A ratio is the median of the rounds' ratios, since phases last longer
 than a round; what the medians of all times would say depends on which phase hit which way more.
+
+Note [a job each]
+    Ways in one process share its heap, and what one of them has left there spares the others page
+    faults: a step of one process that trains by itself has 20,000, and none beside torch's DDP. So
+    what users would start by itself is a job of its own (`between_jobs`); the parts of one way may
+    share a process (`interleaved`). How a heap falls out is luck of a start (700 faults a step or
+    23,000, of the same script), so each job is started several times.
 """
 
 from __future__ import annotations
@@ -9,12 +16,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from bench import jobs
+from ringdp.cli.loopback import HOST, loopback_store
+
 ROUNDS, WARMUPS = 40, 3  # a round is a turn of each
+STARTS = 4  # of each job
 
 Way = TypeVar("Way", bound=Hashable)
 
@@ -32,6 +44,55 @@ def interleaved(
             if round_ >= WARMUPS:
                 times[way].append(time.perf_counter() - start)
     return {way: slowest(seconds) for way, seconds in times.items()}
+
+
+def between_jobs(
+    ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int = ROUNDS
+) -> dict[Way, list[float]]:
+    """The same of ways that are jobs of `ranks` pinned processes: see Note [a job each].
+
+    In each of them its function, one of a module's, makes what a turn calls, and a process group.
+    """
+    times: dict[Way, list[float]] = {way: [] for way in ways}
+    for _ in range(STARTS):
+        for way, seconds in _started(ranks, ways, -(-rounds // STARTS)).items():
+            times[way] += seconds
+    return times
+
+
+def _started(
+    ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int
+) -> dict[Way, list[float]]:
+    store = loopback_store()
+    store.set("0", "")
+    with ThreadPoolExecutor(len(ways)) as threads:
+        found = [
+            threads.submit(jobs.run, ranks, _turns, make, place, len(ways), rounds, store.port)
+            for place, make in enumerate(ways.values())
+        ]
+        ended, _ = wait(found, return_when=FIRST_EXCEPTION)
+        del store  # jobs that wait for a turn after another's error hear of it
+        for job in ended:
+            job.result()
+    return {way: job.result() for way, job in zip(ways, found, strict=True)}
+
+
+def _turns(
+    make: Callable[[], Callable[[], object]], place: int, ways: int, rounds: int, port: int
+) -> list[float]:
+    """Those of one job. The store says whose turn it is: a key for each that has come."""
+    store = dist.TCPStore(HOST, port, is_master=False)
+    act = make()
+    seconds = []
+    for turn in range(place, ways * (rounds + WARMUPS), ways):
+        store.wait([f"{turn}"])
+        dist.barrier()
+        start = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - start)
+        if store.add(f"ended {turn}", 1) == dist.get_world_size():
+            store.set(f"{turn + 1}", "")
+    return slowest(seconds[WARMUPS:])
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
@@ -57,3 +118,12 @@ def spread(seconds: Sequence[float], unit: float) -> dict[str, float]:
     times = [unit * s for s in seconds]
     found = {"min": min(times), "median": statistics.median(times), "max": max(times)}
     return {name: round(value, 2) for name, value in found.items()}
+
+
+def rows(times: Mapping[str, Sequence[float]], **by: str) -> list[dict[str, str | float]]:
+    """Milliseconds of each way; under a name in `by`, how many times as long as that way's."""
+    return [
+        {"name": way, **spread(seconds, 1e3)}
+        | {name: ratio(seconds, times[other]) for name, other in by.items()}
+        for way, seconds in times.items()
+    ]

@@ -1,10 +1,9 @@
 """One training step of a GPT under ZeRO-1, 2, 3: ours, FSDP2 over gloo, and one process alone.
 
-    torchrun --nproc-per-node 2 -m bench.zero_step --json bench/results/zero_step.json \\
-        --svg bench/results/zero_step.svg
+    python -m bench.zero_step --json bench/results/zero_step.json --svg bench/results/zero_step.svg
 
-As in `bench.ddp_step`: pinned ranks take turns; `apart` is every rank by itself at the same time,
-and no way to train together can take less. All use torch.optim.AdamW.
+As in `bench.ddp_step`: all ways, each a job of its own on pinned ranks, take turns; `apart` is
+every rank by itself at the same time. All use torch.optim.AdamW.
 
 Then the ranks talk over an emulated link, so slow that all gathers and reductions of a stage 3 step
 take as long as its forward and backward:
@@ -22,12 +21,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,26 +36,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ringdp
-from bench.ddp_step import LATENCY, SHAPE, batch, elements, stepper
-from bench.pinned import pin
-from bench.turns import ROUNDS, interleaved, longer, ratio, spread
+from bench import jobs
+from bench.ddp_step import LATENCY, RANKS, SHAPE, batch, elements, stepper
+from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
 from ringdp.transport.base import Link
 
+WAYS = ("alone", "apart", "FSDP2, gloo", "stage 1", "stage 2", "stage 3")
 AHEAD = (1, 3)  # blocks gathered ahead of their use
-
-
-@dataclass(frozen=True)
-class Step:
-    """Milliseconds of one way to train, and how many times as long as another's it takes."""
-
-    name: str
-    min: float
-    median: float
-    max: float
-    by_alone: float
-    by_fsdp2: float
 
 
 @dataclass(frozen=True)
@@ -81,54 +69,37 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    comm = ringdp.init()
-    pin(comm.rank)
+    overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
+    times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
+    steps = rows(times, by_alone="alone", by_fsdp2="FSDP2, gloo")
+    links = [asdict(row) for row in overlaps]
+    parameters = elements(gpt.build(SHAPE, seed=0))
+    print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
+    for row in (*steps, *links):
+        print(json.dumps(row))
+    if arguments.json:
+        values = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": links}
+        arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+    if arguments.svg:
+        arguments.svg.write_text(timeline(spans))
+
+
+def train(way: str) -> Callable[[], object]:
+    """A step of that way, on this rank."""
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
-    single = comm.split(comm.rank)
-    overlaps, spans = overlapped(model, single, arguments.rounds)
-    gc.collect()
-    found = rows(interleaved(compared(model, comm), arguments.rounds))
-    if comm.rank == 0:
-        print(f"{elements(model):,} parameters, {comm.size} ranks, float32, AdamW; ms")
-        for row in (*found, *overlaps):
-            print(json.dumps(asdict(row)))
-        if arguments.json:
-            values = {"parameters": elements(model), "ranks": comm.size}
-            values |= {"steps": [asdict(row) for row in found]}
-            values |= {"slow_link": [asdict(row) for row in overlaps]}
-            arguments.json.write_text(json.dumps(values, indent=1) + "\n")
-        if arguments.svg:
-            arguments.svg.write_text(timeline(spans))
-    dist.destroy_process_group()
-
-
-def compared(model: nn.Module, comm: ringdp.Communicator) -> dict[str, Callable[[], object]]:
-    fsdp = copy.deepcopy(model)
-    mesh = dist.init_device_mesh("cpu", (comm.size,))
-    for block in fsdp.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(fsdp, mesh=mesh)
-    ways = {"alone": copy.deepcopy(model), "apart": copy.deepcopy(model), "FSDP2, gloo": fsdp}
-    for stage in (1, 2, 3):
-        ways[f"stage {stage}"] = copy.deepcopy(model)
-        ringdp.shard(ways[f"stage {stage}"], stage=stage, unit=gpt.Block, comm=comm)
-    steps = {name: stepper(m, comm.rank) for name, m in ways.items()}
-    if comm.rank:
-        steps["alone"] = lambda: None
-    return steps
-
-
-def rows(times: dict[str, list[float]]) -> list[Step]:
-    return [
-        Step(
-            name,
-            **spread(seconds, 1e3),
-            by_alone=ratio(seconds, times["alone"]),
-            by_fsdp2=ratio(seconds, times["FSDP2, gloo"]),
-        )
-        for name, seconds in times.items()
-    ]
+    rank = dist.get_rank()
+    if way == "alone" and rank:
+        return lambda: None
+    if way == "FSDP2, gloo":
+        mesh = dist.init_device_mesh("cpu", (RANKS,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif way.startswith("stage"):
+        ringdp.init()
+        ringdp.shard(model, stage=int(way[-1]), unit=gpt.Block)
+    return stepper(model, rank)
 
 
 # ---- over a slow link
@@ -174,11 +145,12 @@ class _Waited:
         self.spans.append(Span("wait", str(self.tag), begin, end))
 
 
-def overlapped(
-    model: nn.Module, single: ringdp.Communicator, rounds: int
-) -> tuple[list[Overlap], list[Span]]:
+def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
     """A row for each of AHEAD, and one step's spans at the last."""
-    tokens = batch(dist.get_rank())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    single = ringdp.init().split(rank)
+    model, tokens = gpt.build(SHAPE, seed=0), batch(rank)
     block = 4 * max(sum(p.numel() for p in b.parameters()) for b in model.blocks)
 
     def both(net: nn.Module) -> None:
@@ -216,9 +188,9 @@ def overlapped(
     ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
     for ahead in AHEAD:
         ms[f"exposed {ahead}"] = 1e3 * longer(times[f"{ahead}"], times["silent"])
-    rows = [overlap_row(ahead, link, ms) for ahead in AHEAD]
+    found = [overlap_row(ahead, link, ms) for ahead in AHEAD]
     net, engine = trained[AHEAD[-1]]
-    return rows, recorded(net, engine, lambda: both(net))
+    return found, recorded(net, engine, lambda: both(net))
 
 
 def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> Overlap:
