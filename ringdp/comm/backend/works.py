@@ -42,6 +42,11 @@ class Watcher:
         """Once what has been given is over."""
         self._given.put(None)
 
+    def join(self) -> None:
+        """After `stop`: until callbacks of what has been given are over, too."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _loop(self) -> None:
         while (given := self._given.get()) is not None:
             work, future = given

@@ -9,7 +9,7 @@ ringdp:broadcast                 of buffers, and of the order of buckets
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -24,7 +24,21 @@ def span(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
-def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work:
+class _Seen(NamedTuple):
+    """A reduction that a profiler sees. A span that ends after its profiler is written to memory
+    that is no longer there, so who waits for the one waits for the other."""
+
+    work: Work
+    watcher: Watcher
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        finally:
+            self.watcher.join()
+
+
+def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work | _Seen:
     """The sum over ranks, begun. Where it is to be seen, a thread tells when it has ended."""
     if not profiler._is_profiler_enabled:
         return comm.all_reduce(flat, async_op=True, tag=tag)
@@ -35,4 +49,4 @@ def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work:
     seen._call_end_callbacks_on_future(ended)
     watcher.watch(GroupWork([work], [flat], [], None, None), ended)
     watcher.stop()
-    return work
+    return _Seen(work, watcher)
