@@ -23,12 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
-from bench.ddp_step import SHAPE, stepper
+from bench.ddp_step import RANKS, SHAPE, stepper
 from bench.turns import ROUNDS, between_jobs, ratio, spread
 from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
 
-RANKS = 2
 NOTHING = "nothing"  # is reduced: less a backend cannot take
 SMALL = "all_reduce of 4 KiB"
 CASES = [

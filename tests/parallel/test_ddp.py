@@ -21,19 +21,15 @@ from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm, UsageEr
 from ringdp.comm import rendezvous
 from ringdp.parallel.ddp.assign import Gradient, assign
 from tests.parallel.ddp_cases import (
-    CNN,
     TORCHS,
     WIDTH,
     Branches,
     Transformer,
-    Wrap,
     backward,
     equal,
     gradients,
-    images,
     loss,
     mlp,
-    of_both,
     rows,
     says,
 )
@@ -236,32 +232,6 @@ def copied(comm: Communicator) -> None:
 
 def test_copies_and_states_are_as_torchs(ranks):
     ranks(2)(copied)
-
-
-def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
-    """A frozen copy that follows the model, and is trained itself at last."""
-    net = wrap(CNN())
-    follower = copy.deepcopy(net).requires_grad_(False)
-    found = []
-    for step in range(2):
-        net.zero_grad()
-        images(net, step, comm.rank)
-        with torch.no_grad():
-            for p, q in zip(net.parameters(), follower.parameters(), strict=True):
-                q.lerp_(p - 0.1 * p.grad, 0.5)
-            found.append(follower.eval()(rows(step, comm.rank, 1, 2, 8, 8)))
-        found.append(follower.train()(rows(step, comm.rank, 2, 2, 8, 8)))
-    images(follower.requires_grad_(), 2, comm.rank)
-    return [*found, *gradients(follower)]
-
-
-def averages(comm: Communicator) -> None:
-    ours, theirs = of_both(lambda wrap: average(comm, wrap))
-    assert equal(ours, theirs)
-
-
-def test_a_frozen_copy_is_called_as_torchs(ranks):
-    ranks(2)(averages)
 
 
 # ---- whole loops

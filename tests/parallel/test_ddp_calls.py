@@ -3,6 +3,7 @@ on torch's, at 2 ranks."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import (
+    CNN,
     WIDTH,
     Branches,
     Wrap,
     backward,
     equal,
     gradients,
+    images,
     loss,
     mlp,
     of_both,
@@ -243,3 +246,29 @@ def broadcast(comm: Communicator) -> None:
 
 def test_buffers_take_a_ranks_values_when_asked(ranks):
     ranks(2)(broadcast)
+
+
+def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
+    """A frozen copy that follows the model, and is trained itself at last."""
+    net = wrap(CNN())
+    follower = copy.deepcopy(net).requires_grad_(False)
+    found = []
+    for step in range(2):
+        net.zero_grad()
+        images(net, step, comm.rank)
+        with torch.no_grad():
+            for p, q in zip(net.parameters(), follower.parameters(), strict=True):
+                q.lerp_(p - 0.1 * p.grad, 0.5)
+            found.append(follower.eval()(rows(step, comm.rank, 1, 2, 8, 8)))
+        found.append(follower.train()(rows(step, comm.rank, 2, 2, 8, 8)))
+    images(follower.requires_grad_(), 2, comm.rank)
+    return [*found, *gradients(follower)]
+
+
+def averages(comm: Communicator) -> None:
+    ours, theirs = of_both(lambda wrap: average(comm, wrap))
+    assert equal(ours, theirs)
+
+
+def test_a_frozen_copy_is_called_as_torchs(ranks):
+    ranks(2)(averages)
