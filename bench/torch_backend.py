@@ -4,7 +4,8 @@
 
 Each is a job of two ranks, pinned to a core each, and all take turns (`bench.turns`). DDP and FSDP2
 (a unit for each block) train the 13.8M-parameter GPT of `bench.ddp_step`, on rows of its length,
-with AdamW. Nothing: DDP with a hook that leaves every rank its own gradients.
+with AdamW. Nothing: DDP with a hook that leaves every rank its own gradients. Over ours memory that
+is freed is kept (`ringdp.transport.heap`), and over gloo in one way.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
-from bench.ddp_step import RANKS, SHAPE, stepper
+from bench.ddp_step import KEPT, RANKS, SHAPE, stepper
 from bench.turns import ROUNDS, between_jobs, ratio, spread
 from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
+from ringdp.transport import heap
 
 NOTHING = "nothing"  # is reduced: less a backend cannot take
 SMALL = "all_reduce of 4 KiB"
 CASES = [
-    *(("DDP step", backend) for backend in ("gloo", NOTHING, "ringdp")),
-    *(("FSDP2 step", backend) for backend in ("gloo", "ringdp")),
+    *(("DDP step", backend) for backend in ("gloo", f"gloo{KEPT}", NOTHING, "ringdp")),
+    *(("FSDP2 step", backend) for backend in ("gloo", f"gloo{KEPT}", "ringdp")),
     *((SMALL, backend) for backend in ("gloo", "ringdp")),
 ]
 ELEMENTS = 1024  # float32: 4 KiB
@@ -86,7 +88,9 @@ def main() -> None:
 
 def made(case: str, backend: str) -> Callable[[], object]:
     """What is timed, on this rank."""
-    dist.init_process_group("gloo" if backend == NOTHING else backend)
+    dist.init_process_group("ringdp" if backend == "ringdp" else "gloo")
+    if backend.endswith(KEPT):
+        heap.keep()
     if case == SMALL:
         return partial(calls, torch.zeros(ELEMENTS))
     model = gpt.build(SHAPE, seed=0)

@@ -8,7 +8,8 @@ Note [a job each]
     faults: a step of one process that trains by itself has 20,000, and none beside torch's DDP. So
     what users would start by itself is a job of its own (`between_jobs`); the parts of one way may
     share a process (`interleaved`). How a heap falls out is luck of a start (700 faults a step or
-    23,000, of the same script), so each job is started several times.
+    23,000, of the same script), so each job is started several times. Every other round goes
+    backwards, so that no way always comes after the same one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch.distributed as dist
 from bench import jobs
 from ringdp.cli.loopback import HOST, loopback_store
 
-ROUNDS, WARMUPS = 40, 3  # a round is a turn of each
-STARTS = 4  # of each job
+ROUNDS, WARMUPS = 30, 3  # a round is a turn of each
+STARTS = 6  # of each job, and each time so many rounds
 
 Way = TypeVar("Way", bound=Hashable)
 
@@ -55,7 +56,7 @@ def between_jobs(
     """
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(STARTS):
-        for way, seconds in _started(ranks, ways, -(-rounds // STARTS)).items():
+        for way, seconds in _started(ranks, ways, rounds).items():
             times[way] += seconds
     return times
 
@@ -84,7 +85,8 @@ def _turns(
     store = dist.TCPStore(HOST, port, is_master=False)
     act = make()
     seconds = []
-    for turn in range(place, ways * (rounds + WARMUPS), ways):
+    for round_ in range(rounds + WARMUPS):
+        turn = ways * round_ + (place if round_ % 2 else ways - 1 - place)
         store.wait([f"{turn}"])
         dist.barrier()
         start = time.perf_counter()

@@ -37,13 +37,15 @@ from torch.distributed.fsdp import fully_shard
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import LATENCY, RANKS, SHAPE, batch, elements, stepper
+from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, stepper
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
+from ringdp.transport import heap
 from ringdp.transport.base import Link
 
-WAYS = ("alone", "apart", "FSDP2, gloo", "stage 1", "stage 2", "stage 3")
+FSDP2 = "FSDP2, gloo"
+WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 2", "stage 3")
 AHEAD = (1, 3)  # blocks gathered ahead of their use
 
 
@@ -71,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
-    steps = rows(times, by_alone="alone", by_fsdp2="FSDP2, gloo")
+    steps = rows(times, by_alone="alone", by_fsdp2=FSDP2)
     links = [asdict(row) for row in overlaps]
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
@@ -91,7 +93,9 @@ def train(way: str) -> Callable[[], object]:
     rank = dist.get_rank()
     if way == "alone" and rank:
         return lambda: None
-    if way == "FSDP2, gloo":
+    if way.endswith(KEPT):
+        heap.keep()
+    if way.startswith(FSDP2):
         mesh = dist.init_device_mesh("cpu", (RANKS,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)

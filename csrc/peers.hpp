@@ -207,7 +207,10 @@ class Peers {
       }
     }
     if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
-    if (auto f = reported()) throw *f;
+    if (auto f = reported()) {
+      if (ready()) return true;  // it may have failed after it had done its part of this
+      throw *f;
+    }
     if (segment_.gone(peer) && !ready()) {  // its last messages came after our last look
       if (auto f = reported()) throw *f;    // it ended because of what it reported
       throw Failed{Failure::lost, peer};

@@ -29,6 +29,7 @@ from ringdp.comm.work import ENDED, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
 from ringdp.tape import recorder
+from ringdp.transport import heap
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import DIRECT, DTYPES, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
@@ -67,6 +68,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
         """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ..."""
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._transport = connect(name, self._ranks, arena)
+        if self._transport.device.type == "cpu":
+            heap.keep()
         self.rank, self.size = self._transport.rank, len(ranks)
         self._copies = 0
         self._guard = Guard(self._transport, timeout, warn_after)

@@ -194,3 +194,32 @@ def uneven(comm: Communicator) -> None:
 
 def test_who_waits_takes_uneven_parts_for_no_mistake(ranks):
     ranks(3)(uneven)
+
+
+def done_while_stopped(comm: Communicator, say: Say) -> None:
+    """Rank 0 is stopped while it waits for rank 1, which does its part and gives up another."""
+    x = torch.full((4,), float(comm.rank))
+    comm.barrier()
+    if comm.rank == 0:
+        comm.broadcast(x, root=1)
+        say(x.tolist())
+        return
+    first, late = comm._transport, torch.ones(1)
+    while first.record(0).waits_for != 1:
+        time.sleep(0.01)
+    pid = first.record(0).pid
+    os.kill(pid, signal.SIGSTOP)
+    while "stopped" not in process_state(pid):
+        time.sleep(0.01)
+    comm.broadcast(x, root=1)
+    try:
+        comm.all_reduce(late, async_op=True).wait(TIMEOUT)
+    except ringdp.CollectiveTimeout as error:
+        say(str(error))
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_call_that_is_done_does_not_hear_of_a_later_one(forks: Forks):
+    zero, one = forks(2, done_while_stopped)
+    assert zero.said == [[1.0] * 4]
+    assert len(one.said) == 1

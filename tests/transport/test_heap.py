@@ -1,0 +1,55 @@
+"""Memory that is freed is kept from the first communicator on, unless the environment decides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Page faults of a step that takes and frees 64 MiB, and nothing else that could lie at the heap's end.
+STEPS = """
+import ctypes, resource, ringdp
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+blocks = [0] * 64
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def of_a_step():
+    for _ in range(3):
+        before = faults()
+        for i in range(64):
+            blocks[i] = libc.malloc(1 << 20)
+            libc.memset(blocks[i], 1, 1 << 20)
+        for block in blocks:
+            libc.free(block)
+    return faults() - before
+first = of_a_step()
+comm = ringdp.init()
+print(first, of_a_step())
+"""
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def faults(**environment: str) -> list[int]:
+    ran = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [int(n) for n in ran.stdout.split()]
+
+
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="glibc's malloc")
+@pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="pages are huge")
+def test_freed_memory_is_kept_where_there_is_a_communicator():
+    before, after = faults()
+    assert before > 10_000 > 1_000 > after
+    before, after = faults(MALLOC_TRIM_THRESHOLD_="131072")
+    assert after > 10_000
