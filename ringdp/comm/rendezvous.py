@@ -54,8 +54,9 @@ def init(
     called `abort`, and new processes in the place of those that died, come together by it again.
     `timeout` is how long a collective may wait for another rank, in seconds; after `warn_after` of
     them the logger `ringdp` warns once of a collective that does not end. With a `link` the ranks
-    of one host talk as over that network: messages come late, at no cost of cores. Raises
-    UsageError if torchrun's variables are set in part only, or are not what torchrun sets.
+    of one host talk as over that network: messages come late, at no cost of cores. On CPUs the
+    process keeps the memory that it frees: see `transport.heap`. Raises UsageError if torchrun's
+    variables are set in part only, or are not what torchrun sets.
 
         transport  shm        shared memory, for the ranks of one host
                    c10d       gloo, for any

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Page faults of a step that takes and frees 64 MiB, and nothing else that could lie at the heap's end.
+# Page faults of a step that takes 64 MiB at the heap's end, and frees them.
 STEPS = """
 import ctypes, resource, ringdp
 libc = ctypes.CDLL(None)
