@@ -8,12 +8,13 @@ Note [a job each]
     faults: a step of one process that trains by itself has 20,000, and none beside torch's DDP. So
     what users would start by itself is a job of its own (`between_jobs`); the parts of one way may
     share a process (`interleaved`). How a heap falls out is luck of a start (700 faults a step or
-    23,000, of the same script), so each job is started several times. Every other round goes
-    backwards, so that no way always comes after the same one.
+    23,000, of the same script), so each job is started several times. Their order is
+    another one in each round: a step may pay for what has come just before it, or gain by it.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,7 +28,7 @@ from bench import jobs
 from ringdp.cli.loopback import HOST, loopback_store
 
 ROUNDS, WARMUPS = 30, 3  # a round is a turn of each
-STARTS = 6  # of each job, and each time so many rounds
+STARTS = 6  # of each job, with so many rounds each
 
 Way = TypeVar("Way", bound=Hashable)
 
@@ -86,7 +87,8 @@ def _turns(
     act = make()
     seconds = []
     for round_ in range(rounds + WARMUPS):
-        turn = ways * round_ + (place if round_ % 2 else ways - 1 - place)
+        order = random.Random(round_).sample(range(ways), ways)
+        turn = ways * round_ + order.index(place)
         store.wait([f"{turn}"])
         dist.barrier()
         start = time.perf_counter()
@@ -94,6 +96,7 @@ def _turns(
         seconds.append(time.perf_counter() - start)
         if store.add(f"ended {turn}", 1) == dist.get_world_size():
             store.set(f"{turn + 1}", "")
+    store.wait([f"{ways * (rounds + WARMUPS)}"])  # what comes now would disturb others' turns
     return slowest(seconds[WARMUPS:])
 
 

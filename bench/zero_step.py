@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
-    steps = rows(times, by_alone="alone", by_fsdp2=FSDP2)
+    steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
     links = [asdict(row) for row in overlaps]
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
@@ -93,7 +93,7 @@ def train(way: str) -> Callable[[], object]:
     rank = dist.get_rank()
     if way == "alone" and rank:
         return lambda: None
-    if way.endswith(KEPT):
+    if way != FSDP2:
         heap.keep()
     if way.startswith(FSDP2):
         mesh = dist.init_device_mesh("cpu", (RANKS,))

@@ -176,7 +176,11 @@ class Peers {
   void spin(int peer, Ready ready, Other other) {
     const int spins = other == Other::near && !crowded_ ? kSpins : spins_;
     for (int i = 0; i < spins; ++i) {
-      if (ready()) return;
+      if (ready()) {
+        if (record_.peer.load(std::memory_order_relaxed) >= 0)  // it was waited for in a slice before
+          record_.peer.store(-1, std::memory_order_relaxed);
+        return;
+      }
       pause();
     }
     if (dashes_) throw Later{};

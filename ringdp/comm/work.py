@@ -44,7 +44,12 @@ class Work:
             while not self._guard.transport.wait(
                 self._ticket, max(0.0, min(SLICE, allowed - waited))
             ):
-                self._guard.look(self._call)
+                try:
+                    self._guard.look(self._call)
+                except CommunicationError:  # it may be of a later call, when this one had ended
+                    if not self._guard.transport.wait(self._ticket, 0.0):
+                        raise
+                    break
                 waited = time.monotonic() - start
                 if waited >= allowed:
                     self._guard.give_up(self._call, allowed)

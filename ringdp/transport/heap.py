@@ -4,6 +4,9 @@ glibc hands free memory at the heap's end back to the system, from where it come
 fault for each 4 KiB: up to 25,000 of them in a step of a GPT of 13.8M parameters, a tenth of its
 time. How many is luck: of what happens to lie at the heap's end. torch's CUDA allocator keeps what
 is freed as well.
+
+Blocks from 32 MiB on come from the system each time, and go back, whatever is asked; and when 2 GiB
+are free at the heap's end, all of that goes. `malloc_trim(0)` of glibc gives back what is kept.
 """
 
 from __future__ import annotations
@@ -13,20 +16,18 @@ import os
 from functools import cache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-KEPT = 2**31 - 1  # bytes at the heap's end: as many as fit mallopt's int
-SET = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
-LARGEST = (
-    32 << 20
-)  # bytes of what comes from the heap: as many as glibc allows, and comes to itself
+AT_THE_END = 2**31 - 1  # bytes: as many as mallopt's int holds
+LARGEST = 32 << 20  # bytes of a block: as many as glibc comes to by itself, and allows
+SETTINGS = ("TRIM_THRESHOLD_", "TOP_PAD_", "MMAP_THRESHOLD_", "MMAP_MAX_")  # after MALLOC_
 
 
 @cache
-def keep() -> bool:
-    """Whether it does; not where the environment says what glibc is to do, or there is no glibc."""
-    if SET & os.environ.keys():
-        return False
+def keep() -> None:
+    """From now on; not where the environment tells glibc's malloc what to do, or there is none."""
+    decided = any(f"MALLOC_{name}" in os.environ for name in SETTINGS)
+    if decided or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(
-        mallopt(option, value)
-        for option, value in ((M_MMAP_THRESHOLD, LARGEST), (M_TRIM_THRESHOLD, KEPT))
-    )
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST)
+        mallopt(M_TRIM_THRESHOLD, AT_THE_END)

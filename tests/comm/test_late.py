@@ -205,7 +205,7 @@ def done_while_stopped(comm: Communicator, say: Say) -> None:
         say(x.tolist())
         return
     first, late = comm._transport, torch.ones(1)
-    while first.record(0).waits_for != 1:
+    while first.record(0).begun == first.record(1).begun or first.record(0).waits_for != 1:
         time.sleep(0.01)
     pid = first.record(0).pid
     os.kill(pid, signal.SIGSTOP)

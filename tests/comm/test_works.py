@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 
-from ringdp import Communicator
+from ringdp import Communicator, PeerLost, Work
 from tests.comm.test_collectives import everyone, values
 
 pytestmark = pytest.mark.process
@@ -135,3 +136,26 @@ def same_lengths(comm: Communicator) -> None:
 def test_duplicates_run_at_the_same_time(ranks, n: int):
     ranks(n)(same_lengths)
     ranks(n)(two_threads)
+
+
+def test_a_wait_does_not_hear_of_what_failed_after_its_end():
+    """The collective ends between a look at it and a look for failures, of a later call."""
+
+    class Ends:
+        looks = iter((False, True))
+
+        def wait(self, ticket: int, seconds: float) -> bool:
+            return next(self.looks)
+
+    class Fails:
+        transport, timeout, warn_after = Ends(), 60.0, 60.0
+
+        def look(self, call: object) -> None:
+            raise PeerLost
+
+        def over(self, call: object) -> None:
+            pass
+
+    ended: list[bool] = []
+    Work(cast(Any, Fails()), cast(Any, None), 1, lambda: ended.append(True)).wait()
+    assert ended == [True]

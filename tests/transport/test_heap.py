@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import PATIENCE
 
 # Page faults of a step that takes 64 MiB at the heap's end, and frees them.
 STEPS = """
@@ -32,16 +35,19 @@ first = of_a_step()
 comm = ringdp.init()
 print(first, of_a_step())
 """
+DECIDES = re.compile("MALLOC_|GLIBC_TUNABLES|LD_PRELOAD")
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def faults(**environment: str) -> list[int]:
     ran = subprocess.run(
         [sys.executable, "-c", STEPS],
-        env=os.environ | environment,
-        capture_output=True,
+        env={name: value for name, value in os.environ.items() if not DECIDES.match(name)}
+        | environment,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
+        timeout=PATIENCE,
     )
     return [int(n) for n in ran.stdout.split()]
 
@@ -50,6 +56,7 @@ def faults(**environment: str) -> list[int]:
 @pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="pages are huge")
 def test_freed_memory_is_kept_where_there_is_a_communicator():
     before, after = faults()
-    assert before > 10_000 > 1_000 > after
+    assert before > 500  # one for each page, of up to 64 KiB
+    assert after < before / 10
     before, after = faults(MALLOC_TRIM_THRESHOLD_="131072")
-    assert after > 10_000
+    assert after > 500
