@@ -26,7 +26,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,13 @@ from ringdp.transport import heap
 from ringdp.transport.base import Link
 
 RANKS, KEPT = 2, ", freed memory kept"
-WAYS = ("alone", "apart", "torch", f"torch{KEPT}", "ringdp")
+WAYS = ("alone", "apart", "torch", f"torch{KEPT}", "ringdp", "ringdp, 2 MiB")
 SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
 CAPS = (None, 0.5, 25)  # MiB of a bucket, over the slow link: ours, less, and torch's
 LATENCY = 5e-5  # s, of the slow link
+
+Rows = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,18 @@ def main() -> None:
     )
     links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
     overlaps = [asdict(typical(found)) for found in zip(*links, strict=True)]
+    report(steps, overlaps, arguments.json)
+
+
+def report(steps: Rows, overlaps: Rows, path: Path | None) -> None:
+    """Print them, and write them where that is asked for."""
     parameters = elements(gpt.build(SHAPE, seed=0))
-    print(f"{parameters:,} parameters, batch {ROWS} x {TOKENS}, float32, AdamW; ms")
+    print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
     for row in (*steps, *overlaps):
         print(json.dumps(row))
-    if arguments.json:
+    if path:
         values = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
-        arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+        path.write_text(json.dumps(values, indent=1) + "\n")
 
 
 def train(way: str) -> Callable[[], object]:
@@ -92,8 +99,8 @@ def train(way: str) -> Callable[[], object]:
         heap.keep()
     if way.startswith("torch"):
         model = nn.parallel.DistributedDataParallel(model)
-    elif way == "ringdp":
-        model = ringdp.DistributedDataParallel(model)
+    elif way.startswith("ringdp"):
+        model = ringdp.DistributedDataParallel(model, bucket_cap_mb=2 if way != "ringdp" else None)
     return stepper(model, rank)
 
 
@@ -167,6 +174,7 @@ def overlapped(rounds: int) -> list[Overlap]:
 
 
 def typical(starts: Sequence[Overlap]) -> Overlap:
+    """The middle one by its hidden share, or the worse of two."""
     return sorted(starts, key=lambda start: start.hidden_share)[(len(starts) - 1) // 2]
 
 

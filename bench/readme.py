@@ -168,10 +168,10 @@ def torch_backend() -> str:
     found = {(row["case"], row["backend"]): row for row in rows}
     for case in dict.fromkeys(row["case"] for row in rows):
         cells = [f"{found[case, way]['median'] / 1e3:,.3g}" for way in ways]
-        cells += [f"{found[case, 'ringdp'][by]:.2g}" for by in ("by_gloo", "by_kept")]
+        cells += [f"{found[case, 'ringdp'][by]:.3g}" for by in ("by_gloo", "by_kept")]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     least = found["DDP step", "nothing"]["by_kept"]
-    lines += ["", f"DDP whose hook reduces nothing takes {least:.2g} of its step over gloo{KEPT}."]
+    lines += ["", f"DDP whose hook reduces nothing takes {least:.3g} of its step over gloo{KEPT}."]
     return "\n".join(lines)
 
 

@@ -5,11 +5,10 @@ than a round; what the medians of all times would say depends on which phase hit
 
 Note [a job each]
     Ways in one process share its heap, and what one of them has left there spares the others page
-    faults: a step of one process that trains by itself has 20,000, and none beside torch's DDP. So
-    what users would start by itself is a job of its own (`between_jobs`); the parts of one way may
-    share a process (`interleaved`). How a heap falls out is luck of a start (700 faults a step or
-    23,000, of the same script), so each job is started several times. Their order is
-    another one in each round: a step may pay for what has come just before it, or gain by it.
+    faults. So what users would start by itself is a job of its own (`between_jobs`); the parts of
+    one way may share a process (`interleaved`). How a heap falls out is luck of a start, so each
+    job is started several times. The order of ways is another one in each round: a step may pay
+    for what has come just before it, or gain by it.
 """
 
 from __future__ import annotations

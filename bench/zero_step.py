@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, stepper
+from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, report, stepper
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
@@ -74,14 +73,7 @@ def main() -> None:
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
     steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
-    links = [asdict(row) for row in overlaps]
-    parameters = elements(gpt.build(SHAPE, seed=0))
-    print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
-    for row in (*steps, *links):
-        print(json.dumps(row))
-    if arguments.json:
-        values = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": links}
-        arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+    report(steps, [asdict(row) for row in overlaps], arguments.json)
     if arguments.svg:
         arguments.svg.write_text(timeline(spans))
 

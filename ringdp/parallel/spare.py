@@ -1,8 +1,8 @@
 """Memory that one gathered unit has left, for the next.
 
 Of what malloc is given back, blocks from 32 MiB on go to the system at once, and smaller ones where
-`transport.heap` does not keep them. They come from there as a page fault for each 4 KiB, which took
-a tenth of a stage 3 step on two cores. On CUDA torch's allocator keeps memory itself.
+`transport.heap` does not keep them. They come from there as a page fault for each 4 KiB. On CUDA
+torch's allocator keeps memory itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a training step frees is kept by its process, for the next step.
 
 glibc hands free memory at the heap's end back to the system, from where it comes again as a page
-fault for each 4 KiB: up to 25,000 of them in a step of a GPT of 13.8M parameters, a tenth of its
-time. How many is luck: of what happens to lie at the heap's end. torch's CUDA allocator keeps what
-is freed as well.
+fault for each 4 KiB. How many a step has is luck, of what happens to lie at the heap's end; what
+they take, `python -m bench.ddp_step` shows. torch's CUDA allocator keeps what is freed as well.
 
 Blocks from 32 MiB on come from the system each time, and go back, whatever is asked; and when 2 GiB
 are free at the heap's end, all of that goes. `malloc_trim(0)` of glibc gives back what is kept.
