@@ -29,7 +29,9 @@ class Slot(NamedTuple):
 
 
 class Bucket(Protocol):
-    """What is reduced at once: a flat buffer here, one sparse gradient in `sparse`."""
+    """What is reduced at once: a flat buffer here, one sparse gradient in `sparse`.
+
+    `place`: of a parameter in `slots`."""
 
     index: int
     comm: Communicator
@@ -39,13 +41,13 @@ class Bucket(Protocol):
     def arm(self) -> None:
         """A backward lies ahead."""
 
-    def take(self, slot: Slot, scale: float) -> None:
+    def take(self, place: int, scale: float) -> None:
         """Move p.grad times `scale` in; p.grad will be the reduction's result."""
 
-    def take_unused(self, slot: Slot, scale: float) -> None:
+    def take_unused(self, place: int, scale: float) -> None:
         """The same for a p.grad that this backward did not make; it stays as it is."""
 
-    def hand_out(self, slot: Slot) -> None:
+    def hand_out(self, place: int) -> None:
         """p.grad becomes the result, for a gradient that was unused here only."""
 
     def blank(self) -> None:
@@ -82,30 +84,31 @@ class FlatBucket:
     def arm(self) -> None:
         self.pending, self._fresh = len(self.slots), False
 
-    def take(self, slot: Slot, scale: float) -> None:
+    def take(self, place: int, scale: float) -> None:
         self._own()
-        gradient = slot.parameter.grad
+        parameter, part = self.slots[place].parameter, self._parts[place]
+        gradient = parameter.grad
         if gradient is None:
-            slot.parameter.grad = self._view(slot).zero_()
-        elif self._holds(slot):
+            parameter.grad = part.data.zero_()
+        elif self._is_here(gradient, place):
             gradient.detach().mul_(scale)
         else:
-            view = self._view(slot)
-            torch.mul(gradient.detach(), scale, out=view)
-            slot.parameter.grad = view
+            torch.mul(gradient.detach(), scale, out=part)
+            parameter.grad = part.data
 
-    def take_unused(self, slot: Slot, scale: float) -> None:
-        if self._holds(slot):
-            slot.parameter.grad = self._view(slot).clone()
+    def take_unused(self, place: int, scale: float) -> None:
+        parameter, part = self.slots[place].parameter, self._parts[place]
+        if self._is_here(parameter.grad, place):
+            parameter.grad = part.clone()
         self._own()
-        gradient = slot.parameter.grad
-        if gradient is None:
-            self._view(slot).zero_()
+        part = self._parts[place]
+        if parameter.grad is None:
+            part.zero_()
         else:
-            torch.mul(gradient.detach(), scale, out=self._view(slot))
+            torch.mul(parameter.grad.detach(), scale, out=part)
 
-    def hand_out(self, slot: Slot) -> None:
-        slot.parameter.grad = self._view(slot)
+    def hand_out(self, place: int) -> None:
+        self.slots[place].parameter.grad = self._parts[place].data
 
     def blank(self) -> None:
         self._replace()
@@ -122,15 +125,9 @@ class FlatBucket:
         if result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(result.view(-1))
 
-    def _view(self, slot: Slot) -> Tensor:
-        """The slot's part of the buffer. `.data`: to its user it is no view, and may detach_()."""
-        return self.flat.as_strided(slot.parameter.shape, slot.stride, slot.offset).data
-
-    def _holds(self, slot: Slot) -> bool:
-        """Whether p.grad is the slot's part of the buffer."""
-        gradient = slot.parameter.grad
-        address = self.flat.data_ptr() + slot.offset * self.flat.element_size()
-        return gradient is not None and gradient.data_ptr() == address
+    def _is_here(self, gradient: Tensor | None, place: int) -> bool:
+        """Whether it is that part of the buffer."""
+        return gradient is not None and gradient.data_ptr() == self._addresses[place]
 
     def _own(self) -> None:
         """Before a backward's first write. See Note [gradients live in their bucket]."""
@@ -139,11 +136,16 @@ class FlatBucket:
         self._fresh = True
         if self.shared:
             return
-        if _holders(self.flat) > self._alone + sum(map(self._holds, self.slots)):
+        here = sum(self._is_here(slot.parameter.grad, i) for i, slot in enumerate(self.slots))
+        if _holders(self.flat) > self._alone + here:
             self._replace()
 
     def _replace(self) -> None:
-        self.flat = self.comm.empty(self.elements, dtype=self.dtype)
+        self.flat = flat = self.comm.empty(self.elements, dtype=self.dtype)
+        # As `.data` they are p.grad: to its user that is no view, and may detach_().
+        self._parts = [flat.as_strided(p.shape, stride, at) for p, at, stride in self.slots]
+        start, size = flat.data_ptr(), flat.element_size()
+        self._addresses = [start + slot.offset * size for slot in self.slots]
         self._alone = _holders(self.flat)
 
 

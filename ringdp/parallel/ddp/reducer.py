@@ -37,7 +37,7 @@ from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.advice import again, once_more, unfinished
 from ringdp.parallel.ddp.asked import Asked
 from ringdp.parallel.ddp.assign import Gradient, assign
-from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, Slot
+from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
@@ -108,10 +108,10 @@ class Reducer(Asked, Taped):
         layout = assign(facts, order, self.settings.caps)
         self.layouts.append(layout)
         self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(layout)]
-        self._places: dict[int, tuple[Bucket, Slot]] = {
-            index: (bucket, slot)
+        self._places = {
+            index: (bucket, place)
             for bucket, members in zip(self.buckets, layout, strict=True)
-            for index, slot in zip(members, bucket.slots, strict=True)
+            for place, index in enumerate(members)
         }
 
     def _bucket(self, index: int, members: Sequence[int]) -> Bucket:
@@ -212,19 +212,19 @@ class Reducer(Asked, Taped):
                 self._ready_unused(index)
 
     def _ready(self, index: int) -> None:
-        bucket, slot = self._places[index]
-        self.mixed.raise_(slot.parameter)
-        bucket.take(slot, self._scale)
+        bucket, place = self._places[index]
+        self.mixed.raise_(self.parameters[index].parameter)
+        bucket.take(place, self._scale)
         bucket.pending -= 1
         if bucket.pending == 0:
             self._issue()
 
     def _ready_unused(self, index: int) -> None:
-        bucket, slot = self._places[index]
+        bucket, place = self._places[index]
         if index not in self._used:
             self.idle.add(index)
-        self.mixed.raise_(slot.parameter)
-        bucket.take_unused(slot, self._scale)
+        self.mixed.raise_(self.parameters[index].parameter)
+        bucket.take_unused(place, self._scale)
         bucket.pending -= 1
 
     @property
@@ -287,8 +287,8 @@ class Reducer(Asked, Taped):
         self.mixed.raise_all()
         for index in missing:
             if index not in self._untouched:
-                bucket, slot = self._places[index]
-                bucket.hand_out(slot)
+                bucket, place = self._places[index]
+                bucket.hand_out(place)
         step(self._stepping or ())
         self._used.clear()
         self._armed = self._running = self._learning = False

@@ -29,12 +29,12 @@ class SparseBucket:
     def arm(self) -> None:
         self.pending, self._taken = 1, False
 
-    def take(self, slot: Slot, scale: float) -> None:
-        self.take_unused(slot, scale)
+    def take(self, place: int, scale: float) -> None:
+        self.take_unused(place, scale)
         self._taken = True
 
-    def take_unused(self, slot: Slot, scale: float) -> None:
-        gradient = slot.parameter.grad
+    def take_unused(self, place: int, scale: float) -> None:
+        gradient = self.slots[place].parameter.grad
         if gradient is None:
             self.blank()
         elif not gradient.is_sparse:
@@ -42,8 +42,8 @@ class SparseBucket:
         else:
             self._sum = gradient.detach() * scale
 
-    def hand_out(self, slot: Slot) -> None:
-        slot.parameter.grad = self._sum
+    def hand_out(self, place: int) -> None:
+        self.slots[place].parameter.grad = self._sum
 
     def blank(self) -> None:
         p = self.slots[0].parameter
@@ -59,7 +59,7 @@ class SparseBucket:
     def store(self, result: Tensor) -> None:
         self._sum = result
         if self._taken:
-            self.hand_out(self.slots[0])
+            self.hand_out(0)
 
 
 def all_reduce_sparse(comm: Communicator, gradient: Tensor, *, tag: int) -> Tensor:
