@@ -38,10 +38,10 @@ def interleaved(
     """Seconds of every turn but the warm-ups', over torch.distributed's default group."""
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for round_ in range(rounds + WARMUPS):
-        for way, act in ways.items():
+        for way in random.Random(round_).sample(list(ways), len(ways)):
             dist.barrier()
             start = time.perf_counter()
-            act()
+            ways[way]()
             if round_ >= WARMUPS:
                 times[way].append(time.perf_counter() - start)
     return {way: slowest(seconds) for way, seconds in times.items()}
