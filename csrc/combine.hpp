@@ -60,21 +60,32 @@ RINGDP_CLONES void accumulate(float* sum, const void* in, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) sum[i] = apply<op, float>(sum[i], float(x[i]));
 }
 
+using Divide = void (*)(void* data, std::size_t count, int by);
+
+template <class T>
+RINGDP_CLONES void divide(void* data, std::size_t count, int by) {
+  using W = typename Wide<T>::type;
+  auto* x = static_cast<T*>(data);
+  for (std::size_t i = 0; i < count; ++i) x[i] = Wide<T>::narrow(W(W(x[i]) / W(by)));
+}
+
 // What a dtype and an op come to. A 16-bit float is `wide`: a sum of several stays in float32 and is
 // rounded once, when it is read.
 struct Dtype {
   std::size_t size;
   Combine combine;
+  Divide divide;
   Widen widen = nullptr;
   Narrow narrow = nullptr;
   Accumulate accumulate = nullptr;
+  bool averages = false;  // `fold` divides by how many there are
   bool wide() const { return widen != nullptr; }
 };
 
 template <Op op, class T>
 Dtype made() {
-  if constexpr (std::is_same_v<typename Wide<T>::type, T>) return {sizeof(T), combine<op, T>};
-  else return {sizeof(T), combine<op, T>, widen<T>, narrow<T>, accumulate<op, T>};
+  if constexpr (std::is_same_v<typename Wide<T>::type, T>) return {sizeof(T), combine<op, T>, divide<T>};
+  else return {sizeof(T), combine<op, T>, divide<T>, widen<T>, narrow<T>, accumulate<op, T>};
 }
 
 template <class T>
@@ -94,8 +105,13 @@ Dtype pick(Op op) {
   throw std::invalid_argument("no such op for this dtype");
 }
 
-// The order of transport.base.DTYPES.
+// The order of transport.base.DTYPES and REDUCE_OPS.
 inline Dtype dtype(int code, int op) {
+  if (op > int(Op::bxor)) {
+    Dtype sum = dtype(code, int(Op::sum));
+    sum.averages = true;
+    return sum;
+  }
   switch (code) {
     case 0: return pick<float>(Op(op));
     case 1: return pick<double>(Op(op));
@@ -111,7 +127,8 @@ inline Dtype dtype(int code, int op) {
   throw std::invalid_argument("unknown dtype code");
 }
 
-// out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once. `out`, and
+// out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once, and once more
+// by the division of what averages. `out`, and
 // every one of the `more` copies of it, may be one of the inputs. Block by block, so that what is
 // read again is still in the nearest cache. `put` makes the copies.
 inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in, int n,
@@ -139,6 +156,7 @@ inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in,
         sum = next;
       }
     }
+    if (dtype.averages) dtype.divide(to, some, n);
     for (int c = 0; c < copies; ++c) put(more[c] + at, to, some * dtype.size);
   }
 }

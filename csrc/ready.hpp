@@ -99,9 +99,9 @@ class Ready {
 
   // The call of `comm`, if it was made before and its tensors are the buffers themselves: both plain,
   // and apart or the part in its place in the whole. Else null, and nothing is done. An `op` or `tag`
-  // that is not given is null.
+  // that is not given is null. `later`: it is begun, and what is given waits for it.
   nb::object again(nb::handle comm, int collective, nb::handle whole, nb::handle part, nb::handle op,
-                   nb::handle tag) {
+                   nb::handle tag, bool later) {
     if (held) return {};
     const auto all = tensors_.plain(whole.ptr());
     const auto letters = packed(op);
@@ -120,10 +120,12 @@ class Ready {
     const Known what = *found;
     const auto site = sites_.here();
     const auto number = issued++;
-    const auto ticket = what.prepared->run(reinterpret_cast<std::uintptr_t>(all->data), piece,
-                                                      number, site);
+    const auto at = reinterpret_cast<std::uintptr_t>(all->data);
+    const auto ticket = later ? what.prepared->start(at, piece, number, site)
+                              : what.prepared->run(at, piece, number, site);
     if (ticket)
-      return comm.attr("_unended")(ticket, what.object, whole, part.is_valid() ? part : nb::none(), number, site);
+      return comm.attr("_begun")(ticket, what.object, whole, part.is_valid() ? part : nb::none(), number,
+                                 site, later);
     if (PyDict_Size(kept_.ptr())) comm.attr("_release")();
     return ended_;
   }

@@ -31,14 +31,16 @@ inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_
   const int tensors = at.part ? 2 : 1;
   if (count < 1 + tensors || count > 1 + tensors + (at.op ? 1 : 0)) return {};
   PyObject *op = count > 1 + tensors ? args[at.op] : nullptr, *tag = nullptr;
+  bool later = false;
   for (Py_ssize_t i = 0, given = names ? PyTuple_Size(names) : 0; i < given; ++i) {
     PyObject* const name = PyTuple_GetItem(names, i);
     if (name == op_name && at.op && !op)
       op = args[count + i];
     else if (name == tag_name)
       tag = args[count + i];
-    else if (!(name == scale_name && args[count + i] == Py_None) &&
-             !(name == later_name && args[count + i] == Py_False))  // the defaults
+    else if (name == later_name && PyBool_Check(args[count + i]))
+      later = args[count + i] == Py_True;
+    else if (!(name == scale_name && args[count + i] == Py_None))  // the default
       return {};
   }
   const auto ready = nb::steal(PyObject_GetAttr(args[0], ready_name));
@@ -46,7 +48,7 @@ inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_
   static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
   if (Py_TYPE(ready.ptr()) != type) return {};
   return nb::inst_ptr<Ready>(ready)->again(args[0], method.collective, args[at.whole],
-                                           at.part ? args[at.part] : nullptr, op, tag);
+                                           at.part ? args[at.part] : nullptr, op, tag, later);
 }
 
 inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {

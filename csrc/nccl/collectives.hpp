@@ -62,7 +62,6 @@ class Exchange {
         in.push_back(r == me ? bytes_at(given.in, offset) : parts->data() + r * given.bytes());
       ringdp::fold(arithmetic(given.type, given.op), bytes_at(given.out), in.data(), ranks,
                    given.count);
-      if (given.op == ncclAvg) divide(given.type, given.out, given.count, ranks);
     });
   }
 

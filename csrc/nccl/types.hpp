@@ -63,7 +63,12 @@ inline bool reduces(ncclDataType_t type, ncclRedOp_t op) {
 
 inline ringdp::Dtype arithmetic(ncclDataType_t type, ncclRedOp_t op) {
   using ringdp::Op;
-  constexpr Op ops[] = {Op::sum, Op::prod, Op::max, Op::min, Op::sum};
+  if (op == ncclAvg) {
+    ringdp::Dtype sum = arithmetic(type, ncclSum);
+    sum.averages = true;
+    return sum;
+  }
+  constexpr Op ops[] = {Op::sum, Op::prod, Op::max, Op::min};
   switch (type) {
     case ncclInt8: return ringdp::pick<std::int8_t>(ops[op]);
     case ncclUint8: return ringdp::pick<std::uint8_t>(ops[op]);
@@ -75,28 +80,6 @@ inline ringdp::Dtype arithmetic(ncclDataType_t type, ncclRedOp_t op) {
     case ncclFloat32: return ringdp::pick<float>(ops[op]);
     case ncclFloat64: return ringdp::pick<double>(ops[op]);
     default: return ringdp::pick<ringdp::bfloat16>(ops[op]);
-  }
-}
-
-template <class T>
-void divide(void* data, std::size_t count, int by) {
-  using W = typename ringdp::Wide<T>::type;
-  auto* x = static_cast<T*>(data);
-  for (std::size_t i = 0; i < count; ++i) x[i] = ringdp::Wide<T>::narrow(W(W(x[i]) / W(by)));
-}
-
-inline void divide(ncclDataType_t type, void* data, std::size_t count, int by) {
-  switch (type) {
-    case ncclInt8: return divide<std::int8_t>(data, count, by);
-    case ncclUint8: return divide<std::uint8_t>(data, count, by);
-    case ncclInt32: return divide<std::int32_t>(data, count, by);
-    case ncclUint32: return divide<std::uint32_t>(data, count, by);
-    case ncclInt64: return divide<std::int64_t>(data, count, by);
-    case ncclUint64: return divide<std::uint64_t>(data, count, by);
-    case ncclFloat16: return divide<_Float16>(data, count, by);
-    case ncclFloat32: return divide<float>(data, count, by);
-    case ncclFloat64: return divide<double>(data, count, by);
-    default: return divide<ringdp::bfloat16>(data, count, by);
   }
 }
 

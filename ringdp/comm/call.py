@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 
 from ringdp.schedule import Collective
-from ringdp.transport.base import DTYPES, OPS
+from ringdp.transport.base import DTYPES, REDUCE_OPS
 from ringdp.transport.records import SITE_BYTES, Call
 
 TAGS = 1 << 39  # how many there are: with the codes below them they fit 63 bits
@@ -28,7 +28,6 @@ ROOTS = 1 << 10  # and so many ranks may be roots
 MESSAGES = ("send", "recv")
 COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES)
 ANYBODY = ROOTS - 1  # as the peer of a recv
-CALLED_OPS: tuple[str, ...] = (*OPS, "avg")  # what users say; `avg` runs as a scaled sum
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
@@ -36,7 +35,7 @@ REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 @cache
 def fingerprint(collective: str, dtype: torch.dtype, op: str, root: int) -> int:
     """All of it but the tag, which `Communicator` adds. `root`: for send and recv, the peer."""
-    codes = COLLECTIVES.index(collective), DTYPES.index(dtype), CALLED_OPS.index(op)
+    codes = COLLECTIVES.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
     return root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
 
 
@@ -66,7 +65,7 @@ def named(number: int, kind: int) -> str:
     """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1)`."""
     name = collective_of(kind)
     parts = [dtype_of(kind)]
-    parts += [_name(CALLED_OPS, kind & 15)] * (name in REDUCING)
+    parts += [_name(REDUCE_OPS, kind & 15)] * (name in REDUCING)
     parts += [f"root {peer_of(kind)}"] * (name in ROOTED)
     if name in MESSAGES:
         parts.append(f"{'to' if name == 'send' else 'from'} {other_end(kind)}")

@@ -261,22 +261,22 @@ class Communicator(Reductions, Moves, Messages, Taped):
         call = (self.issued, kind, elements, call_site(3))
         self._guard.check(call)
         self._transport.check(buffer)
-        op: Op = "sum" if job.op == "avg" else job.op
         if isinstance(what, Exchange):
             ready = self._transport.prepare(
-                what.kind, what.bounds, buffer.dtype, op, kind, what.root
+                what.kind, what.bounds, buffer.dtype, job.op, kind, what.root
             )
             if what.again and self._ready and how.algorithm == "direct":
                 codes = DIRECT.index(what.kind), DTYPES.index(buffer.dtype)
                 self._ready.remember(*codes, what.bounds[-1], job.op, how.tag, ready)
             return self._run(ready, what.whole, what.part, call, how.async_op, job.finish)
+        op: Op = "sum" if job.op == "avg" else job.op
         ticket = self._transport.start(
             what.program, buffer, op, call, background=how.async_op, bounds=what.bounds
         )
         self._calls.issued += 1
         return self._waited(Work(self._guard, call, ticket, job.finish), how.async_op)
 
-    def _unended(
+    def _begun(
         self,
         ticket: int,
         what: Prepared,
@@ -284,11 +284,12 @@ class Communicator(Reductions, Moves, Messages, Taped):
         part: Tensor | None,
         number: int,
         site: bytes,
+        background: bool,
     ) -> Work:
-        """Of a repeated call that takes long, or has failed: see `repeated`."""
+        """Of a repeated call in the background, or one that takes long or has failed."""
         self._transport.keep(ticket, what, whole, part, site)
         call = number, what.kind, whole.numel(), site
-        return self._waited(Work(self._guard, call, ticket, None), False)
+        return self._waited(Work(self._guard, call, ticket, None), background)
 
     def _release(self) -> None:
         self._transport.release()

@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -35,10 +35,9 @@ from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
-from ringdp.transport.base import Direct, Transport
+from ringdp.transport.base import Direct, ReduceOp, Transport
 
 W = TypeVar("W", bound=Work)
-ReduceOp = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 
 
 class How(NamedTuple):

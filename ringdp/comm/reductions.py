@@ -2,7 +2,7 @@
 
     op     float, double, half  complex  integers  bool
     sum    x                    x        x         or
-    avg    x                    x        -         -      the sum of inputs times 1/size
+    avg    x                    x        -         -      the sum, divided by size
     scale  x                    x        -         -      the sum of inputs times scale
     prod   x                    -        x         and
     min    x                    -        x         and    NaN if any is NaN; -0.0 < 0.0
@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ringdp.comm.buffers import fill, flat, flat_output, overlap, same
-from ringdp.comm.job import Exchange, How, Issuer, Job, Named, ReduceOp, Run
+from ringdp.comm.buffers import Flat, fill, flat, flat_output, overlap, same
+from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import shard_bounds, whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
-from ringdp.schedule import Builder
-from ringdp.transport.base import OPS
+from ringdp.schedule import Builder, Program
+from ringdp.transport.base import REDUCE_OPS, ReduceOp
 from ringdp.transport.base import shard_bounds as even_bounds
 from ringdp.transport.repeated import repeated
 
@@ -51,7 +51,7 @@ class Reductions(Issuer):
     ) -> Work:
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
-        factor = factor_of("all_reduce", op, scale, tensor, self.size)
+        factor = factor_of("all_reduce", op, scale, tensor)
         program = self._program_or_exchange("all_reduce", how)
         out = flat_output(tensor, "all_reduce: tensor", read=True)
         if factor != 1:
@@ -63,7 +63,7 @@ class Reductions(Issuer):
             what = Exchange("all_reduce", bounds, out.data, None, again)
         else:
             what = Run(program, out.data)
-        return self._issue(Job("all_reduce", what, out.settle, op), how)
+        return self._issue(Job("all_reduce", what, self._home(out, program, op), op), how)
 
     def reduce(
         self,
@@ -78,11 +78,11 @@ class Reductions(Issuer):
     ) -> Work:
         """Rank `root`'s `tensor` becomes what all_reduce would give; the others keep theirs."""
         how = self._how("reduce", tensor, algorithm, async_op, tag, root)
-        factor = factor_of("reduce", op, scale, tensor, self.size)
+        factor = factor_of("reduce", op, scale, tensor)
         program = self._program_or_exchange("reduce", how)
         if self.rank == root:
             buffer, home = out = flat_output(tensor, "reduce: tensor", read=True)
-            finish: Callable[[], None] | None = out.settle
+            finish: Callable[[], None] | None = self._home(out, program, op)
         else:
             (buffer, home), finish = flat(tensor), None
             if home is None and ((program and program.changes) or factor != 1):
@@ -145,7 +145,7 @@ class Reductions(Issuer):
         scale: float | None,
         how: How,
     ) -> Work:
-        factor = factor_of(name, op, scale, input, self.size)
+        factor = factor_of(name, op, scale, input)
         shards = self._shards(name, Named("output", output), Named("input", input), sizes)
         program = self._program_or_exchange("reduce_scatter", how)
         whole, part = flat(input), self._part(shards)
@@ -163,28 +163,38 @@ class Reductions(Issuer):
             what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data, again)
             return self._issue(Job("reduce_scatter", what, out.settle, op), how)
         buffer = buffer if copied or in_place else buffer.clone()
+        home = self._home(out, program, op)
 
         def finish() -> None:
             fill(out.data, buffer[part])
-            out.settle()
+            home()
 
         bounds = whole_bounds(program, shards)
         return self._issue(Job("reduce_scatter", Run(program, buffer, bounds), finish, op), how)
+
+    def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:
+        """What brings a result home; a program's average is a sum until then."""
+        if program is None or op != "avg":
+            return out.settle
+
+        def finish() -> None:
+            out.data.div_(self.size)
+            out.settle()
+
+        return finish
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self.all_reduce(self._zero)
 
 
-def factor_of(
-    collective: str, op: ReduceOp, scale: float | None, tensor: Tensor, ranks: int
-) -> float:
+def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor) -> float:
     """By what every input is multiplied first.
 
     Raises UsageError for an op that there is not, or not for this dtype.
     """
-    if op not in (*OPS, "avg"):
-        raise UsageError(f"{collective}: no op {op!r}; there are {', '.join((*OPS, 'avg'))}")
+    if op not in REDUCE_OPS:
+        raise UsageError(f"{collective}: no op {op!r}; there are {', '.join(REDUCE_OPS)}")
     floats = tensor.is_floating_point() or tensor.is_complex()
     if floats and op in BITWISE:
         raise UsageError(f"{collective}: {op} is for integers and bool, not for {tensor.dtype}")
@@ -195,6 +205,4 @@ def factor_of(
     if not floats and (op == "avg" or scale is not None):
         what = "avg" if op == "avg" else "scale"
         raise UsageError(f"{collective}: {what} is for floats; this tensor is {tensor.dtype}")
-    if op == "avg":
-        return 1 / ranks
     return 1 if scale is None else scale

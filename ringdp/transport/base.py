@@ -22,6 +22,8 @@ from ringdp.transport.taped import Tape
 
 Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
 OPS: tuple[Op, ...] = get_args(Op)
+ReduceOp = Literal[Op, "avg"]  # what users say; of rows, an average is the sum, divided later
+REDUCE_OPS: tuple[ReduceOp, ...] = (*OPS, "avg")
 
 DTYPES = (
     torch.float32,
@@ -209,7 +211,7 @@ class Transport(Observed, Protocol):
         collective: Direct,
         shards: tuple[int, ...],
         dtype: torch.dtype,
-        op: Op,
+        op: ReduceOp,
         kind: int,
         root: int | None = None,
     ) -> Prepared:

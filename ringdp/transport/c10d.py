@@ -36,6 +36,7 @@ from ringdp.transport.base import (
     FailureKind,
     Op,
     Prepared,
+    ReduceOp,
     Stamp,
     chunk_bounds,
 )
@@ -174,7 +175,7 @@ class C10dTransport(Answering):
         collective: Direct,
         shards: tuple[int, ...],
         dtype: torch.dtype,
-        op: Op,
+        op: ReduceOp,
         kind: int,
         root: int | None = None,
     ) -> Prepared:

@@ -1,8 +1,8 @@
 """Methods whose second calls stay in C++, since small messages take a microsecond.
 
 A call like one before (op, tag, dtype and length the same, its tensors flat buffers) is found,
-numbered, told the user's line and run by csrc/ready.hpp. Every other one goes to the method, so
-that Python alone says what it means.
+numbered, told the user's line and run (with async_op: begun) by csrc/ready.hpp. Every other one
+goes to the method, so that Python alone says what it means.
 """
 
 from __future__ import annotations

@@ -26,12 +26,14 @@ from ringdp.transport.base import (
     DIRECT,
     DTYPES,
     OPS,
+    REDUCE_OPS,
     Direct,
     Failure,
     FailureKind,
     Link,
     Op,
     Prepared,
+    ReduceOp,
     chunk_bounds,
 )
 from ringdp.transport.files import Address, answer, ask, create, open_other
@@ -181,11 +183,11 @@ class ShmTransport:
         collective: Direct,
         shards: tuple[int, ...],
         dtype: torch.dtype,
-        op: Op,
+        op: ReduceOp,
         kind: int,
         root: int | None = None,
     ) -> Prepared:
-        codes = DIRECT.index(collective), DTYPES.index(dtype), OPS.index(op)
+        codes = DIRECT.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
         only = -1 if root is None else root
         return _core.Prepared(self._core, codes[0], list(shards), codes[1], codes[2], kind, only)
 

@@ -55,7 +55,6 @@ def forms(comm: Communicator) -> None:
         "prod": everyone(comm, 7).prod(0),
         "min": everyone(comm, 7).amin(0),
         "max": everyone(comm, 7).amax(0),
-        "avg": (everyone(comm, 7) * (1 / n)).double().sum(0),
     }.items():
         x = values(mine, 7)
         comm.all_reduce(x, op)
@@ -137,7 +136,32 @@ def gathered(comm: Communicator) -> None:
         assert torch.equal(out[mine * 4 :][:4], before)
 
 
+def averaged(comm: Communicator) -> None:
+    """The sum, rounded, and divided: the same bits by every algorithm and however long it is."""
+    n, mine, root = comm.size, comm.rank, comm.size - 1
+    for algorithm in ("direct", "ring"):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            for each in (7, 5_000, 60_001):  # of a rank: in lines, as a whole, in tiles
+                total = everyone(comm, n * each).sum(0).to(dtype.to_real())
+                expected = (total / n).to(dtype)
+                part = expected[mine * each :][:each]
+                given = values(mine, n * each).to(dtype)
+
+                x = given.clone()
+                comm.all_reduce(x, "avg", algorithm=algorithm)
+                assert torch.equal(x, expected), (algorithm, dtype, each)
+                shared = comm.empty(n * each, dtype=dtype.to_real()).copy_(given.real)
+                comm.all_reduce(shared, "avg", algorithm=algorithm, async_op=True).wait()
+                assert torch.equal(shared, expected.real)
+                y = torch.empty(each, dtype=dtype)
+                comm.reduce_scatter(y, given, "avg", algorithm=algorithm)
+                assert torch.equal(y, part)
+                whole = torch.stack([given, given], 1)
+                comm.reduce(whole[:, 0], root, "avg", algorithm="direct")
+                assert torch.equal(whole[:, 0], expected if mine == root else given)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("what", [forms, scattered, gathered])
+@pytest.mark.parametrize("what", [forms, scattered, gathered, averaged])
 def test_results_are_torchs(ranks, n: int, what: Callable[[Communicator], None]):
     ranks(n)(what)

@@ -24,8 +24,12 @@ REPEATED: dict[str, Call] = {
     "all_reduce": lambda c, x, _: c.all_reduce(x),
     "op": lambda c, x, _: c.all_reduce(x, "max"),
     "op by name": lambda c, x, _: c.all_reduce(x, op="max"),
+    "average": lambda c, x, _: c.all_reduce(x, "avg"),
     "tag": lambda c, x, _: c.all_reduce(x, tag=3),
     "defaults": lambda c, x, _: c.all_reduce(x, "sum", scale=None, async_op=False),
+    "async": lambda c, x, _: c.all_reduce(x, "max", async_op=True, tag=2),
+    "reduce_scatter, async": lambda c, x, p: c.reduce_scatter(p, x, async_op=True),
+    "all_gather, async": lambda c, x, p: c.all_gather(x, p, async_op=True),
     "unbound": lambda c, x, _: Communicator.all_reduce(c, x),
     "barrier": lambda c, x, _: c.barrier(),  # type: ignore[func-returns-value]
     "reduce_scatter": lambda c, x, p: c.reduce_scatter(p, x),
@@ -34,10 +38,8 @@ REPEATED: dict[str, Call] = {
 }
 OTHERS: dict[str, Call] = {
     "tensor by name": lambda c, x, _: c.all_reduce(tensor=x),
-    "average": lambda c, x, _: c.all_reduce(x, "avg"),
     "scale": lambda c, x, _: c.all_reduce(x, scale=2.0),
     "algorithm": lambda c, x, _: c.all_reduce(x, algorithm="ring"),
-    "async": lambda c, x, _: c.all_reduce(x, async_op=True),
     "not flat": lambda c, x, _: c.all_reduce(x.view(-1, 2).t()),
     "broadcast": lambda c, x, _: c.broadcast(x),
 }
@@ -94,6 +96,29 @@ def test_a_group_takes_in_what_would_be_repeated(ranks):
     ranks(2)(within_a_group)
 
 
+def under_way(comm: Communicator) -> None:
+    """Several at once; nobody but the transport holds what one of them works on."""
+    x, lengths = torch.ones(4), (4, 1 << 10, 1 << 18)
+    for _ in range(3):
+        works, kept = [], []
+        for length in lengths:
+            works.append(comm.all_reduce(torch.ones(length), async_op=True))
+            kept.append(torch.full((length,), comm.rank + 1.0))
+            works.append(comm.all_reduce(kept[-1], "max", async_op=True, tag=1))
+        comm.all_reduce(x.fill_(1))
+        assert x.tolist() == [comm.size] * 4
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+        assert all(bool((y == comm.size).all()) for y in kept)
+    assert not comm._transport.kept
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_repeated_calls_in_the_background(ranks, n: int):
+    ranks(n)(under_way)
+
+
 @fallible
 def differing(comm: Communicator) -> tuple[Heard | None, str, int]:
     x = torch.ones(8)
@@ -113,7 +138,7 @@ def test_ranks_that_repeat_different_calls_are_told_both(ranks):
 
 
 @fallible
-def alone(comm: Communicator) -> Heard | None:
+def alone(comm: Communicator, later: bool) -> Heard | None:
     x = torch.ones(8)
     comm.all_reduce(x)
     if comm.rank == 0:
@@ -121,11 +146,12 @@ def alone(comm: Communicator) -> Heard | None:
     else:  # until rank 0 has given up
         while comm._transport.failure() is None:
             time.sleep(0.01)
-    return hear(comm, lambda: comm.all_reduce(x))
+    return hear(comm, lambda: comm.all_reduce(x, async_op=later).wait())
 
 
-def test_a_repeated_call_times_out(ranks):
-    heard, _ = ranks(2)(alone)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_repeated_call_times_out(ranks, later: bool):
+    heard, _ = ranks(2)(alone, later)
     assert heard.error == heard.again == "CollectiveTimeout"
     assert "rank 0 waited for all_reduce #2 (float32, sum) of 8 elements" in heard.text
     assert f"{os.path.basename(__file__)}:" in heard.text

@@ -18,8 +18,8 @@ import ringdp
 from ringdp.cli.bench.cases import Case, Task, torch_dtype
 from ringdp.cli.bench.contender import Buffers, plain_buffers
 from ringdp.comm import Communicator
-from ringdp.comm.job import ReduceOp
 from ringdp.comm.rendezvous import TransportName
+from ringdp.transport.base import ReduceOp
 
 SOCKETS = {
     "NCCL_P2P_DISABLE": "1",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -19,10 +18,10 @@ from torch.distributed import ReduceOp
 
 from ringdp.comm.backend.works import Finish, GroupWork, Watcher, span_of
 from ringdp.comm.communicator import Communicator
-from ringdp.comm.job import ReduceOp as Op
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.transport.base import DTYPES
+from ringdp.transport.base import ReduceOp as Op
 
 OPS: dict[Any, Op] = {
     ReduceOp.SUM: "sum",
@@ -82,10 +81,6 @@ def seconds(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
 
-def _divide(result: Tensor, ranks: int) -> None:
-    result.detach().div_(ranks)
-
-
 def chosen(kind: type, opts: Any, fields: Mapping[str, Any]) -> Any:
     """The options object: `opts`, or else one with those fields that are not None."""
     if isinstance(opts, kind):
@@ -98,32 +93,22 @@ def chosen(kind: type, opts: Any, fields: Mapping[str, Any]) -> Any:
 
 
 class Reduction(NamedTuple):
-    """How inputs are combined: with a communicator's op and scale, and what is done to the result.
-
-    An average is the sum, divided: as gloo has it, and not a sum of inputs times 1/ranks.
-    """
+    """How inputs are combined: with a communicator's op and scale."""
 
     op: Op
     scale: float | None = None
-    averages: bool = False
-
-    def finish(self, result: Tensor, ranks: int) -> Finish | None:
-        return partial(_divide, result, ranks) if self.averages else None
 
 
 # By the value of torch's op: to hash and compare the op itself takes 3 µs a call.
 WAYS: dict[Any, Reduction] = {op.value: Reduction(name) for op, name in OPS.items()}
-AVG, PREMUL_SUM = ReduceOp.AVG.value, ReduceOp.PREMUL_SUM.value
-AVERAGE = Reduction("sum", averages=True)
+PREMUL_SUM = ReduceOp.PREMUL_SUM.value
 
 
-def reduction(op: Any, tensor: Tensor) -> Reduction:
+def reduction(op: Any) -> Reduction:
     """`op`: torch's ReduceOp, or one of its names."""
     value = getattr(getattr(op, "op", op), "value", None)
     if value == PREMUL_SUM:
         return Reduction("sum", float(op.factor))
-    if value == AVG and (tensor.is_floating_point() or tensor.is_complex()):
-        return AVERAGE
     way = WAYS.get(value)
     if way is None:
         raise UsageError(f"op is {op}; allowed: {', '.join(map(str, OPS))}, PREMUL_SUM")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch._C._distributed_c10d import (
 from ringdp.comm.backend.calls import (
     Begin,
     Calls,
-    Reduction,
     Tensors,
     chosen,
     joined,
@@ -55,18 +53,16 @@ class Reductions(Calls):
         return self._all_reduce(options, listed(tensors))
 
     def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
-        how = [reduction(options.reduceOp, tensor) for tensor in tensors]
+        by = reduction(options.reduceOp)
 
-        def begin(tensor: Tensor, by: Reduction) -> Begin:
+        def begin(tensor: Tensor) -> Begin:
             if tensor.layout is not torch.strided:
                 return lambda later: all_reduce_sparse(self._comm, tensor, by.op)
             return lambda later: self._comm.all_reduce(
                 tensor, by.op, scale=by.scale, async_op=later
             )
 
-        finishes = map(Reduction.finish, how, tensors, repeat(self._comm.size))
-        begins = list(map(begin, tensors, how))
-        work = self._call("all_reduce", options, tensors, begins, *finishes)
+        work = self._call("all_reduce", options, tensors, list(map(begin, tensors)))
         if tensors and tensors[0].numel() == 1:
             self._ones.append(work)
         return work
@@ -82,13 +78,12 @@ class Reductions(Calls):
         tensor = only(tensors, "reduce: tensors")
         fields = {"rootRank": opts if root is None else root, "reduceOp": op, "timeout": timeout}
         options = chosen(ReduceOptions, opts, fields)
-        by, to = reduction(options.reduceOp, tensor), options.rootRank
+        by, to = reduction(options.reduceOp), options.rootRank
 
         def begin(later: bool) -> Work:
             return self._comm.reduce(tensor, to, by.op, scale=by.scale, async_op=later)
 
-        finish = by.finish(tensor, self._comm.size) if self._comm.rank == to else None
-        return self._call("reduce", options, [tensor], [begin], finish)
+        return self._call("reduce", options, [tensor], [begin])
 
     def reduce_scatter(
         self,
@@ -104,15 +99,14 @@ class Reductions(Calls):
         if not isinstance(output_tensors, Tensor):
             parts = only(input_tensors, "reduce_scatter: input_tensors")
         options = chosen(ReduceScatterOptions, opts, _fields(opts, op, timeout))
-        by = reduction(options.reduceOp, output)
+        by = reduction(options.reduceOp)
 
         def begin(later: bool) -> Work:
             return self._comm.reduce_scatter_v(
                 output, joined(parts), sizes(parts), by.op, scale=by.scale, async_op=later
             )
 
-        finish = by.finish(output, self._comm.size)
-        return self._call("reduce_scatter", options, [output], [begin], finish)
+        return self._call("reduce_scatter", options, [output], [begin])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -121,16 +115,14 @@ class Reductions(Calls):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         options = chosen(ReduceScatterOptions, opts, _fields(opts, None, None))
-        how = [reduction(options.reduceOp, output) for output in outputs]
+        by = reduction(options.reduceOp)
 
-        def begin(output: Tensor, input: Tensor, by: Reduction) -> Begin:
+        def begin(output: Tensor, input: Tensor) -> Begin:
             return lambda later: self._comm.reduce_scatter(
                 output, input, by.op, scale=by.scale, async_op=later
             )
 
-        finishes = map(Reduction.finish, how, outputs, repeat(self._comm.size))
-        begins = list(map(begin, outputs, inputs, how))
-        return self._call("reduce_scatter", options, outputs, begins, *finishes)
+        return self._call("reduce_scatter", options, outputs, list(map(begin, outputs, inputs)))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ringdp.comm.communicator import Communicator
-from ringdp.comm.job import ReduceOp
 from ringdp.comm.work import ENDED, Work
 from ringdp.errors import UsageError
+from ringdp.transport.base import ReduceOp
 
 
 def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: ReduceOp) -> Work:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ringdp.errors import UsageError
-from ringdp.transport.base import Direct, Op
+from ringdp.transport.base import Direct, ReduceOp
 from ringdp.transport.nccl.execute import BYTES, Nccl
 from ringdp.transport.nccl.library import grouped
 from ringdp.transport.records import Call
@@ -30,7 +30,7 @@ TYPES = {  # ncclDataType_t
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-OPS: dict[Op, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
+OPS: dict[ReduceOp, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
 
 
 class Own(NamedTuple):
@@ -39,7 +39,7 @@ class Own(NamedTuple):
     collective: Direct
     shards: tuple[int, ...]
     dtype: torch.dtype
-    op: Op
+    op: ReduceOp
     root: int | None
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import Direct, FailureKind, Op, Prepared, chunk_bounds
+from ringdp.transport.base import Direct, FailureKind, Op, Prepared, ReduceOp, chunk_bounds
 from ringdp.transport.c10d import C10dTransport, Failed
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute
@@ -123,7 +123,7 @@ class NcclTransport(C10dTransport):
         collective: Direct,
         shards: tuple[int, ...],
         dtype: torch.dtype,
-        op: Op,
+        op: ReduceOp,
         kind: int,
         root: int | None = None,
     ) -> Prepared:
