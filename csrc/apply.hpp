@@ -15,7 +15,7 @@
 
 namespace ringdp {
 
-enum class Op { sum, prod, min, max, band, bor, bxor };  // the order of transport.base.OPS
+enum class Op { sum, prod, min, max, band, bor, bxor, avg };  // the order of transport.base.REDUCE_OPS
 
 struct bfloat16 {
   std::uint16_t bits;

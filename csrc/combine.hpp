@@ -60,13 +60,12 @@ RINGDP_CLONES void accumulate(float* sum, const void* in, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) sum[i] = apply<op, float>(sum[i], float(x[i]));
 }
 
-using Divide = void (*)(void* data, std::size_t count, int by);
+using Divide = void (*)(void* sum, std::size_t count, int by);
 
 template <class T>
-RINGDP_CLONES void divide(void* data, std::size_t count, int by) {
-  using W = typename Wide<T>::type;
-  auto* x = static_cast<T*>(data);
-  for (std::size_t i = 0; i < count; ++i) x[i] = Wide<T>::narrow(W(W(x[i]) / W(by)));
+RINGDP_CLONES void divide(void* sum, std::size_t count, int by) {
+  auto* x = static_cast<T*>(sum);
+  for (std::size_t i = 0; i < count; ++i) x[i] = T(x[i] / by);
 }
 
 // What a dtype and an op come to. A 16-bit float is `wide`: a sum of several stays in float32 and is
@@ -74,24 +73,25 @@ RINGDP_CLONES void divide(void* data, std::size_t count, int by) {
 struct Dtype {
   std::size_t size;
   Combine combine;
-  Divide divide;
   Widen widen = nullptr;
   Narrow narrow = nullptr;
   Accumulate accumulate = nullptr;
-  bool averages = false;  // `fold` divides by how many there are
+  Divide divide = nullptr;  // of an average: what `combine`, or `accumulate`, has made
   bool wide() const { return widen != nullptr; }
 };
 
 template <Op op, class T>
 Dtype made() {
-  if constexpr (std::is_same_v<typename Wide<T>::type, T>) return {sizeof(T), combine<op, T>, divide<T>};
-  else return {sizeof(T), combine<op, T>, divide<T>, widen<T>, narrow<T>, accumulate<op, T>};
+  if constexpr (std::is_same_v<typename Wide<T>::type, T>) return {sizeof(T), combine<op, T>};
+  else return {sizeof(T), combine<op, T>, widen<T>, narrow<T>, accumulate<op, T>};
 }
 
 template <class T>
 Dtype pick(Op op) {
+  Dtype sum = made<Op::sum, T>();
   switch (op) {
-    case Op::sum: return made<Op::sum, T>();
+    case Op::sum: return sum;
+    case Op::avg: sum.divide = divide<typename Wide<T>::type>; return sum;
     case Op::prod: return made<Op::prod, T>();
     case Op::min: return made<Op::min, T>();
     case Op::max: return made<Op::max, T>();
@@ -105,13 +105,8 @@ Dtype pick(Op op) {
   throw std::invalid_argument("no such op for this dtype");
 }
 
-// The order of transport.base.DTYPES and REDUCE_OPS.
+// The order of transport.base.DTYPES.
 inline Dtype dtype(int code, int op) {
-  if (op > int(Op::bxor)) {
-    Dtype sum = dtype(code, int(Op::sum));
-    sum.averages = true;
-    return sum;
-  }
   switch (code) {
     case 0: return pick<float>(Op(op));
     case 1: return pick<double>(Op(op));
@@ -127,10 +122,9 @@ inline Dtype dtype(int code, int op) {
   throw std::invalid_argument("unknown dtype code");
 }
 
-// out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once, and once more
-// by the division of what averages. `out`, and
-// every one of the `more` copies of it, may be one of the inputs. Block by block, so that what is
-// read again is still in the nearest cache. `put` makes the copies.
+// out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once, an average after
+// its division. `out`, and every one of the `more` copies of it, may be one of the inputs. Block by
+// block, so that what is read again is still in the nearest cache. `put` makes the copies.
 inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in, int n,
                  std::size_t count, std::byte* const* more = nullptr, int copies = 0,
                  decltype(&copy_bytes) put = copy_bytes) {
@@ -141,12 +135,13 @@ inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in,
     std::byte* to = out + at;
     if (n == 1) {
       copy_bytes(to, in[0] + at, some * dtype.size);
-    } else if (n == 2) {
+    } else if (n == 2 && !(dtype.wide() && dtype.divide)) {
       dtype.combine(to, in[0] + at, in[1] + at, some);
     } else if (dtype.wide()) {
       auto* sum = reinterpret_cast<float*>(block);
       dtype.widen(sum, in[0] + at, some);
       for (int r = 1; r < n; ++r) dtype.accumulate(sum, in[r] + at, some);
+      if (dtype.divide) dtype.divide(sum, some, n);
       dtype.narrow(to, sum, some);
     } else {
       const std::byte* sum = in[0] + at;
@@ -156,7 +151,7 @@ inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in,
         sum = next;
       }
     }
-    if (dtype.averages) dtype.divide(to, some, n);
+    if (dtype.divide && !dtype.wide()) dtype.divide(to, some, n);
     for (int c = 0; c < copies; ++c) put(more[c] + at, to, some * dtype.size);
   }
 }

@@ -1,5 +1,5 @@
 // Calls that have been made before: a second one of the same collective, dtype, length, op and tag is
-// found and run without the work in Python that the first one took.
+// found, and run or begun, without the work in Python that the first one took.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -34,6 +34,7 @@ class Prepared {
   }
 
   std::uint64_t kind() const { return kind_; }
+  bool failed() const { return core_.failed().has_value(); }
 
   // A ticket for `wait`.
   std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
@@ -118,14 +119,18 @@ class Ready {
     const Known* const found = find({collective, all->dtype, all->elements, letters, label});
     if (!found) return {};
     const Known what = *found;
+    if (later && what.prepared->failed()) return {};  // there the call raises, not its wait
     const auto site = sites_.here();
     const auto number = issued++;
     const auto at = reinterpret_cast<std::uintptr_t>(all->data);
     const auto ticket = later ? what.prepared->start(at, piece, number, site)
                               : what.prepared->run(at, piece, number, site);
-    if (ticket)
-      return comm.attr("_begun")(ticket, what.object, whole, part.is_valid() ? part : nb::none(), number,
-                                 site, later);
+    if (ticket) {
+      const auto kept = nb::make_tuple(what.object, whole, part.is_valid() ? part : nb::none(), site);
+      if (PyDict_SetItem(kept_.ptr(), nb::int_(ticket).ptr(), kept.ptr()) != 0) nb::raise_python_error();
+      return comm.attr("_begun")(nb::make_tuple(number, what.prepared->kind(), all->elements, site), ticket,
+                                 later);
+    }
     if (PyDict_Size(kept_.ptr())) comm.attr("_release")();
     return ended_;
   }

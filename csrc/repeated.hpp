@@ -1,5 +1,6 @@
-// A method of a communicator whose second calls stay in C++. What `Ready` knows is run at once; every
-// other call goes on to the Python function that it stands for, which alone says what the method means.
+// A method of a communicator whose second calls stay in C++. What `Ready` knows is run, or begun, at
+// once; every other call goes on to the Python function that it stands for, which alone says what the
+// method means.
 #pragma once
 
 #include "ready.hpp"

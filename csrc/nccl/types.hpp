@@ -63,12 +63,7 @@ inline bool reduces(ncclDataType_t type, ncclRedOp_t op) {
 
 inline ringdp::Dtype arithmetic(ncclDataType_t type, ncclRedOp_t op) {
   using ringdp::Op;
-  if (op == ncclAvg) {
-    ringdp::Dtype sum = arithmetic(type, ncclSum);
-    sum.averages = true;
-    return sum;
-  }
-  constexpr Op ops[] = {Op::sum, Op::prod, Op::max, Op::min};
+  constexpr Op ops[] = {Op::sum, Op::prod, Op::max, Op::min, Op::avg};
   switch (type) {
     case ncclInt8: return ringdp::pick<std::int8_t>(ops[op]);
     case ncclUint8: return ringdp::pick<std::uint8_t>(ops[op]);

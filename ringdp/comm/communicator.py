@@ -276,19 +276,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
         self._calls.issued += 1
         return self._waited(Work(self._guard, call, ticket, job.finish), how.async_op)
 
-    def _begun(
-        self,
-        ticket: int,
-        what: Prepared,
-        whole: Tensor,
-        part: Tensor | None,
-        number: int,
-        site: bytes,
-        background: bool,
-    ) -> Work:
+    def _begun(self, call: Call, ticket: int, background: bool) -> Work:
         """Of a repeated call in the background, or one that takes long or has failed."""
-        self._transport.keep(ticket, what, whole, part, site)
-        call = number, what.kind, whole.numel(), site
+        self._transport.release()
         return self._waited(Work(self._guard, call, ticket, None), background)
 
     def _release(self) -> None:

@@ -2,7 +2,7 @@
 
     op     float, double, half  complex  integers  bool
     sum    x                    x        x         or
-    avg    x                    x        -         -      the sum, divided by size
+    avg    x                    x        -         -      the sum, divided by size: see below
     scale  x                    x        -         -      the sum of inputs times scale
     prod   x                    -        x         and
     min    x                    -        x         and    NaN if any is NaN; -0.0 < 0.0
@@ -11,13 +11,16 @@
     bor    -                    -        x         or
     bxor   -                    -        x         xor
 
-Integers wrap around.
+Integers wrap around. `direct` divides the sum of 16-bit floats before it is rounded, so that their
+average cannot overflow. Other algorithms round first, and divide once the result is waited for;
+`nccl` averages in NCCL's own way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ringdp.comm.buffers import Flat, fill, flat, flat_output, overlap, same
@@ -163,25 +166,29 @@ class Reductions(Issuer):
             what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data, again)
             return self._issue(Job("reduce_scatter", what, out.settle, op), how)
         buffer = buffer if copied or in_place else buffer.clone()
-        home = self._home(out, program, op)
+        home = self._home(Flat(buffer[part], None), program, op)
 
         def finish() -> None:
-            fill(out.data, buffer[part])
             home()
+            fill(out.data, buffer[part])
+            out.settle()
 
         bounds = whole_bounds(program, shards)
         return self._issue(Job("reduce_scatter", Run(program, buffer, bounds), finish, op), how)
 
     def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:
         """What brings a result home; a program's average is a sum until then."""
-        if program is None or op != "avg":
-            return out.settle
+        left = program is not None and op == "avg"
 
         def finish() -> None:
-            out.data.div_(self.size)
+            nonlocal left
+            if left:  # once: who waits again after an interrupt comes again
+                left = False
+                by = torch.full((), self.size, dtype=out.data.dtype, device=out.data.device)
+                out.data.div_(by)  # by a number a GPU would multiply with 1/size
             out.settle()
 
-        return finish
+        return finish if left else out.settle
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

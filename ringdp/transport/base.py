@@ -217,9 +217,9 @@ class Transport(Observed, Protocol):
     ) -> Prepared:
         """The algorithm `own` of that collective in the transport's own way, ready to run.
 
-        The bits of `direct` are those of its program. Shard r of the whole is [shards[r],
-        shards[r+1]). With a `root` only that rank receives an all_gather, or sends in an
-        all_to_all.
+        The bits of `direct` are those of its program, and where it averages 16-bit floats, those of
+        one rounding. Shard r of the whole is [shards[r], shards[r+1]). With a `root` only that rank
+        receives an all_gather, or sends in an all_to_all.
         """
         ...
 

@@ -144,8 +144,15 @@ def test_who_closes_and_exits_meanwhile_is_not_lost():
         Guard(Left([within, within]), 1.0, 1.0).farewell(1)  # type: ignore[arg-type]
 
 
-def hears_from_a_third(comm: Communicator, say: Say) -> None:
+UNWAITED: dict[str, Callable[[Communicator], object]] = {
+    "program": lambda c: c.broadcast(torch.ones(10), algorithm="binomial"),
+    "repeated": lambda c: c.all_reduce(torch.ones(10), async_op=True),
+}
+
+
+def hears_from_a_third(comm: Communicator, say: Say, call: str) -> None:
     """Rank 2 dies, rank 1 waits for it and so finds it out, and rank 0 waits for nobody."""
+    UNWAITED["repeated"](comm)
     comm.barrier()
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -154,11 +161,12 @@ def hears_from_a_third(comm: Communicator, say: Say) -> None:
         store().set("told", "")
     else:
         store().wait(["told"])
-        say(hear(comm, lambda: comm.broadcast(torch.ones(10), algorithm="binomial")))
+        say(hear(comm, lambda: UNWAITED[call](comm)))
 
 
-def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks):
-    for code, said in forks(3, hears_from_a_third)[:2]:
+@pytest.mark.parametrize("call", UNWAITED)
+def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks, call: str):
+    for code, said in forks(3, hears_from_a_third, call)[:2]:
         assert code == 0
         (heard,) = said
         assert heard.error == "PeerLost"

@@ -137,28 +137,36 @@ def gathered(comm: Communicator) -> None:
 
 
 def averaged(comm: Communicator) -> None:
-    """The sum, rounded, and divided: the same bits by every algorithm and however long it is."""
+    """Sums that are exact, divided: the same by every algorithm and however long they are."""
     n, mine, root = comm.size, comm.rank, comm.size - 1
-    for algorithm in ("direct", "ring"):
-        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
-            for each in (7, 5_000, 60_001):  # of a rank: in lines, as a whole, in tiles
-                total = everyone(comm, n * each).sum(0).to(dtype.to_real())
-                expected = (total / n).to(dtype)
-                part = expected[mine * each :][:each]
-                given = values(mine, n * each).to(dtype)
-
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+        for each in (7, 5_000, 60_001):  # of a rank: in lines, as a whole, in tiles
+            total = everyone(comm, n * each).sum(0).to(dtype.to_real())
+            expected = (total / n).to(dtype)
+            part = expected[mine * each :][:each]
+            given = values(mine, n * each).to(dtype)
+            for program in (False, True):
+                ring, binomial = ("ring", "binomial") if program else ("direct", "direct")
                 x = given.clone()
-                comm.all_reduce(x, "avg", algorithm=algorithm)
-                assert torch.equal(x, expected), (algorithm, dtype, each)
+                comm.all_reduce(x, "avg", algorithm=ring)
+                assert torch.equal(x, expected), (ring, dtype, each)
                 shared = comm.empty(n * each, dtype=dtype.to_real()).copy_(given.real)
-                comm.all_reduce(shared, "avg", algorithm=algorithm, async_op=True).wait()
+                comm.all_reduce(shared, "avg", algorithm=ring, async_op=True).wait()
                 assert torch.equal(shared, expected.real)
-                y = torch.empty(each, dtype=dtype)
-                comm.reduce_scatter(y, given, "avg", algorithm=algorithm)
-                assert torch.equal(y, part)
-                whole = torch.stack([given, given], 1)
-                comm.reduce(whole[:, 0], root, "avg", algorithm="direct")
-                assert torch.equal(whole[:, 0], expected if mine == root else given)
+                wide = torch.empty(each, 2, dtype=dtype)
+                comm.reduce_scatter(wide[:, 1], given, "avg", algorithm=ring)
+                assert torch.equal(wide[:, 1], part)
+                x = given.clone()
+                own = x[mine * each :][:each]
+                comm.reduce_scatter_v(own, x, [each] * n, "avg", algorithm=ring)
+                assert torch.equal(own, part)
+                x = given.clone()
+                comm.reduce(x, root, "avg", algorithm=binomial)
+                assert torch.equal(x, expected if mine == root else given)
+
+    large = torch.full((n, 5), 40000.0, dtype=torch.float16)
+    comm.all_reduce(large, "avg")
+    assert bool((large == 40000).all())
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

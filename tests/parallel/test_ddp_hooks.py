@@ -33,7 +33,8 @@ def noop(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
     state.append(bucket.index())
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() * 3)
+    with torch.enable_grad():  # such a result has a history, which must not become the bucket's
+        future.set_result(bucket.buffer() * torch.tensor(3.0, requires_grad=True))
     return future
 
 
@@ -46,6 +47,7 @@ def hooked(comm: Communicator) -> None:
     mine, alone = backward(net, 0, comm.rank), backward(single, 0, comm.rank)
     assert seen == [0, 1]
     assert equal(mine, [3 * g for g in alone])
+    assert not any(bucket.tensor().requires_grad for bucket in net.reducer.buckets)
     says(lambda: net.register_comm_hook(seen, noop))
 
 

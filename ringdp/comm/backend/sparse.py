@@ -21,10 +21,10 @@ from ringdp.transport.base import ReduceOp
 
 def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: ReduceOp) -> Work:
     """In place. `tensor`: of layout torch.sparse_coo, of the same shape and dtype on all ranks."""
-    if tensor.layout is not torch.sparse_coo or op != "sum":
+    if tensor.layout is not torch.sparse_coo or op not in ("sum", "avg"):
         raise UsageError(
             f"allreduce: {op} of a tensor of layout {tensor.layout}; allowed for other than dense "
-            "tensors: sum, of torch.sparse_coo"
+            "tensors: sum and avg, of torch.sparse_coo"
         )
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
@@ -41,6 +41,8 @@ def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: ReduceOp) -> Work:
         total += torch.sparse_coo_tensor(
             all_indices[begin:end].t(), all_values[begin:end], tensor.shape, is_coalesced=True
         )
+    if op == "avg":
+        total /= comm.size
     with torch.no_grad():  # detach() would give it another list of elements
         tensor.copy_(total.coalesce())
     return ENDED

@@ -123,7 +123,7 @@ class FlatBucket:
 
     def store(self, result: Tensor) -> None:
         if result.data_ptr() != self.flat.data_ptr():
-            self.flat.copy_(result.view(-1))
+            self.flat.copy_(result.detach().view(-1))
 
     def _is_here(self, gradient: Tensor | None, place: int) -> bool:
         """Whether it is that part of the buffer."""

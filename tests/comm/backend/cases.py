@@ -262,6 +262,13 @@ def sparse(rank, n):
 
 
 @case()
+def sparse_average(rank, n):
+    x = torch.sparse_coo_tensor(torch.tensor([[rank, 3, 3]]), torch.ones(3, 2), (n + 4, 2))
+    dist.all_reduce(x, ReduceOp.AVG)
+    return x.to_dense()
+
+
+@case()
 def objects(rank, n):
     everybodys: list[Any] = [None] * n
     dist.all_gather_object(everybodys, {"rank": rank, "long": "x" * 10**rank})
