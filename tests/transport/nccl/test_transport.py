@@ -122,6 +122,10 @@ def nccls_own(comm: Communicator) -> None:
         y = x.clone()
         by_nccl(comm.all_reduce, y, "max")
         assert torch.equal(y, given[-1])
+        if dtype.is_floating_point:  # by which NCCL rounds
+            y = x.clone()
+            by_nccl(comm.all_reduce, y, "avg")
+            torch.testing.assert_close(y, total / n)
         out, root = torch.zeros(5, dtype=dtype), n - 1
         by_nccl(comm.reduce_scatter, out, x)
         assert torch.equal(out, total[mine])
