@@ -5,7 +5,7 @@ each kind a small one, so that communication starts early. Buckets come in the o
 will be whole. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
 
 Note [how large a bucket is]
-    Every bucket costs some 25 us, and over a link, with its changes of threads, 0.14 ms on one core;
+    Every bucket costs some 25 us, or over a link, with its changes of threads, 0.14 ms on one core;
     the last one has nothing to hide behind. Ranks that share memory hide nothing anyway, since the
     cores that compute move the bytes, so that few large buckets win, by a little: with torch's 25
     MiB a step of a 55 MB model took 1.15 of one without communication, with 2 MiB 1.16 to 1.19.
