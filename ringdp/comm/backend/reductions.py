@@ -57,7 +57,7 @@ class Reductions(Calls):
 
         def begin(tensor: Tensor) -> Begin:
             if tensor.layout is not torch.strided:
-                return lambda later: all_reduce_sparse(self._comm, tensor, by.op)
+                return lambda later: all_reduce_sparse(self._comm, tensor, by.op, by.scale)
             return lambda later: self._comm.all_reduce(
                 tensor, by.op, scale=by.scale, async_op=later
             )

@@ -19,7 +19,9 @@ from ringdp.errors import UsageError
 from ringdp.transport.base import ReduceOp
 
 
-def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: ReduceOp) -> Work:
+def all_reduce_sparse(
+    comm: Communicator, tensor: Tensor, op: ReduceOp, scale: float | None
+) -> Work:
     """In place. `tensor`: of layout torch.sparse_coo, of the same shape and dtype on all ranks."""
     if tensor.layout is not torch.sparse_coo or op not in ("sum", "avg"):
         raise UsageError(
@@ -28,6 +30,8 @@ def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: ReduceOp) -> Work:
         )
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
+    if scale is not None:
+        values = values * scale
     counts = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(counts, torch.tensor([values.shape[0]]))
     each = counts.tolist()

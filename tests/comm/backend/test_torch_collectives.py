@@ -90,6 +90,9 @@ def more(comm: Communicator, say: Say) -> None:
         scaled = torch.full((3,), rank + 1.0)
         dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))
         assert scaled.tolist() == [n * (n + 1) / 4] * 3
+        scattered = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([rank + 1.0]), (3,))
+        dist.all_reduce(scattered, ReduceOp.PREMUL_SUM(0.5))
+        assert scattered.to_dense().tolist() == [0, n * (n + 1) / 4, 0]
     say("done")
 
 
