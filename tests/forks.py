@@ -118,8 +118,11 @@ def listen(pipe: Connection, words: list[Any]) -> None:
 def be_rank(
     rank: int, function: Callable[..., Any], pipe: Connection, arguments: tuple[Any, ...]
 ) -> NoReturn:
+    import torch
+
     import ringdp
 
+    torch.set_num_threads(1)  # torch makes a fork its pool anew, and two threads at once would fail
     os.environ["RANK"] = str(rank)
     function(ringdp.init(timeout=PATIENCE, warn_after=PATIENCE), pipe.send, *arguments)
     atexit._run_exitfuncs()
