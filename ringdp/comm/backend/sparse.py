@@ -1,6 +1,8 @@
 """all_reduce of sparse tensors, as gloo has it: every rank gets every rank's elements, and adds.
 
-    result = sum over ranks, in rank order, of the coalesced tensors
+    result = sum over ranks, in rank order, of the coalesced tensors, times `scale`
+
+An average is the sum, divided.
 
 8 bytes an index and dimension, and the values, of every rank, arrive at every other. It is waited
 for, asynchronous or not.

@@ -5,12 +5,12 @@ each kind a small one, so that communication starts early. Buckets come in the o
 will be whole. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
 
 Note [how large a bucket is]
-    Every bucket costs some 25 us, or over a link, with its changes of threads, 0.14 ms on one core;
-    the last one has nothing to hide behind. Ranks that share memory hide nothing anyway, since the
-    cores that compute move the bytes, so that few large buckets win, by a little: with torch's 25
-    MiB a step of a 55 MB model took 1.15 of one without communication, with 2 MiB 1.16 to 1.19.
-    Over a link as slow as backward 25 MiB left more than half of the communication exposed, 2 MiB a
-    fifth, smaller ones no less (`python -m bench.ddp_step`; two cores of an Intel Xeon).
+    Every bucket costs its hooks, and over a link changes of threads; the last one has nothing to
+    hide behind. Ranks that share memory hide nothing anyway, since the cores that compute move the
+    bytes, so that few large buckets win, by a little: with torch's 25 MiB a step of a 55 MB model
+    took 1.153 of one without communication, with 2 MiB 1.156. Over a link as slow as backward 25
+    MiB left 59 % of the communication exposed, 2 MiB a fifth, smaller ones no less
+    (`python -m bench.ddp_step`; two cores of an Intel Xeon).
     Not kept: to reduce every large gradient in its place, without a bucket. It saves a copy of
     hot memory, and meets the others eight times as often: 1.10 where this took 1.08 (two cores of
     an AMD EPYC).
