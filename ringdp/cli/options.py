@@ -5,10 +5,11 @@ Every refusal is a UsageError of one line: the option, what was given, what is a
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringdp.errors import UsageError
+from ringdp.errors import RingdpError, UsageError
 
 STAGES = (0, 1, 2, 3)
 MODES = ("naive", "parameter-server", "async", "ddp")
@@ -93,6 +94,11 @@ def between(name: str, value: int, least: int, most: int) -> None:
         raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
 
 
+def one_of(name: str, given: str, allowed: Collection[str]) -> None:
+    if given not in allowed:
+        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
+
+
 def check_writable(path: Path, option: str = "--json") -> None:
     """Open it as the end of the run will, and leave nothing behind that was not there."""
     existed = path.exists()
@@ -106,3 +112,11 @@ def check_writable(path: Path, option: str = "--json") -> None:
         ) from None
     if not existed:
         path.unlink()
+
+
+def write(path: Path, text: str) -> None:
+    """At the end of a run. Raises RingdpError: `check_writable` could write there."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None

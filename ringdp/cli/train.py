@@ -13,7 +13,7 @@ from ringdp.cli import mode_report, text
 from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
-from ringdp.cli.options import Options, check
+from ringdp.cli.options import Options, check, write
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
 from ringdp.cli.runs import Job, run_single, run_stages, text_digest
@@ -78,7 +78,4 @@ def _changed(path: Path | None) -> int | None:
 def _write_json(path: Path, objects: Sequence[dict[str, Any]]) -> None:
     """An object for one stage or mode, a list for several."""
     whole = objects[0] if len(objects) == 1 else objects
-    try:
-        path.write_text(json.dumps(whole, indent=2) + "\n")
-    except OSError as error:  # it was writable before training
-        raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None
+    write(path, json.dumps(whole, indent=2) + "\n")

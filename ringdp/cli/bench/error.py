@@ -23,11 +23,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
-from ringdp.cli.bench.options import Options
+from ringdp.cli.bench.options import Options, only
 from ringdp.cli.console import plain
-from ringdp.cli.options import check_writable
+from ringdp.cli.options import check_writable, write
 from ringdp.comm.programs import program
-from ringdp.errors import RingdpError, UsageError
+from ringdp.errors import UsageError
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.simulator import simulate
 
@@ -57,20 +57,17 @@ class Row:
 
 def check(options: Options) -> tuple[str, ...]:
     """The algorithms. Raises UsageError for options that are not for this, and for no algorithm."""
-    defaults = Options(NAME)
-    others = ("ranks", "min", "max", "factor", "dtype", "op", "transports", "registered", "peers")
-    for name in (*others, "rounds"):
-        if getattr(options, name) != getattr(defaults, name):
-            option = name if name == "ranks" else name.removesuffix("s")
-            raise UsageError(
-                f"--{option} is for what is timed; bench error takes --algorithm and --json, and "
-                f"goes through {', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks"
-            )
+    only(
+        options,
+        ("algorithms", "json"),
+        "for what is timed; bench error takes --algorithm and --json, and goes through "
+        f"{', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks",
+    )
     if not options.algorithms:
         raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
     if options.json is not None:
         check_writable(options.json)
-    if options.algorithms == defaults.algorithms:
+    if options.algorithms == Options.algorithms:
         return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")
     named = tuple("direct" if name == "auto" else name for name in options.algorithms)
     for name in named:  # that there is one, and that it is right
@@ -86,10 +83,7 @@ def bench(options: Options, console: Console) -> int:
         rows += [row for n in RANKS for row in measure(algorithm, n)]
     show(rows, console)
     if options.json is not None:
-        try:
-            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        except OSError as error:  # it was writable before
-            raise RingdpError(f"ringdp: cannot write {options.json}: {error.strerror}") from None
+        write(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
 
 

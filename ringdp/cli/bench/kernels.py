@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -28,10 +27,9 @@ from torch import Tensor
 
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe
-from ringdp.cli.bench.options import MOST_BYTES, Options
+from ringdp.cli.bench.options import MOST_BYTES, Options, only
 from ringdp.cli.console import plain
-from ringdp.cli.options import between, check_writable
-from ringdp.errors import RingdpError, UsageError
+from ringdp.cli.options import between, check_writable, write
 
 NAME = "kernels"
 COPY = "copy_"
@@ -65,13 +63,11 @@ class Report:
 
 def check(options: Options) -> None:
     """Raise UsageError for what cannot be, and for options that only a collective has."""
-    defaults = Options(NAME)
-    for name in ("ranks", "dtype", "op", "algorithms", "transports", "registered", "peers"):
-        if getattr(options, name) != getattr(defaults, name):
-            raise UsageError(
-                f"--{name.removesuffix('s') if name != 'ranks' else name} is for collectives; "
-                "bench kernels takes --min, --max, --factor, --rounds and --json"
-            )
+    only(
+        options,
+        ("min", "max", "factor", "rounds", "json"),
+        "for collectives; bench kernels takes --min, --max, --factor, --rounds and --json",
+    )
     between("--min", options.min, 4, MOST_BYTES)
     between("--max", options.max, options.min, MOST_BYTES)
     between("--factor", options.factor, 2, 1 << 20)
@@ -82,7 +78,11 @@ def check(options: Options) -> None:
 
 def bench(options: Options, console: Console) -> int:
     check(options)
-    keep = (lambda _: None) if options.json is None else partial(write, options.json)
+
+    def keep(report: Report) -> None:
+        if options.json is not None:
+            write(options.json, json.dumps(asdict(report), indent=1) + "\n")
+
     report = measure(options, lambda says: console.print(says, soft_wrap=True), keep)
     show(report, console)
     return 0
@@ -227,10 +227,3 @@ def show(report: Report, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(table(report))
-
-
-def write(path: Path, report: Report) -> None:
-    try:
-        path.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    except OSError as error:  # it was writable before
-        raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None

@@ -6,7 +6,8 @@ Every refusal is a UsageError of one line: the option, what was given, what is a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
-from ringdp.cli.options import MOST_RANKS, between, check_writable
+from ringdp.cli.options import MOST_RANKS, between, check_writable, one_of
 from ringdp.errors import UsageError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -66,9 +67,9 @@ def names(given: str) -> tuple[str, ...]:
 def check(options: Options) -> None:
     """Raise UsageError for the first thing that cannot work, ScheduleError for an algorithm of
     one's own that is wrong."""
-    _one_of("COLLECTIVE", options.collective, CASES)
-    _one_of("--dtype", options.dtype, DTYPES)
-    _one_of("--op", options.op, FOLDS)
+    one_of("COLLECTIVE", options.collective, CASES)
+    one_of("--dtype", options.dtype, DTYPES)
+    one_of("--op", options.op, FOLDS)
     _check_transports(options)
     between("--ranks", options.ranks, 2, MOST_RANKS)
     between("--min", options.min, 1, MOST_BYTES)
@@ -96,7 +97,7 @@ def _check_transports(options: Options) -> None:
     if not options.transports:
         raise UsageError(f"--transport is empty; allowed: {', '.join(OURS)}, between commas")
     for transport in options.transports:
-        _one_of("--transport", transport, OURS)
+        one_of("--transport", transport, OURS)
     if any(options.registered) and options.transports != ("shm",):
         raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
     if "nccl" in options.transports and not torch.cuda.is_available():
@@ -106,7 +107,10 @@ def _check_transports(options: Options) -> None:
         )
 
 
-def _one_of(name: str, given: str, allowed: object) -> None:
-    assert isinstance(allowed, dict | tuple)
-    if given not in allowed:
-        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
+def only(options: Options, taken: Collection[str], says: str) -> None:
+    """Raise UsageError for the first option that is given and is not one of the fields `taken`."""
+    defaults = Options(options.collective)
+    for name in (field.name for field in fields(Options)):
+        if name not in taken and getattr(options, name) != getattr(defaults, name):
+            option = name if name in ("ranks", "rounds") else name.removesuffix("s")
+            raise UsageError(f"--{option} is {says}")

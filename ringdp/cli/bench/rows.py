@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 
+from ringdp.cli import options
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
@@ -128,7 +129,7 @@ class Report:
 
 
 def write(path: Path, report: Report) -> None:
-    path.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    options.write(path, json.dumps(asdict(report), indent=1) + "\n")
 
 
 def read(path: Path) -> Report:

@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 
 from ringdp.cli.bench.options import parse_bytes
-from ringdp.cli.options import between, check_writable
+from ringdp.cli.options import between, check_writable, one_of, write
 from ringdp.cli.plan.hardware import DEVICES, network
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.options import Options
 from ringdp.cli.plan.stages import MOST_RANKS, Row, Setting, recommend, row
 from ringdp.cli.plan.table import show
-from ringdp.errors import RingdpError, UsageError
+from ringdp.errors import UsageError
 from ringdp.parallel.precision import Precision
 from ringdp.schedule.cost import CLOSED
 
@@ -34,12 +34,8 @@ def plan(options: Options, console: Console) -> int:
     says = recommend(rows, model, setting)
     show(console, options, model, setting, rows, says)
     if options.json is not None:
-        try:
-            options.json.write_text(
-                json.dumps(to_json(options, model, setting, rows, says), indent=1) + "\n"
-            )
-        except OSError as error:  # it was writable before
-            raise RingdpError(f"ringdp: cannot write {options.json}: {error.strerror}") from None
+        found = to_json(options, model, setting, rows, says)
+        write(options.json, json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -55,11 +51,11 @@ def check(options: Options) -> Setting:
             f"--ranks is {options.ranks}; allowed: a multiple of --per-node, which is "
             f"{options.per_node}, or fewer"
         )
-    _one_of("--precision", options.precision, PRECISIONS)
+    one_of("--precision", options.precision, PRECISIONS)
     if options.reduce is not None:
-        _one_of("--reduce", options.reduce, PRECISIONS)
-    _one_of("--device", options.device, DEVICES)
-    _one_of("--algorithm", options.algorithm, ALGORITHMS)
+        one_of("--reduce", options.reduce, PRECISIONS)
+    one_of("--device", options.device, DEVICES)
+    one_of("--algorithm", options.algorithm, ALGORITHMS)
     if not LEAST_UTILISATION <= options.utilisation <= 1:
         raise UsageError(
             f"--utilisation is {options.utilisation}; allowed: {LEAST_UTILISATION:g} to 1"
@@ -130,8 +126,3 @@ def to_json(
         ],
         "recommendation": says,
     }
-
-
-def _one_of(name: str, given: str, allowed: dict[str, Any] | list[str]) -> None:
-    if given not in allowed:
-        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ringdp.cli.options import check_writable
+from ringdp.cli.options import check_writable, write
 from ringdp.cli.timeline.digest import digest, share
 from ringdp.cli.timeline.page import fill
 from ringdp.cli.timeline.read import read
-from ringdp.errors import RingdpError, UsageError
+from ringdp.errors import UsageError
 
 
 def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
@@ -26,10 +26,7 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         data = digest(run, bench, lambda what: status.update(Text(what)))
         text = fill(data, f"{trace.name}: {run.ranks} rank{'s' * (run.ranks > 1)}")
         status.update(Text(f"writing {page}"))
-        try:
-            page.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise RingdpError(f"ringdp: cannot write {page}: {error.strerror}") from None
+        write(page, text)
     for rank in sorted(run.parts):
         _, compute, moves, hidden, exposed = share(run, rank)
         console.print(
