@@ -17,17 +17,23 @@ C = TypeVar("C", bound=type)
 
 def uncompiled(kind: C) -> C:
     """The class itself. For its own methods; those that it inherits are their class's."""
-    for member in vars(kind).values():
-        function = getattr(member, "__wrapped__", member)
-        if isinstance(function, FunctionType):
-            function._torchdynamo_disable = True  # type: ignore[attr-defined]
-            _run_as_it_is(function)
+    for function in _functions(kind):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    as_they_are(kind)
     return kind
 
 
-def _run_as_it_is(function: FunctionType) -> None:
-    """With all that it calls."""
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # not in older ones
-        skip = eval_frame._FrameAction.SKIP
-        strategy = eval_frame._FrameExecStrategy(skip, skip)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+def as_they_are(*classes: type) -> None:
+    """Run their methods, and all that these call, untraced. By itself it is for what no compiled
+    function calls by name: C++ calls a group's methods while a compiled function runs."""
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return  # a torch before 2.7, which does not compile around collectives from C++
+    skip = eval_frame._FrameAction.SKIP
+    plain = eval_frame._FrameExecStrategy(skip, skip)
+    for function in (f for kind in classes for f in _functions(kind)):
+        eval_frame.set_code_exec_strategy(function.__code__, plain)
+
+
+def _functions(kind: type) -> list[FunctionType]:
+    members = [getattr(member, "__wrapped__", member) for member in vars(kind).values()]
+    return [member for member in members if isinstance(member, FunctionType)]

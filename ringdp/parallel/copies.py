@@ -11,12 +11,15 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ringdp.comm.backend.untraced import leave_alone
+from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import UsageError
 
 _NAME = "_ringdp_sharded"  # an attribute of every module of a sharded model
 
 
+# Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run as they
+# are, between graphs. Traced, they would gather when they are compiled, not when they are run.
+@uncompiled
 class Hook:
     """An engine's, on a module. What a copy of the module has in its place does nothing.
 
@@ -43,11 +46,6 @@ class Hook:
             "or pickle a copy.deepcopy that is made within full_parameters()"
         )
 
-
-# Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run as they
-# are, between graphs. Traced, they would gather when they are compiled, not when they are run.
-vars(Hook)["__call__"]._torchdynamo_disable = True
-leave_alone(Hook)
 
 Own = Callable[[Callable[..., Any]], Hook]  # makes a function a Hook of one engine
 

@@ -16,12 +16,12 @@ from ringdp.comm.backend.groups import NAME, Group, create
 from ringdp.comm.backend.messages import Messages
 from ringdp.comm.backend.moves import Moves
 from ringdp.comm.backend.reductions import Reductions
-from ringdp.comm.backend.untraced import leave_alone
 from ringdp.comm.backend.works import GroupWork, Watcher
+from ringdp.comm.uncompiled import as_they_are
 
 
 def register() -> None:
     """Make torch.distributed know the backend. It may be called again."""
     if NAME.upper() not in Backend._plugins:
-        leave_alone(Group, Calls, Reductions, Moves, Messages, GroupWork, Watcher)
+        as_they_are(Group, Calls, Reductions, Moves, Messages, GroupWork, Watcher)
         Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
