@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ringdp.cli.console import table
 from ringdp.cli.modes import ModeRun
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
@@ -93,24 +93,22 @@ def _all_hold(runs: Sequence[ModeRun], reference: Record | None) -> str:
 
 
 def _table(runs: Sequence[ModeRun], reference: Record | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("bytes are per step", no_wrap=True, header_style="dim")
-    for run in runs:
-        table.add_column(run.mode, justify="right", no_wrap=True)
-    table.add_row("processes", *(f"{len(run.parts)}" for run in runs))
-    table.add_row("final loss", *(f"{run.loss[-1]:.6f}" for run in runs))
+    made = table("bytes are per step", *(run.mode for run in runs), left=("bytes are per step",))
+    made.columns[0].header_style = "dim"
+    made.add_row("processes", *(f"{len(run.parts)}" for run in runs))
+    made.add_row("final loss", *(f"{run.loss[-1]:.6f}" for run in runs))
     if reference is not None:
         alone = f"{reference.loss[-1]:.6f}"
-        table.add_row("  one process alone", *(alone for _ in runs), style="dim")
-    table.add_row("step ms, p50", *(f"{run.milliseconds:.1f}" for run in runs))
-    table.add_section()
-    table.add_row("sent, all processes", *(f"{run.sent:,}" for run in runs))
+        made.add_row("  one process alone", *(alone for _ in runs), style="dim")
+    made.add_row("step ms, p50", *(f"{run.milliseconds:.1f}" for run in runs))
+    made.add_section()
+    made.add_row("sent, all processes", *(f"{run.sent:,}" for run in runs))
     same = [f"{'=' if r.sent == r.sent_formula else '≠'} {r.sent_formula:,}" for r in runs]
-    table.add_row("  formula", *same, style="dim")
-    table.add_row("sent, the busiest", *(f"{run.most:,}" for run in runs))
-    table.add_row("staleness, mean", *(_of(run, np.mean) for run in runs))
-    table.add_row("  most", *(_of(run, np.max) for run in runs))
-    return table
+    made.add_row("  formula", *same, style="dim")
+    made.add_row("sent, the busiest", *(f"{run.most:,}" for run in runs))
+    made.add_row("staleness, mean", *(_of(run, np.mean) for run in runs))
+    made.add_row("  most", *(_of(run, np.max) for run in runs))
+    return made
 
 
 def _of(run: ModeRun, summary: Any) -> str:

@@ -17,14 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, only
-from ringdp.cli.console import plain
+from ringdp.cli.console import table, wide_enough
 from ringdp.cli.options import check_writable, write
 from ringdp.comm.programs import program
 from ringdp.errors import UsageError
@@ -128,18 +126,14 @@ def ulps(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    if not console.is_terminal:
-        console = plain(console.file, max(120, console.width))
+    console = wide_enough(console, 120)
     console.print(
         f"\nErrors of all_reduce against float64 in ulps: mean and greatest of {ELEMENTS:,} sums.",
         soft_wrap=True,
     )
     for inputs in INPUTS:
-        made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for heading in (f"{inputs} inputs", "", *(f"{n} ranks" for n in RANKS)):
-            made.add_column(
-                heading, justify="right" if "ranks" in heading else "left", no_wrap=True
-            )
+        left = (f"{inputs} inputs", "")
+        made = table(*left, *(f"{n} ranks" for n in RANKS), left=left)
         for dtype in DTYPES:
             of_dtype = [r for r in rows if (r.dtype, r.inputs) == (dtype, inputs)]
             for algorithm in dict.fromkeys(r.algorithm for r in of_dtype):

@@ -20,7 +20,6 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe
 from ringdp.cli.bench.options import MOST_BYTES, Options, only
-from ringdp.cli.console import plain
+from ringdp.cli.console import table, wide_enough
 from ringdp.cli.options import between, check_writable, write
 
 NAME = "kernels"
@@ -194,11 +193,9 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def table(report: Report) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("size", "kernel", "way", "µs", "min", "GB/s", "% of copy", "× ours"):
-        left = heading in ("kernel", "way")
-        made.add_column(heading, justify="left" if left else "right", no_wrap=True)
+def rows_shown(report: Report) -> Table:
+    headings = ("size", "kernel", "way", "µs", "min", "GB/s", "% of copy", "× ours")
+    made = table(*headings, left=("kernel", "way"))
     for before, row in zip([None, *report.rows], report.rows, strict=False):
         if before is not None and before.size != row.size:
             made.add_section()
@@ -217,8 +214,7 @@ def table(report: Report) -> Table:
 
 
 def show(report: Report, console: Console) -> None:
-    if not console.is_terminal:
-        console = plain(console.file, max(120, console.width))
+    console = wide_enough(console, 120)
     console.print(
         f"\nkernels on {report.device}. A size is that of one float32 buffer, in bytes; µs is the "
         "median of a call, for large sizes on a GPU of the GPU's time; GB/s is what must move over "
@@ -226,4 +222,4 @@ def show(report: Report, console: Console) -> None:
         "over ringdp's.",
         soft_wrap=True,
     )
-    console.print(table(report))
+    console.print(rows_shown(report))

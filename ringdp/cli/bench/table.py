@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from ringdp.cli.bench.cases import CASES, itemsize
 from ringdp.cli.bench.rows import Report, Row, best_peer
-from ringdp.cli.console import plain
+from ringdp.cli.console import table, wide_enough
 
 MOST_WIDTH = 10_000  # characters: no terminal is wider
 
@@ -61,12 +60,9 @@ def _ratio(rows: Sequence[Row], row: Row) -> str:
     return "-" if peer is None or not row.ours else f"{peer.p50_us / row.p50_us:.2f}"
 
 
-def table(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+def rows_shown(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
     shown = [c for c in columns(rows, op) if wide or c.needed]
-    for column in shown:
-        left = column.heading in ("algorithm", "transport", "type", "redop")
-        made.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
+    made = table(*(c.heading for c in shown), left=("algorithm", "transport", "type", "redop"))
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.bytes != row.bytes:
             made.add_section()
@@ -77,10 +73,9 @@ def table(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
 def show(console: Console, report: Report, op: str) -> None:
     """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
     rows = report.rows
-    wide = table(rows, op, wide=True)
+    wide = rows_shown(rows, op, wide=True)
     needs = Measurement.get(console, console.options.update(width=MOST_WIDTH), wide).maximum
-    if not console.is_terminal:
-        console = plain(console.file, max(needs, console.width))
+    console = wide_enough(console, needs)
     first = rows[0]
     peers = any(not row.ours for row in rows)
     versus = "; × peer is the best peer's median over ours" if peers else ""
@@ -90,7 +85,7 @@ def show(console: Console, report: Report, op: str) -> None:
         f"bandwidths in GB/s; % of the physical bound{versus}.",
         soft_wrap=True,
     )
-    console.print(wide if needs <= console.width else table(rows, op, wide=False))
+    console.print(wide if needs <= console.width else rows_shown(rows, op, wide=False))
     for row in rows:
         if row.wrong:
             says = f"WRONG: {row.label} at {row.bytes:,} bytes: {row.wrong:,} elements"

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from ringdp.cli.console import plain
+from ringdp.cli.console import table, wide_enough
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.options import Options
@@ -42,8 +40,7 @@ def show(
     rows: Sequence[Row],
     says: str,
 ) -> None:
-    if not console.is_terminal:
-        console = plain(console.file, MOST_WIDTH)
+    console = wide_enough(console, MOST_WIDTH)
     rate = "given" if options.flops else f"{options.device} × {options.utilisation:g}, assumed"
     network = setting.network
     fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
@@ -61,7 +58,7 @@ def show(
     of_sent = _unit(BYTES, max(r.sent for r in rows))
     of_times = _unit(SECONDS, max(r.step.total for r in rows))
     console.print(f"\nHeld by a rank, {of_bytes.name}", soft_wrap=True)
-    held = _table(
+    held = table(
         "stage", "params", "gathered", "grads", "buckets", "optimizer", "total", "fits", "largest"
     )
     for r in rows:
@@ -71,7 +68,7 @@ def show(
     console.print(
         f"One step of a rank: {of_sent.name} sent, {of_times.name} predicted", soft_wrap=True
     )
-    times = _table("stage", "sent", "compute", "wire", "hidden", "exposed", "optimizer", "step", "")
+    times = table("stage", "sent", "compute", "wire", "hidden", "exposed", "optimizer", "step", "")
     for r in rows:
         s = r.step
         parts = (s.compute, s.communication, s.hidden, s.exposed, s.optimizer, s.total)
@@ -99,13 +96,6 @@ def _not_beside(network: Network) -> str:
     return f"; the {network.cores} cores that compute move the bytes, so nothing is hidden"
 
 
-def _table(*headings: str) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    return made
-
-
 def _unit(units: Sequence[Unit], most: float) -> Unit:
     """The largest of them in which that is at least one, or the last."""
     return next((unit for unit in units if most >= unit.size), units[-1])
@@ -120,7 +110,7 @@ def _largest(elements: int) -> str:
 def show_published(console: Console) -> int:
     """The published tables, each figure beside both formulas."""
     for source, group in groupby(figures(), key=lambda f: f.source):
-        made = _table("stage", "published", "their formula", "ringdp, bf16")
+        made = table("stage", "published", "their formula", "ringdp, bf16")
         for f in group:
             figures_of = (f"{f.published:g}", f"{f.theirs:.2f}", f"{f.engine:.2f}")
             made.add_row(str(f.stage), *figures_of)
