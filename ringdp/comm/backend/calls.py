@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ringdp.comm.backend.works import Finish, GroupWork, Watcher, span_of
+from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Watcher, span_of
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
@@ -60,13 +60,21 @@ class Calls:
         begins: Sequence[Begin],
         *finishes: Finish | None,
     ) -> GroupWork:
-        """Issue the calls, and run `finishes` when all have ended. `what`: its name in profiles."""
+        """Issue the calls, and run `finishes` when all have ended. `what`: its name in profiles.
+
+        What torch does not wait for later has ended when this returns: it gets no work of its own.
+        """
         span = span_of(what)
         limit = seconds(options.timeout)
         later = options.asyncOp or limit is not None or self._coalesced is not None
+        after = [finish for finish in finishes if finish]
         with self._issuing:
             works = [begin(later) for begin in begins]
-        work = GroupWork(works, results, [f for f in finishes if f], limit, self._watcher)
+        if not later and span is None:
+            for finish in after:
+                finish()
+            return ENDED
+        work = GroupWork(works, results, after, limit, self._watcher)
         if not later:
             work.wait()
         if span is not None:
@@ -78,7 +86,7 @@ class Calls:
 
 def seconds(timeout: timedelta | None) -> float | None:
     """None where a group's timeout holds."""
-    return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
+    return None if timeout is None or timeout < UNLIMITED else timeout.total_seconds()
 
 
 def chosen(kind: type, opts: Any, fields: Mapping[str, Any]) -> Any:
@@ -101,11 +109,14 @@ class Reduction(NamedTuple):
 
 # By the value of torch's op: to hash and compare the op itself takes 3 µs a call.
 WAYS: dict[Any, Reduction] = {op.value: Reduction(name) for op, name in OPS.items()}
+SUM = Reduction("sum")
 PREMUL_SUM = ReduceOp.PREMUL_SUM.value
 
 
 def reduction(op: Any) -> Reduction:
     """`op`: torch's ReduceOp, or one of its names."""
+    if op == ReduceOp.SUM:
+        return SUM
     value = getattr(getattr(op, "op", op), "value", None)
     if value == PREMUL_SUM:
         return Reduction("sum", float(op.factor))
@@ -117,7 +128,7 @@ def reduction(op: Any) -> Reduction:
 
 def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
     """The one in the list: torch has lists for several devices of one rank."""
-    if isinstance(tensors, Tensor):
+    if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
         raise UsageError(f"{what} has {len(tensors)} entries; allowed: 1, as a rank has one device")

@@ -143,6 +143,9 @@ class GroupWork(TorchWork):
         return self._future
 
 
+ENDED = GroupWork((), (), (), None, None)  # of a call that has waited itself
+
+
 class Span:
     """What torch's profiler is told of a call: from now until its future is there."""
 
