@@ -44,6 +44,13 @@ struct Wide<bfloat16> {
   using type = float;
   static RINGDP_DEVICE bfloat16 narrow(float x) { return bfloat16::round(x); }
 };
+#if !defined(__CUDACC__)  // there it is __half
+template <>
+struct Wide<_Float16> {
+  using type = float;
+  static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
+};
+#endif
 
 // For min and max a NaN wins, as in torch, and -0 is less than +0, which torch leaves to chance: so
 // the order of the operands shows in no bit, but a NaN's payload.

@@ -20,12 +20,6 @@
 
 namespace ringdp {
 
-template <>
-struct Wide<_Float16> {
-  using type = float;
-  static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
-};
-
 using Combine = void (*)(void* out, const void* a, const void* b, std::size_t count);
 
 // `out` may be `a`.

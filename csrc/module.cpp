@@ -120,8 +120,7 @@ NB_MODULE(_core, m) {
                    [](Ready& self, bool told) { self.sites().told = told; })
       .def("site", [](Ready& self) { return self.sites().here(); })
       .def("learn", &Ready::learn)
-      .def("remember", &Ready::remember)
-      .def("forget", &Ready::forget);
+      .def("remember", &Ready::remember);
   m.attr("Repeated") = repeated_type();
 
   m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),

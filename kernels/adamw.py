@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .jit import jit
+from .jit import jit, sixteens
 from .precision import HALF
 
 if TYPE_CHECKING:
@@ -162,22 +162,14 @@ def adamw_kernel(
 def adamw_triton(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
-    """Note [16-byte accesses]
-
-    A masked access stays 16 bytes wide only if Triton knows that the mask changes at multiples of
-    16 elements, which it does if the length is one. Any other length is two launches: the part
-    that is, and fewer than 16 elements. Flat buffers are padded, so the second is rare.
-    """
-    body = param.numel() - param.numel() % 16
-    for first, last in ((0, body), (body, param.numel())):
-        if first < last:
-            out = param if copy is None else copy
-            adamw_kernel[(-(-(last - first) // BLOCK),)](
-                *(x[first:last] for x in (param, grad, avg, avg_sq, out)),
-                last - first,
-                *k,
-                COPIES=copy is not None,
-                BLOCK=BLOCK,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+    for first, last in sixteens(param.numel()):  # See Note [16-byte accesses]
+        out = param if copy is None else copy
+        adamw_kernel[(-(-(last - first) // BLOCK),)](
+            *(x[first:last] for x in (param, grad, avg, avg_sq, out)),
+            last - first,
+            *k,
+            COPIES=copy is not None,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import jit, triton_dtype
+from .jit import jit, sixteens, triton_dtype
 from .precision import wide_dtype
 
 if TYPE_CHECKING:
@@ -104,17 +104,15 @@ def fold_kernel(
 
 
 def fold_triton(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
-    body = len(out) - len(out) % 16
-    for first, last in ((0, body), (body, len(out))):  # See Note [16-byte accesses]
-        if first < last:
-            fold_kernel[(-(-(last - first) // BLOCK),)](
-                parts[:, first:last],
-                out[first:last],
-                last - first,
-                parts.stride(0),
-                RANKS=len(parts),
-                WIDE=triton_dtype(wide),
-                BLOCK=BLOCK,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+    for first, last in sixteens(len(out)):  # See Note [16-byte accesses]
+        fold_kernel[(-(-(last - first) // BLOCK),)](
+            parts[:, first:last],
+            out[first:last],
+            last - first,
+            parts.stride(0),
+            RANKS=len(parts),
+            WIDE=triton_dtype(wide),
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

@@ -6,7 +6,7 @@ its module. Leaves out: helpers. A kernel may call `tl` only, not another decora
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -38,3 +38,17 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def sixteens(elems: int) -> Iterator[tuple[int, int]]:
+    """Note [16-byte accesses]
+
+    A masked access stays 16 bytes wide only if Triton knows that the mask changes at multiples of
+    16 elements, which it does if the length is one. Any other length is two launches, of the
+    elements [first, last) of each: the part that is, and fewer than 16 elements. Flat buffers are
+    padded, so the second is rare.
+    """
+    body = elems - elems % 16
+    for first, last in ((0, body), (body, elems)):
+        if first < last:
+            yield first, last

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import jit
+from .jit import jit, sixteens
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -127,19 +127,17 @@ def stochastic_round_kernel(
 
 
 def stochastic_round_triton(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
-    body = x.numel() - x.numel() % 16
-    for first, last in ((0, body), (body, x.numel())):  # See Note [16-byte accesses]
-        if first < last:
-            stochastic_round_kernel[(-(-(last - first) // BLOCK),)](
-                x[first:last],
-                out[first:last].view(torch.int16),
-                last - first,
-                offset + first,
-                *key,
-                HIGH=HIGH,
-                FIRST=FIRST,
-                SECOND=SECOND,
-                NAN=NAN,
-                BLOCK=BLOCK,
-                num_warps=4,
-            )
+    for first, last in sixteens(x.numel()):  # See Note [16-byte accesses]
+        stochastic_round_kernel[(-(-(last - first) // BLOCK),)](
+            x[first:last],
+            out[first:last].view(torch.int16),
+            last - first,
+            offset + first,
+            *key,
+            HIGH=HIGH,
+            FIRST=FIRST,
+            SECOND=SECOND,
+            NAN=NAN,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

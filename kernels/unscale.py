@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import jit, triton_dtype
+from .jit import jit, sixteens, triton_dtype
 from .precision import check_scale, scaled_copy, wide_dtype
 
 if TYPE_CHECKING:
@@ -78,16 +78,14 @@ def unscale_kernel(
 
 
 def unscale_triton(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
-    body = out.numel() - out.numel() % 16
-    for first, last in ((0, body), (body, out.numel())):  # See Note [16-byte accesses]
-        if first < last:
-            unscale_kernel[(-(-(last - first) // BLOCK),)](
-                x[first:last],
-                out[first:last],
-                found,
-                scale,
-                last - first,
-                WIDE=triton_dtype(wide_dtype(x.dtype, out.dtype)),
-                BLOCK=BLOCK,
-                num_warps=4,
-            )
+    for first, last in sixteens(out.numel()):  # See Note [16-byte accesses]
+        unscale_kernel[(-(-(last - first) // BLOCK),)](
+            x[first:last],
+            out[first:last],
+            found,
+            scale,
+            last - first,
+            WIDE=triton_dtype(wide_dtype(x.dtype, out.dtype)),
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

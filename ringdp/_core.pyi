@@ -99,7 +99,6 @@ class Ready:
         prepared: object,
         /,
     ) -> None: ...
-    def forget(self) -> None: ...
 
 class Repeated:
     __wrapped__: object

@@ -19,11 +19,6 @@ struct Wide<__half> {
 };
 #else
 using float16 = _Float16;
-template <>
-struct Wide<_Float16> {
-  using type = float;
-  static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
-};
 #endif
 
 // Note [one rounding]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -162,8 +161,3 @@ def _check(model: nn.Module) -> None:
                 f"{other} and {name} are two parameters in the same memory, which would be trained "
                 "apart; tie them by making them one nn.Parameter"
             )
-
-
-def like(model: nn.Module) -> torch.Tensor:
-    """An empty tensor of the model's dtype and device."""
-    return next(model.parameters()).detach().new_empty(0)

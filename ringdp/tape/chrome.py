@@ -14,7 +14,7 @@ Source: Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
@@ -22,7 +22,6 @@ from ringdp.tape.recorder import Recorder
 
 VERSION = 1
 Event = dict[str, Any]
-Clock = Mapping[int, int]
 
 
 def lines(recorder: Recorder, rank: int, epoch: int, shift: Shift) -> Iterator[str]:

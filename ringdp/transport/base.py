@@ -138,8 +138,6 @@ class Ready(Protocol):
         """A call with a whole of so many elements."""
         ...
 
-    def forget(self) -> None: ...
-
 
 class Transport(Observed, Protocol):
     """Runs programs one after the other, in the order in which they were started.
