@@ -21,7 +21,6 @@ exposed in `hidden_share`, and not in `without_copies`. Of several starts the mi
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
@@ -37,6 +36,7 @@ from torch import nn
 
 import ringdp
 from bench import jobs
+from bench.results import parser, write
 from bench.turns import ROUNDS, STARTS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.transport import heap
@@ -64,28 +64,24 @@ class Overlap:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, ROUNDS).parse_args()
     times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
     steps = rows(
         times, by_alone="alone", by_apart="apart", by_torch="torch", by_kept=f"torch{KEPT}"
     )
     links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
-    overlaps = [asdict(typical(found)) for found in zip(*links, strict=True)]
+    overlaps = [typical(found) for found in zip(*links, strict=True)]
     report(steps, overlaps, arguments.json)
 
 
-def report(steps: Rows, overlaps: Rows, path: Path | None) -> None:
+def report(steps: Rows, overlaps: Sequence[object], path: Path | None) -> None:
     """Print them, and write them where that is asked for."""
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
     for row in (*steps, *overlaps):
-        print(json.dumps(row))
-    if path:
-        values = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
-        path.write_text(json.dumps(values, indent=1) + "\n")
+        print(json.dumps(row, default=asdict))
+    found = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
+    write(path, found)
 
 
 def train(way: str) -> Callable[[], object]:

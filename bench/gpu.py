@@ -27,7 +27,7 @@ from statistics import median
 import torch
 
 from bench.part import ROOT, Outcome, Part, run
-from bench.required import RESULTS
+from bench.results import RESULTS
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer import CudaKernels, VirtualRanks
 

@@ -12,15 +12,13 @@ and added:
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +26,7 @@ from torch import Tensor
 
 import ringdp
 from bench.pinned import pin
+from bench.results import parser, write
 
 HERE = Path(__file__).parent
 BYTES = (4 << 10, 64 << 10, 1 << 20)
@@ -54,9 +53,7 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__).parse_args()
     comm = ringdp.init()
     pin(comm.rank)
     record = record_us() if comm.rank == 0 else 0.0
@@ -64,8 +61,7 @@ def main() -> None:
     if comm.rank == 0:
         for row in rows:
             print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
-        if arguments.json:
-            arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write(arguments.json, rows)
 
 
 def measured(comm: ringdp.Communicator, size: int, record: float) -> Row:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from bench.required import RESULTS
+from bench.markdown import markdown
+from bench.results import RESULTS
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 
 LARGE = 64 << 20  # bytes: no cache holds it
@@ -15,15 +16,12 @@ LARGE = 64 << 20  # bytes: no cache holds it
 def table() -> str:
     measured = list(_measured())
     heads = [f"{gpu}, % of a copy (× best of torch)" for gpu, _ in measured]
-    heads = heads or ["on a GPU"]
-    lines = [
-        "| kernel | must move, bytes an element | " + " | ".join(heads) + " |",
-        "|---|---:|" + "---:|" * len(heads),
-    ]
+    heads = ["kernel", "must move, bytes an element", *(heads or ["on a GPU"])]
+    lines = []
     for kernel, case in CASES.items():
         cells = [_cell(rows, kernel) for _, rows in measured] or ["no GPU figure was measured"]
-        lines.append(f"| {kernel} | {4 * case.moves:g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([kernel, f"{4 * case.moves:g}", *cells])
+    return markdown(heads, lines)
 
 
 def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:

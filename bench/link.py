@@ -9,18 +9,16 @@ all processes of a host share.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 import ringdp
 from bench import jobs
+from bench.results import parser, write
 from ringdp.cli.bench.machine import describe
 from ringdp.schedule.cost import Machine, closed, seconds
 
@@ -50,9 +48,7 @@ class LinkRow:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__).parse_args()
     machine, rows = describe(2), []
     for n in RANKS:
         for row in jobs.run(n, measured):
@@ -65,9 +61,7 @@ def main() -> None:
             )
     worst = max(rows, key=lambda row: abs(row.ratio - 1))
     print(f"median ratio {statistics.median(r.ratio for r in rows):.3f}, worst {worst.ratio:.3f}")
-    if arguments.json:
-        found = {"machine": machine, "link": LINK._asdict(), "rows": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(arguments.json, {"machine": machine, "link": LINK._asdict(), "rows": rows})
 
 
 def measured() -> list[LinkRow]:

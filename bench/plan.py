@@ -13,14 +13,11 @@ rank's end.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,6 +25,7 @@ from torch import nn
 
 import ringdp
 from bench import jobs
+from bench.results import parser, write
 from ringdp.cli import gpt
 from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.bench.machine import describe
@@ -91,10 +89,9 @@ class Rates(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, nargs="*", default=RANKS)
+    arguments = options.parse_args()
     machine, ranks = describe(2), arguments.ranks
     times = {key: t for n in ranks for key, t in jobs.run(n, timed_collectives).items()}
     seen = [key for key in times if SIZES.index(key[2]) % 2 == 0]
@@ -104,15 +101,14 @@ def main() -> None:
     ]
     runs = [run for n in ranks for run in jobs.run(n, trained, host)]
     show(host, collectives, runs)
-    if arguments.json:
-        found = {
-            "machine": machine,
-            "fitted": {name: m._asdict() for name, m in host.items()},
-            "link": LINK._asdict(),
-            "collectives": [asdict(c) for c in collectives],
-            "runs": [asdict(r) for r in runs],
-        }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    found = {
+        "machine": machine,
+        "fitted": {name: m._asdict() for name, m in host.items()},
+        "link": LINK._asdict(),
+        "collectives": collectives,
+        "runs": runs,
+    }
+    write(arguments.json, found)
 
 
 def fitted(times: dict[Key, list[float]]) -> Machine:

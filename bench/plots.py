@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullLocator
 
-from bench.required import RESULTS
+from bench.results import RESULTS
 from ringdp.cli.bench.rows import Report, Row, read
 
 mpl.rcParams.update({"svg.hashsalt": "ringdp", "svg.fonttype": "none", "font.size": 10.5})

@@ -6,8 +6,9 @@ import json
 from statistics import median
 
 from bench.link import LinkRow
+from bench.markdown import markdown
 from bench.plan import COLLECTIVES, Run, Timed
-from bench.required import RESULTS
+from bench.results import RESULTS
 from ringdp.cli.bench.error import Row
 
 LINK, PLAN, ERROR = (RESULTS / f"{name}.json" for name in ("link", "plan", "error"))
@@ -40,17 +41,15 @@ def plan() -> str:
     runs = plan_runs()
     assert all(r.held == r.held_predicted and r.sent == r.sent_predicted for r in runs)
     stages = sorted({r.stage for r in runs})
-    lines = [
-        "| ranks | over | " + " | ".join(f"stage {s}" for s in stages) + " |",
-        "|---:|---|" + "---:|" * len(stages),
-    ]
+    lines = []
     for ranks, network in dict.fromkeys((r.ranks, r.network) for r in runs):
         row = [r for r in runs if (r.ranks, r.network) == (ranks, network)]
         cells = [
             f"{r.predicted:.0f} / {r.median:.0f} ({r.predicted / r.median - 1:+.0%})" for r in row
         ]
-        lines.append(f"| {ranks} | {network} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", _collectives()])
+        lines.append([f"{ranks}", network, *cells])
+    table = markdown(["ranks", "over", *(f"stage {s}" for s in stages)], lines, left={1})
+    return f"{table}\n\n{_collectives()}"
 
 
 def _collectives() -> str:

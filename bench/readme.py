@@ -11,20 +11,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bench.ddp_step import KEPT
 from bench.guard import Row
 from bench.kernel_table import table as kernels
+from bench.markdown import markdown
 from bench.predictions import error, link, plan
-from bench.required import (
-    REQUIRED,
-    RESULTS,
-    Reached,
-    beside_gloo,
-    median,
-    minimum,
-    reached,
-)
+from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, reached
+from bench.results import RESULTS
 from bench.small import Small
 from ringdp.cli.bench.rows import read
 from ringdp.schedule import schedule, svg
@@ -53,31 +48,20 @@ def stages() -> str:
     """Bytes per rank of the demo, from `ringdp train --json bench/results/train.json`."""
     runs = json.loads((RESULTS / "train.json").read_text())
     names = ("parameters", "gathered_peak", "gradients", "buckets", "optimizer")
-    lines = [
-        "| stage | " + " | ".join(n.replace("_", " ") for n in names) + " | sent per step |",
-        "|---|" + "---:|" * (len(names) + 1),
-    ]
+    lines = []
     for run in runs:
-        cells = [f"{run['memory'][n]:,}" for n in names]
-        cells.append(f"{run['traffic']['sent_bytes_per_step']:,}")
-        lines.append(f"| {run['stage']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        held = [f"{run['memory'][n]:,}" for n in names]
+        lines.append([f"{run['stage']}", *held, f"{run['traffic']['sent_bytes_per_step']:,}"])
+    return markdown(["stage", *(n.replace("_", " ") for n in names), "sent per step"], lines)
 
 
 def ratios() -> str:
     """Required and reached, at the worst size of each case."""
-    lines = [
-        "| case | at least | by medians | by minima |",
-        "|---|" + "---:|" * 3,
-    ]
-    for required in REQUIRED:
-        cells = [_cell(reached(required, time)) for time in (median, minimum)]
-        lines.append(f"| {required.case} | {required.ratio} | " + " | ".join(cells) + " |")
-    cells = [_cell(beside_gloo(time)) for time in (median, minimum)]
-    lines.append(
-        "| everything measured, 2 to 8 ranks, gloo alone | 1.0 | " + " | ".join(cells) + " |"
-    )
-    return "\n".join(lines)
+    times = (median, minimum)
+    lines = [[r.case, f"{r.ratio}", *(_cell(reached(r, t)) for t in times)] for r in REQUIRED]
+    everything = "everything measured, 2 to 8 ranks, gloo alone"
+    lines.append([everything, "1.0", *(_cell(beside_gloo(t)) for t in times)])
+    return markdown(["case", "at least", "by medians", "by minima"], lines)
 
 
 def _cell(found: Reached | None) -> str:
@@ -94,16 +78,13 @@ def all_reduce() -> str:
         return "Not measured."
     rows = read(ALL_REDUCE).rows
     labels = list(dict.fromkeys((r.transport, r.label) for r in rows))
-    lines = [
-        "| bytes | " + " | ".join(_heading(*label) for label in labels) + " | bound |",
-        "|" + "---:|" * (len(labels) + 2),
-    ]
+    lines = []
     for size in sorted({r.bytes for r in rows}):
         here = {(r.transport, r.label): r for r in rows if r.bytes == size}
         cells = [f"{here[label].p50_us:,.1f}" for label in labels]
         bound = min(r.bound_us for r in here.values())
-        lines.append(f"| {size:,} | " + " | ".join(cells) + f" | {bound:,.1f} |")
-    return "\n".join(lines)
+        lines.append([f"{size:,}", *cells, f"{bound:,.1f}"])
+    return markdown(["bytes", *(_heading(*label) for label in labels), "bound"], lines, left=())
 
 
 def _heading(transport: str, label: str) -> str:
@@ -161,18 +142,17 @@ def torch_backend() -> str:
         return "Not measured."
     rows = json.loads(TORCH_BACKEND.read_text())["rows"]
     ways = ("ringdp", "gloo", f"gloo{KEPT}")
-    lines = [
-        f"| on 2 ranks | {' | '.join(ways)} | ringdp / gloo | ringdp / gloo{KEPT} |",
-        "|---|" + "---:|" * 5,
-    ]
+    lines = []
     found = {(row["case"], row["backend"]): row for row in rows}
     for case in dict.fromkeys(row["case"] for row in rows):
         cells = [f"{found[case, way]['median'] / 1e3:,.3g}" for way in ways]
         cells += [f"{found[case, 'ringdp'][by]:.3g}" for by in ("by_gloo", "by_kept")]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
+        lines.append([case, *cells])
+    table = markdown(["on 2 ranks", *ways, "ringdp / gloo", f"ringdp / gloo{KEPT}"], lines)
     least = found["DDP step", "nothing"]["by_kept"]
-    lines += ["", f"DDP whose hook reduces nothing takes {least:.3g} of its step over gloo{KEPT}."]
-    return "\n".join(lines)
+    return (
+        f"{table}\n\nDDP whose hook reduces nothing takes {least:.3g} of its step over gloo{KEPT}."
+    )
 
 
 def ddp_step() -> str:
@@ -180,26 +160,16 @@ def ddp_step() -> str:
     if not DDP_STEP.exists():
         return "Not measured."
     found = json.loads(DDP_STEP.read_text())
-    lines = [
-        f"| {found['parameters']:,} parameters, {found['ranks']} ranks | min, ms | median | max "
-        "| / one process alone | / torch's DDP over gloo | / the same, freed memory kept |",
-        "|---|" + "---:|" * 6,
-    ]
-    for row in found["steps"]:
-        cells = [f"{row[name]:.0f}" for name in ("min", "median", "max")]
-        cells += [f"{row[name]:.2f}" for name in ("by_alone", "by_torch", "by_kept")]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     default = found["slow_link"][0]
     ms = default["ms"]
-    lines += [
-        "",
+    return (
+        _steps(found, "by_torch", "torch's DDP over gloo") + "\n\n"
         f"Over an emulated link of {default['mb_per_s']:.0f} MB/s, where all reductions take "
         f"{ms['communication']:.0f} ms and backward {ms['backward']:.0f} ms, forward and backward "
         f"take {ms['exposed']:.0f} ms longer than without communication: "
         f"{default['hidden_share']:.0%} is hidden, and {default['without_copies']:.0%} but for the "
-        f"{ms['copies']:.0f} ms for which the emulation itself takes the core.",
-    ]
-    return "\n".join(lines)
+        f"{ms['copies']:.0f} ms for which the emulation itself takes the core."
+    )
 
 
 def zero_step() -> str:
@@ -207,24 +177,26 @@ def zero_step() -> str:
     if not ZERO_STEP.exists():
         return "Not measured."
     found = json.loads(ZERO_STEP.read_text())
-    lines = [
-        f"| {found['parameters']:,} parameters, {found['ranks']} ranks | min, ms | median | max "
-        "| / one process alone | / FSDP2 over gloo | / the same, freed memory kept |",
-        "|---|" + "---:|" * 6,
-    ]
-    for row in found["steps"]:
-        cells = [f"{row[name]:.0f}" for name in ("min", "median", "max")]
-        cells += [f"{row[name]:.2f}" for name in ("by_alone", "by_fsdp2", "by_kept")]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     default = found["slow_link"][0]
-    lines += [
-        "",
+    return (
+        _steps(found, "by_fsdp2", "FSDP2 over gloo") + "\n\n"
         f"Over an emulated link of {default['mb_per_s']:.0f} MB/s, where a step's communication "
         f"takes {default['communication']:.0f} ms and its compute {default['silent']:.0f} ms, "
         f"stage 3 takes {default['together']:.0f} ms: of what could be hidden, "
-        f"{default['hidden_share']:.0%} is.",
-    ]
-    return "\n".join(lines)
+        f"{default['hidden_share']:.0%} is."
+    )
+
+
+def _steps(found: dict[str, Any], peer: str, name: str) -> str:
+    """`peer`: the key of a row's times over those of a peer, which has that name."""
+    others = [f"/ {other}" for other in ("one process alone", name, "the same, freed memory kept")]
+    model = f"{found['parameters']:,} parameters, {found['ranks']} ranks"
+    lines = []
+    for row in found["steps"]:
+        cells = [f"{row[key]:.0f}" for key in ("min", "median", "max")]
+        cells += [f"{row[key]:.2f}" for key in ("by_alone", peer, "by_kept")]
+        lines.append([row["name"], *cells])
+    return markdown([model, "min, ms", "median", "max", *others], lines)
 
 
 def trace() -> str:
@@ -232,14 +204,13 @@ def trace() -> str:
     if not TRACE.exists():
         return "Not measured."
     found = json.loads(TRACE.read_text())
-    lines = [
-        f"| {found['ranks']} ranks, medians | without a trace | with one | slower |",
-        "|---|" + "---:|" * 3,
-    ]
+    lines = []
     for name, row in found["rows"].items():
         times = [f"{row[when]:,.3g}" for when in ("off_median", "on_median")]
-        lines.append(f"| {name} | {' | '.join(times)} | {row['slower']:.1%} |")
-    return "\n".join(lines)
+        lines.append([name, *times, f"{row['slower']:.1%}"])
+    return markdown(
+        [f"{found['ranks']} ranks, medians", "without a trace", "with one", "slower"], lines
+    )
 
 
 PARTS: dict[str, Callable[[], str]] = {

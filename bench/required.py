@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+from bench.results import RESULTS
 from ringdp.cli.bench.rows import Row, read
 
 K, M = 1 << 10, 1 << 20
-RESULTS = Path(__file__).parent / "results"
 
 
 class Required(NamedTuple):

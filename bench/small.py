@@ -11,20 +11,19 @@ With this exchange no call from Python is faster than method + exchange; ours is
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import ringdp
+from bench.results import parser, write
 
 HERE = Path(__file__).parent
 BYTES = (1 << 10, 4 << 10)
@@ -79,13 +78,10 @@ def _best_us(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    path = parser.parse_args().json
+    path = parser(__doc__).parse_args().json
     found = measured()
     print(found)
-    if path:
-        path.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    write(path, found)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ Nothing else should run meanwhile: each file says how loaded the machine was.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from bench.results import RESULTS
 from ringdp.cli.bench.cases import CASES
 from ringdp.cli.bench.command import bench
 from ringdp.cli.bench.options import Options, parse_bytes
@@ -23,7 +23,6 @@ from ringdp.cli.bench.peers import PEERS
 from ringdp.cli.main import exit_code
 from ringdp.errors import UsageError
 
-RESULTS = Path(__file__).parent / "results"
 BOTH = (False, True)  # our buffers: private, and in shared memory
 
 RUNS: dict[str, Options] = {

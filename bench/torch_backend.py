@@ -10,12 +10,10 @@ memory that is freed, as ranks of ours do by themselves (`ringdp.transport.heap`
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
 from bench.ddp_step import KEPT, RANKS, SHAPE, stepper
+from bench.results import parser, write
 from bench.turns import ROUNDS, between_jobs, ratio, spread
 from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
@@ -64,10 +63,7 @@ class Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, ROUNDS).parse_args()
     machine = describe(RANKS)
     times = between_jobs(RANKS, {case: partial(made, *case) for case in CASES}, arguments.rounds)
     found = Report(
@@ -85,8 +81,7 @@ def main() -> None:
     )
     for row in found.rows:
         print(json.dumps(asdict(row)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    write(arguments.json, found)
 
 
 def made(case: str, backend: str) -> Callable[[], object]:

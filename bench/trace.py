@@ -10,18 +10,17 @@ tile, and at one of the communicator for each call.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import ringdp
 from bench.pinned import pin
+from bench.results import parser, write
 from ringdp.cli import gpt
 from ringdp.tape import recorder
 
@@ -32,10 +31,7 @@ ROUNDS, STEPS, CALLS = 14, 4, 2000  # the first round warms up
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, ROUNDS).parse_args()
     comm = ringdp.init()
     pin(comm.rank)
     work = {f"step of stage {stage}, ms": (stepper(stage, comm), STEPS, 1e3) for stage in STAGES}
@@ -45,9 +41,7 @@ def main() -> None:
     if comm.rank == 0:
         for name, row in found.items():
             print(name, json.dumps(row, ensure_ascii=False))
-        if arguments.json:
-            whole = {"ranks": comm.size, "rounds": arguments.rounds, "rows": found}
-            arguments.json.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+        write(arguments.json, {"ranks": comm.size, "rounds": arguments.rounds, "rows": found})
 
 
 def stepper(stage: int, comm: ringdp.Communicator) -> Callable[[], object]:

@@ -19,12 +19,11 @@ take as long as its forward and backward:
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from torch.distributed.fsdp import fully_shard
 import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, report, stepper
+from bench.results import parser
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
@@ -65,15 +65,13 @@ class Overlap:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--svg", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, ROUNDS)
+    options.add_argument("--svg", type=Path)
+    arguments = options.parse_args()
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
     steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
-    report(steps, [asdict(row) for row in overlaps], arguments.json)
+    report(steps, overlaps, arguments.json)
     if arguments.svg:
         arguments.svg.write_text(timeline(spans))
 
