@@ -10,7 +10,7 @@ from typing import Any
 import torch.multiprocessing as processes
 
 from bench.pinned import pin
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 
 
 def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -42,13 +42,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     pin(rank)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent holds the store
-    }
+    os.environ |= environment(port, ranks, rank)
     found = function(*arguments)
     if rank == 0:
         said.put(found)

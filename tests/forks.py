@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import TCPStore
 
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 from tests.ranks import SERVER
 
 Say = Callable[[Any], None]
@@ -70,14 +70,13 @@ def main(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     while True:
         try:
             sys.path[:], size, port, module, name, arguments = pipe.recv()
         except EOFError:
             return
         function = getattr(importlib.import_module(module), name)  # once for all ranks
-        os.environ |= {"WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+        os.environ |= environment(port, size)
         gc.freeze()  # else a rank that ends looks at, and so copies, all that it shares with this
         pipe.send(job(size, function, arguments))
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import ringdp
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 
 TIMEOUT = 120.0  # seconds; a machine that does other things too is slow
 
@@ -117,13 +117,7 @@ class Pool:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the pool holds the store
-    }
+    os.environ |= environment(port, size, rank)
     import pytest  # whose own failures are no Exceptions
     import torch
 

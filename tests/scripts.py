@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 from tests.ranks import SERVER
 
 PATIENCE = 120.0  # seconds; only a hang reaches it
@@ -23,19 +23,15 @@ def run(script: Path, ranks: int = 2) -> list[str]:
     They run in the script's directory; with 0 ranks one process, which no launcher has started.
     """
     store = loopback_store()
-    launchers = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    environments = [launchers | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
-    environments = environments or [{}]
+    environments = [
+        environment(store.port, ranks, rank)
+        | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        for rank in range(ranks)
+    ] or [{}]
     said = [script.with_name(f"said-{rank}") for rank in range(len(environments))]
     processes = [
-        SERVER.Process(target=_be_rank, args=(script, environment, file), daemon=True)
-        for environment, file in zip(environments, said, strict=True)
+        SERVER.Process(target=_be_rank, args=(script, variables, file), daemon=True)
+        for variables, file in zip(environments, said, strict=True)
     ]
     for process in processes:
         process.start()
@@ -49,12 +45,12 @@ def run(script: Path, ranks: int = 2) -> list[str]:
     return words
 
 
-def _be_rank(script: Path, environment: dict[str, str], said: Path) -> None:
+def _be_rank(script: Path, variables: dict[str, str], said: Path) -> None:
     with said.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.dump_traceback_later(0.9 * PATIENCE, file=sys.__stderr__)  # where it hangs
-    os.environ |= environment
+    os.environ |= variables
     torch.set_num_threads(1)  # torchrun's OMP_NUM_THREADS
     os.chdir(script.parent)
     sys.argv = [str(script)]

@@ -38,6 +38,17 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
     )
 
 
+def environment(port: int, ranks: int, rank: int | None = None) -> dict[str, str]:
+    """torchrun's variables, for ranks that meet at a store which another process holds."""
+    own = {} if rank is None else {"RANK": str(rank)}
+    return own | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 class Loopback(RendezvousHandler):
     """One launcher: it meets nobody, and its ranks use its store."""
 

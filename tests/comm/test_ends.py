@@ -14,7 +14,7 @@ import torch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 from tests.forks import Forks, Say
 
 pytestmark = pytest.mark.process
@@ -101,12 +101,10 @@ def test_threads_are_back_before_the_interpreter_is_gone(tmp_path):
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     store = loopback_store()
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=os.environ | job | {"RANK": str(rank)},
+            env=os.environ | environment(store.port, 2, rank),
             stderr=subprocess.PIPE,
             text=True,
         )

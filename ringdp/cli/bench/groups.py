@@ -26,7 +26,7 @@ from typing import Any, Self
 from ringdp.cli.bench import peers, probe
 from ringdp.cli.bench.contender import Failure, Hello, Round, Times
 from ringdp.cli.launch import RankError
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 
 START_TIMEOUT = 180.0  # s: imports of many ranks on few cores
 ROUND_TIMEOUT = 600.0  # s: only a hang reaches it
@@ -111,12 +111,7 @@ class _Group:
             self._start([*launch.command, *python], shared | launch.environment)
             return
         self._store = loopback_store()
-        shared |= {
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's
-        }
+        shared |= environment(self._store.port, ranks)
         descriptors = []
         if name == "probe":
             descriptors = [probe.shared_file(ranks, largest)]
