@@ -18,8 +18,9 @@ from ringdp.cli import show as showing
 from ringdp.cli.bench import command as benching
 from ringdp.cli.bench import error as error_bench
 from ringdp.cli.bench import kernels as kernel_bench
-from ringdp.cli.bench import options as bench_options
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS
+from ringdp.cli.bench.options import Options as BenchOptions
+from ringdp.cli.bench.options import names, parse_bytes
 from ringdp.cli.bench.rows import OURS
 from ringdp.cli.console import plain
 from ringdp.cli.doctor import job as doctor_job
@@ -48,7 +49,7 @@ def ringdp() -> None:
 
 @app.command()
 def train(
-    ranks: Annotated[int, typer.Option(help="processes that train together")] = 2,
+    ranks: Annotated[int, typer.Option(help="processes that train together")] = Options.ranks,
     stage: Annotated[
         str | None, typer.Option(help="all, or some of 0,1,2,3; all if not given")
     ] = None,
@@ -149,12 +150,12 @@ def bench(
     collective: Annotated[
         str, typer.Argument(help=", ".join((*CASES, kernel_bench.NAME, error_bench.NAME)))
     ],
-    ranks: Annotated[int, typer.Option(help="processes of each contender")] = 2,
+    ranks: Annotated[int, typer.Option(help="processes of each contender")] = BenchOptions.ranks,
     min: Annotated[str, typer.Option(help="smallest buffer in bytes, as in 1K")] = "1K",
     max: Annotated[str, typer.Option(help="largest")] = "64M",
-    factor: Annotated[int, typer.Option(help="from one size to the next")] = 4,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
-    op: Annotated[str, typer.Option(help=", ".join(FOLDS))] = "sum",
+    factor: Annotated[int, typer.Option(help="from one size to the next")] = BenchOptions.factor,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = BenchOptions.dtype,
+    op: Annotated[str, typer.Option(help=", ".join(FOLDS))] = BenchOptions.op,
     algorithm: Annotated[
         str, typer.Option(help="auto, names that show --list lists, FILE.py:function; with commas")
     ] = "auto",
@@ -165,24 +166,26 @@ def bench(
         bool, typer.Option("--registered", help="our inputs lie in shared memory (comm.empty)")
     ] = False,
     peer: Annotated[str, typer.Option(help="also time some of gloo,mpich,openmpi")] = "",
-    rounds: Annotated[int, typer.Option(help="of each contender, interleaved")] = 10,
+    rounds: Annotated[
+        int, typer.Option(help="of each contender, interleaved")
+    ] = BenchOptions.rounds,
     json: Annotated[Path | None, typer.Option(help="write rows and machine here")] = None,
 ) -> int:
     """Time a collective beside other libraries, the cost model's prediction and the physical bound,
     with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
     far the sums of each algorithm are from float64's."""
-    options = bench_options.Options(
+    options = BenchOptions(
         collective=collective,
         ranks=ranks,
-        min=bench_options.parse_bytes("--min", min),
-        max=bench_options.parse_bytes("--max", max),
+        min=parse_bytes("--min", min),
+        max=parse_bytes("--max", max),
         factor=factor,
         dtype=dtype,
         op=op,
-        algorithms=bench_options.names(algorithm),
-        transports=bench_options.names(transport),
+        algorithms=names(algorithm),
+        transports=names(transport),
         registered=(registered,),
-        peers=bench_options.names(peer),
+        peers=names(peer),
         rounds=rounds,
         json=json,
     )
@@ -199,23 +202,27 @@ def plan(
         str | None,
         typer.Option(help="a name, params=7e9, params=7e9/48 (units), or FILE.py:factory"),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="processes that train together")] = 64,
-    per_node: Annotated[int, typer.Option(help="ranks of one node")] = 8,
+    ranks: Annotated[int, typer.Option(help="processes that train together")] = PlanOptions.ranks,
+    per_node: Annotated[int, typer.Option(help="ranks of one node")] = PlanOptions.per_node,
     stage: Annotated[str, typer.Option(help="all, or some of 0,1,2,3")] = "all",
-    precision: Annotated[str, typer.Option(help="of compute: fp32, bf16, fp16")] = "bf16",
+    precision: Annotated[
+        str, typer.Option(help="of compute: fp32, bf16, fp16")
+    ] = PlanOptions.precision,
     reduce: Annotated[
         str | None, typer.Option(help="of reductions; as compute if not given")
     ] = None,
     network: Annotated[
         str,
         typer.Option(help="of a rank between nodes: 400Gb (bits/s), 50GB, or a bench's .json"),
-    ] = "400Gb",
-    batch: Annotated[int, typer.Option(help="rows of one rank in a step")] = 1,
-    context: Annotated[int, typer.Option(help="tokens of a row")] = 1024,
-    device: Annotated[str, typer.Option(help="a100, h100, h200: by datasheet")] = "h100",
+    ] = PlanOptions.network,
+    batch: Annotated[int, typer.Option(help="rows of one rank in a step")] = PlanOptions.batch,
+    context: Annotated[int, typer.Option(help="tokens of a row")] = PlanOptions.context,
+    device: Annotated[
+        str, typer.Option(help="a100, h100, h200: by datasheet")
+    ] = PlanOptions.device,
     utilisation: Annotated[
         float, typer.Option(help="share of its peak that compute reaches")
-    ] = 0.4,
+    ] = PlanOptions.utilisation,
     flops: Annotated[
         float | None, typer.Option(help="a second and rank, sustained, instead of the two")
     ] = None,
@@ -225,7 +232,7 @@ def plan(
     alpha: Annotated[
         float | None, typer.Option(help="s per message on a named network; 1e-5 if not given")
     ] = None,
-    algorithm: Annotated[str, typer.Option(help="of every collective")] = "direct",
+    algorithm: Annotated[str, typer.Option(help="of every collective")] = PlanOptions.algorithm,
     json: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     published: Annotated[
         bool, typer.Option("--published", help="instead, published figures beside the formulas")

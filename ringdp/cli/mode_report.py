@@ -16,7 +16,7 @@ from ringdp.cli.console import table
 from ringdp.cli.modes import ModeRun
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
-from ringdp.cli.verdict import loss_bound
+from ringdp.cli.verdict import too_far
 
 EXACT = ("parameter-server", "ddp")  # equal bit for bit
 
@@ -45,7 +45,7 @@ def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Optio
         if not np.isfinite(run.loss).all():
             found.append(f"{run.mode}: a loss is not finite: training diverged")
         elif reference is not None and run.mode != "async":
-            found += _too_far(run, reference, tokens)
+            found += too_far(run.mode, run.loss, reference, tokens)
         if run.mode != "async" and len({part.digest for part in run.parts}) > 1:
             found.append(f"{run.mode}: processes differ in a parameter after the last step")
     exact = [run for run in runs if run.mode in EXACT]
@@ -68,17 +68,6 @@ def to_json(run: ModeRun) -> dict[str, Any]:
         },
         "staleness": list(run.staleness),
     }
-
-
-def _too_far(run: ModeRun, reference: Record, tokens: int) -> list[str]:
-    for step, (mine, alone) in enumerate(zip(run.loss, reference.loss, strict=True)):
-        bound = loss_bound(step, tokens, reference.loss[0])
-        if not abs(mine - alone) <= bound:
-            return [
-                f"{run.mode}: |Δloss| from the single process is {abs(mine - alone):.2e} at step "
-                f"{step}, above the float32 bound {bound:.2e}"
-            ]
-    return []
 
 
 def _all_hold(runs: Sequence[ModeRun], reference: Record | None) -> str:

@@ -19,7 +19,7 @@ import ringdp
 from ringdp.cli import gpt
 from ringdp.cli.launch import launch
 from ringdp.cli.options import Options
-from ringdp.cli.runs import load, reporting, silent, text_digest
+from ringdp.cli.runs import Job, load, reporting, silent, text_digest
 from ringdp.cli.training import Optimizer, Progress, Step, parameter_digest, train
 from ringdp.parallel.simple import SERVER, DataParallel, RemoteOptimizer, serve, serve_each
 
@@ -72,15 +72,6 @@ class ModeRun:
         return self.parts[0].staleness
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every process is given; see `runs.Job`."""
-
-    mode: str
-    options: Options
-    text_digest: str
-
-
 def run_mode(mode: str, options: Options, data: bytes, emit: Emit) -> ModeRun:
     """Bytes sent per step, with n ranks and P bytes of parameters: 2(n − 1)P, or 2nP by way of a
     server; naive mode also copies its tokens, its outputs and their gradients."""
@@ -93,7 +84,7 @@ def run_mode(mode: str, options: Options, data: bytes, emit: Emit) -> ModeRun:
         formula = 2 * (n - 1) * size + rows * 8 + 2 * logits
         return ModeRun(mode, n, elements, (_naive(options, data, emit),), formula)
     served = mode != "ddp"
-    job = Job(mode, options, text_digest(data))
+    job = Job(options, text_digest(data), mode)
     parts = launch(part, job, n + served, emit)
     return ModeRun(mode, n, elements, tuple(parts), 2 * (n if served else n - 1) * size)
 

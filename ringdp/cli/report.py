@@ -96,7 +96,7 @@ def _all_hold(reference: Record | None) -> str:
 def _add_reference(table: Table, runs: Sequence[Record], reference: Record) -> None:
     """The largest |Δloss|, with the bound of the step where it comes closest to its own."""
     table.add_row("  one process alone", *(f"{reference.loss[-1]:.6f}" for _ in runs), style="dim")
-    gaps = [differences(run, reference) for run in runs]
+    gaps = [differences(run.loss, reference) for run in runs]
     table.add_row("largest |Δloss|", *(f"{max(gap):.2e}" for gap in gaps))
     bounds = [_bound_at_largest(run, gap, reference) for run, gap in zip(runs, gaps, strict=True)]
     table.add_row("  float32 bound there", *(f"{bound:.2e}" for bound in bounds), style="dim")

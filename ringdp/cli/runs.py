@@ -27,6 +27,7 @@ class Job:
 
     options: Options
     text_digest: str
+    mode: str = ""  # none: all stages
 
 
 def text_digest(data: bytes) -> str:

@@ -33,9 +33,9 @@ def loss_bound(step: int, tokens: int, first_loss: float) -> float:
     return (step + 1) * tokens * UNIT_ROUNDOFF * first_loss
 
 
-def differences(run: Record, reference: Record) -> list[float]:
+def differences(loss: Sequence[float], reference: Record) -> list[float]:
     """|Δloss| of every step."""
-    return [abs(a - b) for a, b in zip(run.loss, reference.loss, strict=True)]
+    return [abs(a - b) for a, b in zip(loss, reference.loss, strict=True)]
 
 
 def equal_bits(runs: Sequence[Record]) -> bool:
@@ -52,7 +52,8 @@ def complaints(ranks: Sequence[Sequence[Record]], reference: Record | None) -> l
         found.append("the ranks of a stage differ from one another in a loss or a parameter")
     found += [line for a, b in pairwise(ranks[0]) for line in _stages(a, b)]
     if reference is not None:
-        found += [line for run in ranks[0] for line in _against(run, reference)]
+        for run in ranks[0]:
+            found += too_far(f"stage {run.stage}", run.loss, reference, run.tokens_per_step)
     return found
 
 
@@ -74,12 +75,13 @@ def _stages(a: Record, b: Record) -> list[str]:
     return [f"stages {a.stage} and {b.stage} differ in {where}"]
 
 
-def _against(run: Record, reference: Record) -> list[str]:
-    for step, difference in enumerate(differences(run, reference)):
-        bound = loss_bound(step, run.tokens_per_step, reference.loss[0])
+def too_far(name: str, loss: Sequence[float], reference: Record, tokens: int) -> list[str]:
+    """A line, if a loss is: see Note [the bound on the loss]. `tokens` make a step."""
+    for step, difference in enumerate(differences(loss, reference)):
+        bound = loss_bound(step, tokens, reference.loss[0])
         if not difference <= bound:  # a NaN is no pass
             return [
-                f"stage {run.stage}: |Δloss| from the single process is {difference:.2e} at "
-                f"step {step}, above the float32 bound {bound:.2e}"
+                f"{name}: |Δloss| from the single process is {difference:.2e} at step {step}, "
+                f"above the float32 bound {bound:.2e}"
             ]
     return []
