@@ -21,6 +21,7 @@ import numpy as np
 
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, Collective
+from ringdp.schedule.algorithms.ring import local_of
 from ringdp.schedule.ir import Round, Schedule
 
 
@@ -195,7 +196,7 @@ def _tree(n: int) -> Price:
 
 
 def _hierarchical(n: int) -> Price:
-    local = next(d for d in range(1, n + 1) if n % d == 0 and d * d >= n)
+    local = local_of(n)
     nodes = n // local
     between = _ring(nodes, reduced=True) + _ring(nodes, reduced=False)
     within = _ring(local, reduced=True) + _ring(local, reduced=False)

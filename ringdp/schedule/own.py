@@ -16,7 +16,7 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 
 from ringdp.errors import UsageError
-from ringdp.schedule.algorithms import COLLECTIVES, Collective, rooted, schedule
+from ringdp.schedule.algorithms import Collective, check_asked, rooted, schedule
 from ringdp.schedule.contracts import contract
 from ringdp.schedule.ir import Schedule, Transfer
 from ringdp.schedule.verify import verify
@@ -36,10 +36,7 @@ def proved(algorithm: str | Builder, collective: Collective, n: int, root: int =
     if isinstance(algorithm, str) and not _is_file(algorithm):
         made = schedule(collective, algorithm, n, root)
     else:
-        if n < 1:
-            raise UsageError(f"a collective needs at least 1 rank, got {n}")
-        if collective not in COLLECTIVES:
-            raise UsageError(f"no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
+        check_asked(collective, n)
         name = algorithm if isinstance(algorithm, str) else _name(algorithm)
         made = _made(load(algorithm) if isinstance(algorithm, str) else algorithm, name, n)
         made = rooted(made, root)

@@ -8,6 +8,7 @@ in as JSON. It leaves out time: all rounds look equally long.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,12 @@ def html(schedule: Schedule, collective: Collective, *, title: str | None = None
         "grid": escape(grid(schedule)),
         "data": json.dumps(_data(schedule, collective), separators=(",", ":")),
     }
-    before, *pieces = PAGE.read_text(encoding="utf-8").split("{{")
+    return filled(PAGE.read_text(encoding="utf-8"), parts)
+
+
+def filled(page: str, parts: Mapping[str, str]) -> str:
+    """`page` with the parts in the place of their names, which stand in {{ and }}."""
+    before, *pieces = page.split("{{")
     return before + "".join(
         parts[name] + rest for name, _, rest in (p.partition("}}") for p in pieces)
     )

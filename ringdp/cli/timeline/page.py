@@ -13,6 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ringdp.schedule.replay import filled
+
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("common", "timeline", "memory", "kinds", "chunks", "start")
 
@@ -24,10 +26,7 @@ def fill(data: Mapping[str, Any], title: str) -> str:
         "script": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
         "data": base64.b64encode(packed).decode(),
     }
-    before, *pieces = _text("page.html").split("{{")
-    return before + "".join(
-        parts[name] + rest for name, _, rest in (p.partition("}}") for p in pieces)
-    )
+    return filled(_text("page.html"), parts)
 
 
 def _text(name: str) -> str:

@@ -75,10 +75,7 @@ def schedule(collective: Collective, algorithm: str, n: int, root: int = 0) -> S
 
     Raises UsageError for an unknown collective or algorithm, n < 1, or an n that it can't serve.
     """
-    if n < 1:
-        raise UsageError(f"a collective needs at least 1 rank, got {n}")
-    if collective not in COLLECTIVES:
-        raise UsageError(f"no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
+    check_asked(collective, n)
     for a in ALGORITHMS:
         if (a.collective, a.name) == (collective, algorithm):
             return a.at_root(n, root) if a.at_root else rooted(a.build(n), root)
@@ -86,6 +83,14 @@ def schedule(collective: Collective, algorithm: str, n: int, root: int = 0) -> S
         return ring.hierarchical_all_reduce(n, _local(algorithm.removeprefix("hierarchical:"), n))
     names = [a.name for a in ALGORITHMS if a.collective == collective]
     raise UsageError(f"no {collective} algorithm {algorithm!r}; there are {', '.join(names)}")
+
+
+def check_asked(collective: str, n: int) -> None:
+    """Raises UsageError for an unknown collective, and for n < 1."""
+    if n < 1:
+        raise UsageError(f"a collective needs at least 1 rank, got {n}")
+    if collective not in COLLECTIVES:
+        raise UsageError(f"no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
 
 
 def rooted(plan: Schedule, root: int) -> Schedule:

@@ -5,6 +5,8 @@ Chunk c of n is owned by rank c.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ringdp.schedule.ir import Round, Schedule, Transfer
 
 
@@ -40,17 +42,8 @@ def direct_scatter(n: int) -> Schedule:
 
 def direct_all_gather(n: int) -> Schedule:
     """Everyone sends its chunk to everyone. One round, (n-1)/n S sent."""
-    return Schedule(
-        n,
-        n,
-        _nonempty(
-            tuple(
-                Transfer(src, (src + shift) % n, src, src, reduce=False)
-                for shift in range(1, n)
-                for src in range(n)
-            )
-        ),
-    )
+    sends = tuple(Transfer(src, dst, src, src, reduce=False) for src, dst in _pairs(n))
+    return Schedule(n, n, _nonempty(sends))
 
 
 def direct_all_reduce(n: int) -> Schedule:
@@ -61,12 +54,7 @@ def direct_all_reduce(n: int) -> Schedule:
 def direct_broadcast(n: int) -> Schedule:
     """Rank 0 sends chunk c to rank c, then everyone sends its chunk to the ranks that lack it."""
     scatter = tuple(Transfer(0, c, c, c, reduce=False) for c in range(1, n))
-    spread = tuple(
-        Transfer(src, (src + shift) % n, src, src, reduce=False)
-        for shift in range(1, n)
-        for src in range(n)
-        if (src + shift) % n != 0
-    )
+    spread = tuple(Transfer(src, dst, src, src, reduce=False) for src, dst in _pairs(n) if dst)
     return Schedule(n, n, _nonempty(scatter, spread))
 
 
@@ -96,20 +84,19 @@ def direct_all_to_all_v(n: int) -> Schedule:
     sends n-1. It only touches those that it sends or receives, so it needs room for no others.
     """
     sends = tuple(
-        Transfer(src, (src + shift) % n, c := src * n + (src + shift) % n, c, reduce=False)
-        for shift in range(1, n)
-        for src in range(n)
+        Transfer(src, dst, src * n + dst, src * n + dst, reduce=False) for src, dst in _pairs(n)
     )
     return Schedule(n, n * n, _nonempty(sends))
 
 
 def _exchange(n: int) -> Round:
     """Everyone sends chunk c to rank c, where the part of rank r waits in scratch chunk n + r."""
-    return tuple(
-        Transfer(src, (src + shift) % n, (src + shift) % n, n + src, reduce=False)
-        for shift in range(1, n)
-        for src in range(n)
-    )
+    return tuple(Transfer(src, dst, dst, n + src, reduce=False) for src, dst in _pairs(n))
+
+
+def _pairs(n: int) -> Iterator[tuple[int, int]]:
+    """(src, dst), all of them: first of every rank and the next one, then the one after that."""
+    return ((src, (src + shift) % n) for shift in range(1, n) for src in range(n))
 
 
 def _settle(n: int) -> Round:

@@ -77,15 +77,19 @@ def two_way_all_reduce(n: int) -> Schedule:
     return two_way_reduce_scatter(n).then(two_way_all_gather(n))
 
 
+def local_of(n: int) -> int:
+    """The divisor of n nearest above its root."""
+    return next(d for d in range(1, n + 1) if n % d == 0 and d * d >= n)
+
+
 def hierarchical_all_reduce(n: int, local: int | None = None) -> Schedule:
     """Reduce-scatter inside each node, all-reduce between nodes, all-gather inside: slow links
     between nodes carry 1/local of the buffer.
 
-    Ranks k*local ... (k+1)*local - 1 are node k. By default `local` is the divisor of n nearest
-    above its root. 2(local-1) + 2(n/local - 1) rounds, 2(n-1)/n S sent, of which
-    2(nodes-1)/n S between nodes.
+    Ranks k*local ... (k+1)*local - 1 are node k. By default `local` is `local_of(n)`.
+    2(local-1) + 2(n/local - 1) rounds, 2(n-1)/n S sent, of which 2(nodes-1)/n S between nodes.
     """
-    local = local or next(d for d in range(1, n + 1) if n % d == 0 and d * d >= n)
+    local = local or local_of(n)
     nodes = n // local
     within = [
         ring_reduce_scatter(local).embed(
