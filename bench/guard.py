@@ -12,23 +12,18 @@ and added:
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
-import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import ringdp
 from bench.pinned import pin
+from bench.program import compiled
 from bench.results import parser, write
 
-HERE = Path(__file__).parent
 BYTES = (4 << 10, 64 << 10, 1 << 20)
 ROUNDS, SECONDS = 200, 0.02  # of each at each length; a round's length
 
@@ -91,14 +86,8 @@ def seconds(comm: ringdp.Communicator, x: Tensor, calls: int) -> float:
 
 
 def record_us() -> float:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    with tempfile.TemporaryDirectory() as directory:
-        program = Path(directory) / "guard"
-        subprocess.run(
-            [compiler, "-std=c++20", "-O3", HERE / "guard.cpp", "-o", program], check=True
-        )
-        said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
-    return round(float(said) / 1e3, 4)
+    with compiled("guard.cpp", "-std=c++20") as run:
+        return round(float(run()) / 1e3, 4)
 
 
 if __name__ == "__main__":

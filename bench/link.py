@@ -10,8 +10,6 @@ all processes of a host share.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +17,7 @@ import torch
 import ringdp
 from bench import jobs
 from bench.results import parser, write
+from bench.turns import ms, timed
 from ringdp.cli.bench.machine import describe
 from ringdp.schedule.cost import Machine, closed, seconds
 
@@ -82,23 +81,9 @@ def one(
     clock: ringdp.Communicator, comm: ringdp.Communicator, algorithm: str, size: int, says: float
 ) -> LinkRow:
     buffer = torch.ones(size // 4)
-    times = []
-    for _ in range(1 + (LEAST_CALLS if says > LONG else CALLS)):
-        clock.barrier()
-        ends = [time.monotonic()]
-        comm.all_reduce(buffer, algorithm=algorithm)
-        ends.append(time.monotonic())
-        last = torch.tensor(ends, dtype=torch.float64)
-        clock.all_reduce(last, "max")
-        times.append((last[1] - last[0]).item())
-    return LinkRow(
-        comm.size, algorithm, size, *(round(1e3 * s, 3) for s in (says, *spread(times[1:])))
-    )
-
-
-def spread(times: Iterable[float]) -> tuple[float, float, float]:
-    found = sorted(times)
-    return found[0], statistics.median(found), found[-1]
+    calls = LEAST_CALLS if says > LONG else CALLS
+    times = timed(clock, lambda: comm.all_reduce(buffer, algorithm=algorithm), calls, warmups=1)
+    return LinkRow(comm.size, algorithm, size, *ms(says, times))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from torch import nn
 import ringdp
 from bench import jobs
 from bench.results import parser, write
+from bench.turns import ms, timed
 from ringdp.cli import gpt
 from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.bench.machine import describe
@@ -44,7 +44,7 @@ SHAPE = gpt.Shape(context=128, width=256, heads=4, blocks=6)
 ROWS = 1
 MEMORY = "shared memory"
 Key = tuple[int, Collective, int]  # ranks, collective, bytes
-CALLS, STEPS, WARMUPS = 9, 5, 2
+CALLS, STEPS = 9, 5
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,6 @@ def predicted(machine: Machine, n: int, collective: Collective, size: int) -> fl
     return seconds(closed(collective, "direct", n), machine, size)
 
 
-def ms(says: float, times: list[float]) -> list[float]:
-    found = says, min(times), statistics.median(times), max(times)
-    return [round(1e3 * s, 3) for s in found]
-
-
 # ---- on every rank
 
 
@@ -142,20 +137,6 @@ def timed_collectives() -> dict[Key, list[float]]:
         }
         for name in COLLECTIVES:
             found[comm.size, name, size] = timed(clock, lambda c=calls[name]: c().wait(), CALLS)
-    return found
-
-
-def timed(clock: ringdp.Communicator, act: Callable[[], object], times: int) -> list[float]:
-    """Seconds from the last rank's begin to the last rank's end."""
-    found = []
-    for turn in range(WARMUPS + times):
-        clock.barrier()
-        begin = time.monotonic()
-        act()
-        ends = torch.tensor([begin, time.monotonic()], dtype=torch.float64)
-        clock.all_reduce(ends, "max")
-        if turn >= WARMUPS:
-            found.append((ends[1] - ends[0]).item())
     return found
 
 

@@ -12,20 +12,16 @@ With this exchange no call from Python is faster than method + exchange; ours is
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import ringdp
+from bench.program import compiled
 from bench.results import parser, write
 
-HERE = Path(__file__).parent
 BYTES = (1 << 10, 4 << 10)
 ROUNDS, CALLS = 20, 50_000  # of what Python adds
 
@@ -54,17 +50,8 @@ def measured() -> Small:
 
 
 def exchange_us(cores: tuple[int, int]) -> dict[str, float]:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    with tempfile.TemporaryDirectory() as directory:
-        program = Path(directory) / "small"
-        made = [compiler, "-std=c++17", "-O3", "-pthread", HERE / "small.cpp", "-o", program]
-        subprocess.run(made, check=True)
-        found = {}
-        for size in BYTES:
-            run = [program, *map(str, (size, *cores))]
-            said = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-            found[str(size)] = int(said) / 1e3
-    return found
+    with compiled("small.cpp", "-std=c++17", "-pthread") as run:
+        return {str(size): int(run(size, *cores)) / 1e3 for size in BYTES}
 
 
 def _best_us(call: Callable[[], object]) -> float:

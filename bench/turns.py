@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+import ringdp
 from bench import jobs
 from ringdp.cli.loopback import HOST, loopback_store
 
@@ -97,6 +98,26 @@ def _turns(
             store.set(f"{turn + 1}", "")
     store.wait([f"{ways * (rounds + WARMUPS)}"])  # what comes now would disturb others' turns
     return slowest(seconds[WARMUPS:])
+
+
+def timed(
+    clock: ringdp.Communicator, act: Callable[[], object], times: int, warmups: int = 2
+) -> list[float]:
+    """Seconds from the last rank's begin to the last rank's end, on the clock of their host."""
+    found = []
+    for _ in range(warmups + times):
+        clock.barrier()
+        begin = time.monotonic()
+        act()
+        ends = torch.tensor([begin, time.monotonic()], dtype=torch.float64)
+        clock.all_reduce(ends, "max")
+        found.append((ends[1] - ends[0]).item())
+    return found[warmups:]
+
+
+def ms(says: float, times: Sequence[float]) -> list[float]:
+    """A prediction, and the least, the median and the greatest of what `timed` gives."""
+    return [round(1e3 * s, 3) for s in (says, min(times), statistics.median(times), max(times))]
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
