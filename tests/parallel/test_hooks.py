@@ -13,25 +13,9 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, UsageError
+from tests.parallel.small import WIDTH, batch, loss, net
 
 pytestmark = pytest.mark.process
-
-WIDTH = 6
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-
-
-def batch(seed: int = 0) -> Tensor:  # on every rank the same, which is then the average
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def loss(model: nn.Module, seed: int = 0) -> Tensor:
-    out: Tensor = model(batch(seed)).square().mean()
-    return out
-
 
 Loop = Callable[[nn.Module, list[nn.Parameter]], None]
 

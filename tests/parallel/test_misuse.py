@@ -16,26 +16,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
+from tests.parallel.small import APART, batch, loss, net
 
 pytestmark = pytest.mark.process
 
-WIDTH = 6
 STEPS = 3
-APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-
-
-def batch(seed: int) -> Tensor:  # on every rank the same, which is then the average
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def loss(model: nn.Module, seed: int = 0) -> Tensor:
-    out: Tensor = model(batch(seed)).square().mean()
-    return out
 
 
 def whole(engine: Engine) -> list[Tensor]:

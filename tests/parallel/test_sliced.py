@@ -15,22 +15,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
+from tests.parallel.small import APART, loss, net
 
 pytestmark = pytest.mark.process
-
-WIDTH = 6
-APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-
-
-def loss(model: nn.Module, seed: int = 0) -> Tensor:  # on every rank the same
-    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
-    out: Tensor = model(batch).square().mean()
-    return out
 
 
 def by_hand(parameters: list[Any]) -> Tensor:

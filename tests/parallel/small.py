@@ -1,0 +1,25 @@
+"""A small net, its batches and its loss: the same on every rank, whose average is then no other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ringdp import Precision
+
+WIDTH = 6
+APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: nn.Module, seed: int = 0) -> Tensor:
+    out: Tensor = model(batch(seed)).square().mean()
+    return out
