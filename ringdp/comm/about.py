@@ -10,6 +10,7 @@ import torch
 from ringdp.comm.call import collective_of, dtype_of, named, place, tag_of
 from ringdp.comm.job import Issuer
 from ringdp.schedule import Builder, Collective, proved
+from ringdp.schedule.own import name_of
 from ringdp.tape.recorder import Args, Recorder, Span
 
 
@@ -94,7 +95,7 @@ class About:
         said = self.recorder.facts.setdefault("schedules", [])
         head = {
             "collective": collective,
-            "algorithm": algorithm if isinstance(algorithm, str) else algorithm.__qualname__,
+            "algorithm": name_of(algorithm),
             "root": root,
             "ranks": self.comm.size,
         }

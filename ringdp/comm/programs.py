@@ -21,6 +21,7 @@ from ringdp.schedule import (
     project,
     proved,
 )
+from ringdp.schedule.own import name_of
 from ringdp.transport.base import uneven_bounds
 
 
@@ -35,7 +36,7 @@ class Origin(NamedTuple):
     @property
     def algorithm(self) -> str:
         """Its name."""
-        return self.builder if isinstance(self.builder, str) else self.builder.__qualname__
+        return name_of(self.builder)
 
     @property
     def names(self) -> dict[tuple[int, ...], str]:

@@ -16,6 +16,7 @@ from ringdp.comm.call import call_site, fingerprint, named
 from ringdp.comm.job import Exchange, How, Job
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError
+from ringdp.schedule.own import name_of
 
 
 class Seen:
@@ -38,7 +39,7 @@ class Seen:
         kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
         elements = buffer.numel() if job.elements is None else job.elements
         number, site, begin = self._comm.issued, call_site(3), monotonic_ns()
-        algorithm = how.algorithm if isinstance(how.algorithm, str) else how.algorithm.__qualname__
+        algorithm = name_of(how.algorithm)
 
         def ended(**more: Any) -> None:
             if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # a user's own

@@ -37,8 +37,8 @@ def proved(algorithm: str | Builder, collective: Collective, n: int, root: int =
         made = schedule(collective, algorithm, n, root)
     else:
         check_asked(collective, n)
-        name = algorithm if isinstance(algorithm, str) else _name(algorithm)
-        made = _made(load(algorithm) if isinstance(algorithm, str) else algorithm, name, n)
+        builder = load(algorithm) if isinstance(algorithm, str) else algorithm
+        made = _made(builder, name_of(algorithm), n)
         made = rooted(made, root)
     verify(made, contract(collective, n, made.chunks, root))
     return made
@@ -76,8 +76,11 @@ def _is_function_of(module: ModuleType, value: object) -> bool:
     return isinstance(value, FunctionType) and value.__module__ == module.__name__
 
 
-def _name(builder: Builder) -> str:
-    return getattr(builder, "__qualname__", repr(builder))
+def name_of(algorithm: str | Builder) -> str:
+    """A `functools.partial`, for one, has no name, and is called by its repr."""
+    if isinstance(algorithm, str):
+        return algorithm
+    return getattr(algorithm, "__qualname__", repr(algorithm))
 
 
 def _made(builder: Builder, name: str, n: int) -> Schedule:

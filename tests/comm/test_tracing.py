@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -302,6 +303,27 @@ def test_a_transport_without_a_tape_is_seen_from_outside(ranks, tmp_path, transp
         assert (told["algorithm"], told["ranks"], len(told["rounds"])) == ("star", 2, 2)
         assert len(read.spans("wait", rank)) == 5
         assert all("test_tracing.py:" in a["at"] for a in found)
+
+
+def nameless(pool: ringdp.Communicator, path: Path) -> None:
+    """Over a transport with a tape, and over one without."""
+    comm = ringdp.init(transport="c10d")
+    rendezvous._world = pool
+    with ringdp.trace(path):
+        for each in (pool, comm):
+            each.all_reduce(torch.ones(10), algorithm=partial(star))
+    pool.barrier()
+    comm.close()
+
+
+def test_an_algorithm_without_a_name_is_called_by_its_repr(ranks, tmp_path):
+    ranks(2)(nameless, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    for rank in range(2):
+        found = [e["args"]["algorithm"] for e in read.spans("collective", rank)]
+        found += [told["algorithm"] for told in read.about["parts"][str(rank)]["schedules"]]
+        assert len(found) == 3
+        assert all(name.startswith("functools.partial(<function star at") for name in found)
 
 
 def full(comm: ringdp.Communicator, path: Path) -> None:
