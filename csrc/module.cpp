@@ -20,6 +20,11 @@ const RankRecord& record_of(Source& source, int rank) {
   return source.record(rank);
 }
 
+Prepared::Buffer buffer_of(nb::handle tensor) {
+  const auto at = tensor.is_none() ? 0 : nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());
+  return {tensor, reinterpret_cast<std::byte*>(at)};
+}
+
 nb::tuple where(const RankRecord& r) {
   return nb::make_tuple(r.pid.load(), r.begun.load(std::memory_order_acquire), r.finished.load(),
                         r.round.load(), r.peer.load(), r.changed.load());
@@ -60,13 +65,17 @@ NB_MODULE(_core, m) {
           [](Progress& self, std::uintptr_t rows, std::size_t row_count, std::uintptr_t bounds,
              int chunks, int scratch, std::uintptr_t buffer, int dtype_code, int op,
              std::uint64_t number, std::uint64_t kind, std::int64_t elements, nb::bytes site,
-             bool background) {
+             bool background, nb::dict kept, nb::object used) {
             const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
             const Rows what{reinterpret_cast<const Row*>(rows), row_count, cuts, chunks, scratch,
                             reinterpret_cast<std::byte*>(buffer)};
             const Job job{what, dtype(dtype_code, op), number, kind, elements, checked(site)};
-            nb::gil_scoped_release free;
-            return self.start(job, background);
+            std::uint64_t ticket;
+            {
+              nb::gil_scoped_release free;
+              ticket = self.start(job, background);
+            }
+            return keep(kept, ticket, used);
           })
       .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
       .def("failed",
@@ -104,12 +113,22 @@ NB_MODULE(_core, m) {
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Prepared>(m, "Prepared")
-      .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t, int>(),
+      .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t, int,
+                    nb::dict>(),
            nb::keep_alive<1, 2>(), nb::arg("core"), nb::arg("collective"), nb::arg("bounds"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("kind"), nb::arg("root"))
+           nb::arg("dtype"), nb::arg("op"), nb::arg("kind"), nb::arg("root"),
+           nb::arg("kept"))
       .def_prop_ro("kind", &Prepared::kind)
-      .def("start", &Prepared::start)
-      .def("run", &Prepared::run);
+      .def("start",
+           [](Prepared& self, nb::object whole, nb::object part, std::uint64_t number, nb::bytes site) {
+             return self.start(buffer_of(whole), buffer_of(part), number, site);
+           },
+           nb::arg("whole").none(), nb::arg("part").none(), nb::arg("number"), nb::arg("site"))
+      .def("run",
+           [](Prepared& self, nb::object whole, nb::object part, std::uint64_t number, nb::bytes site) {
+             return self.run(buffer_of(whole), buffer_of(part), number, site);
+           },
+           nb::arg("whole").none(), nb::arg("part").none(), nb::arg("number"), nb::arg("site"));
 
   nb::class_<Ready>(m, "Ready")
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
@@ -125,22 +144,27 @@ NB_MODULE(_core, m) {
 
   m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");
-  nb::class_<Mailbox>(m, "Mailbox")
+  nb::class_<Mailbox>(m, "Mailbox")  // its tickets are negative here, to be told from those of Progress
       .def(nb::init<Progress&, int, int>(), nb::keep_alive<1, 2>(), nb::arg("progress"),
            nb::arg("fd"), nb::arg("rank"))
       .def("send",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int to,
-              bool background) {
-             return self.send(reinterpret_cast<const std::byte*>(data), bytes, kind, to, background);
+              bool background, nb::dict kept, nb::object used) {
+             const auto* from = reinterpret_cast<const std::byte*>(data);
+             return keep(kept, -std::int64_t(self.send(from, bytes, kind, to, background)), used);
            })
       .def("receive",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int from,
-              std::uintptr_t source, bool background) {
-             return self.receive(reinterpret_cast<std::byte*>(data), bytes, kind, from,
-                                 reinterpret_cast<std::int64_t*>(source), background);
+              std::uintptr_t source, bool background, nb::dict kept, nb::object used) {
+             const auto ticket =
+                 self.receive(reinterpret_cast<std::byte*>(data), bytes, kind, from,
+                              reinterpret_cast<std::int64_t*>(source), background);
+             return keep(kept, -std::int64_t(ticket), used);
            })
-      .def("wait", &Mailbox::wait, nb::call_guard<nb::gil_scoped_release>())
-      .def("ended", &Mailbox::ended)
+      .def("wait",
+           [](Mailbox& self, std::int64_t ticket, double seconds) { return self.wait(-ticket, seconds); },
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("ended", [](Mailbox& self, std::int64_t ticket) { return self.ended(-ticket); })
       .def("close", &Mailbox::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Watch>(m, "Watch")

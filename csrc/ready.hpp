@@ -8,26 +8,32 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "kept.hpp"
 #include "progress.hpp"
 #include "sites.hpp"
 #include "tensors.hpp"
 
 namespace ringdp {
 
-namespace nb = nanobind;
-
 inline const char* checked(const nb::bytes& site) {
   if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
   return site.c_str();
 }
 
-// An exchange that is the same time and again, but for its number, its buffers and its caller.
+// An exchange that is the same time and again, but for its number, its buffers and its caller. `kept`:
+// where its buffers are put for as long as they are used.
 class Prepared {
  public:
+  // A tensor that is given, or None.
+  struct Buffer {
+    nb::handle owner;
+    std::byte* data;
+  };
+
   Prepared(Progress& core, int collective, std::vector<std::int64_t> bounds, int dtype_code, int op,
-           std::uint64_t kind, int root)
+           std::uint64_t kind, int root, nb::dict kept)
       : core_(core), bounds_(std::move(bounds)), collective_(Collective(collective)),
-        dtype_(dtype(dtype_code, op)), kind_(kind), root_(root) {
+        dtype_(dtype(dtype_code, op)), kind_(kind), root_(root), kept_(std::move(kept)) {
     if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
       throw nb::value_error("bounds are ranks + 1 numbers");
     brief_ = core.brief(bounds_.back() * dtype_.size);
@@ -36,29 +42,43 @@ class Prepared {
   std::uint64_t kind() const { return kind_; }
   bool failed() const { return core_.failed().has_value(); }
 
+  bool keeps() const { return PyDict_Size(kept_.ptr()); }
+
   // A ticket for `wait`.
-  std::uint64_t start(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
+  std::uint64_t start(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
     const Job what = job(whole, part, number, site);
-    nb::gil_scoped_release free;
-    return core_.start(what, true);
+    std::uint64_t ticket;
+    {
+      nb::gil_scoped_release free;
+      ticket = core_.start(what, true);
+    }
+    return kept(ticket, whole, part, site);
   }
   // 0 if it has ended; after a while, or a failure, the ticket.
-  std::uint64_t run(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, nb::bytes site) {
+  std::uint64_t run(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
     const Job what = job(whole, part, number, site);
-    const auto ticket = brief_ ? core_.dash(what) : 0;
+    auto ticket = brief_ ? core_.dash(what) : 0;
     if (brief_ && !ticket) return 0;
-    nb::gil_scoped_release free;
-    if (brief_) return core_.wait(ticket, kSlice) ? 0 : ticket;
-    return core_.run(what, kSlice);
+    {
+      nb::gil_scoped_release free;
+      if (!brief_)
+        ticket = core_.run(what, kSlice);
+      else if (core_.wait(ticket, kSlice))
+        ticket = 0;
+    }
+    return ticket ? kept(ticket, whole, part, site) : 0;
   }
 
  private:
   static constexpr double kSlice = 0.1;  // s until Python looks for signals
 
-  Job job(std::uintptr_t whole, std::uintptr_t part, std::uint64_t number, const nb::bytes& site) const {
-    const Exchange what{collective_, bounds_.data(), reinterpret_cast<std::byte*>(whole),
-                        reinterpret_cast<std::byte*>(part), root_};
+  Job job(Buffer whole, Buffer part, std::uint64_t number, const nb::bytes& site) const {
+    const Exchange what{collective_, bounds_.data(), whole.data, part.data, root_};
     return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
+  }
+
+  std::uint64_t kept(std::uint64_t ticket, Buffer whole, Buffer part, const nb::bytes& site) const {
+    return keep(kept_, ticket, nb::make_tuple(nb::find(*this), whole.owner, part.owner, site));
   }
 
   Progress& core_;
@@ -67,6 +87,7 @@ class Prepared {
   Dtype dtype_;
   std::uint64_t kind_;
   int root_;
+  nb::dict kept_;
   bool brief_;  // over before the GIL would have been given away and taken back
 };
 
@@ -88,10 +109,10 @@ class Ready {
     known_.clear();
   }
 
-  // For `Sites::learn`; what a call that has ended gives; what the transport keeps for those under way.
-  void learn(nb::object line, nb::bytes nowhere, nb::object ended, nb::object kept) {
+  // For `Sites::learn`; what a call that has ended gives.
+  void learn(nb::object line, nb::bytes nowhere, nb::object ended) {
     sites_.learn(std::move(line), std::move(nowhere));
-    ended_ = std::move(ended), kept_ = std::move(kept);
+    ended_ = std::move(ended);
   }
 
   std::uint64_t issued = 0;  // calls so far, those that were issued elsewhere too
@@ -108,13 +129,13 @@ class Ready {
     const auto letters = packed(op);
     const auto label = !tag.is_valid() ? 0 : PyLong_Check(tag.ptr()) ? PyLong_AsLongLong(tag.ptr()) : -1;
     if (!all || !letters || label < 0) return PyErr_Clear(), nb::object();
-    std::uintptr_t piece = 0;
+    Prepared::Buffer buffer{whole, all->data}, piece{nb::none(), nullptr};
     if (part.is_valid()) {
       const auto one = tensors_.plain(part.ptr());
       if (!one || one->dtype != all->dtype || one->elements * ranks_ != all->elements) return {};
       const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
       if (!apart && one->data != all->data + rank_ * one->bytes) return {};
-      piece = reinterpret_cast<std::uintptr_t>(one->data);
+      piece = {part, one->data};
     }
     const Known* const found = find({collective, all->dtype, all->elements, letters, label});
     if (!found) return {};
@@ -122,16 +143,12 @@ class Ready {
     if (later && what.prepared->failed()) return {};  // there the call raises, not its wait
     const auto site = sites_.here();
     const auto number = issued++;
-    const auto at = reinterpret_cast<std::uintptr_t>(all->data);
-    const auto ticket = later ? what.prepared->start(at, piece, number, site)
-                              : what.prepared->run(at, piece, number, site);
-    if (ticket) {
-      const auto kept = nb::make_tuple(what.object, whole, part.is_valid() ? part : nb::none(), site);
-      if (PyDict_SetItem(kept_.ptr(), nb::int_(ticket).ptr(), kept.ptr()) != 0) nb::raise_python_error();
+    const auto ticket = later ? what.prepared->start(buffer, piece, number, site)
+                              : what.prepared->run(buffer, piece, number, site);
+    if (ticket)
       return comm.attr("_begun")(nb::make_tuple(number, what.prepared->kind(), all->elements, site), ticket,
                                  later);
-    }
-    if (PyDict_Size(kept_.ptr())) comm.attr("_release")();
+    if (what.prepared->keeps()) comm.attr("_release")();
     return ended_;
   }
 
@@ -191,7 +208,7 @@ class Ready {
   std::unordered_map<Key, Known, Hash> known_;
   std::array<std::pair<Key, const Known*>, kRecent> recent_{};
   Sites sites_;
-  nb::object ended_, kept_;
+  nb::object ended_;
 };
 
 }  // namespace ringdp

@@ -1,5 +1,7 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
+
+from torch import Tensor
 
 CALLS: int
 SITE_BYTES: int
@@ -40,6 +42,8 @@ class Progress:
         elements: int,
         site: bytes,
         background: bool,
+        kept: dict[int, object],
+        used: object,
         /,
     ) -> int: ...
     def wait(self, ticket: int, seconds: float, /) -> bool: ...
@@ -69,9 +73,14 @@ class Prepared:
         op: int,
         kind: int,
         root: int,
+        kept: dict[int, object],
     ) -> None: ...
-    def start(self, whole: int, part: int, number: int, site: bytes, /) -> int: ...
-    def run(self, whole: int, part: int, number: int, site: bytes, /) -> int: ...
+    def start(
+        self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /
+    ) -> int: ...
+    def run(
+        self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /
+    ) -> int: ...
 
 class Ready:
     def __init__(
@@ -86,7 +95,6 @@ class Ready:
         line: Callable[[FrameType], bytes],
         nowhere: bytes,
         ended: object,
-        kept: Mapping[int, object],
         /,
     ) -> None: ...
     def remember(
@@ -114,9 +122,28 @@ class Watch:
 
 class Mailbox:
     def __init__(self, progress: Progress, fd: int, rank: int) -> None: ...
-    def send(self, data: int, size: int, kind: int, to: int, background: bool, /) -> int: ...
+    def send(
+        self,
+        data: int,
+        size: int,
+        kind: int,
+        to: int,
+        background: bool,
+        kept: dict[int, object],
+        used: object,
+        /,
+    ) -> int: ...
     def receive(
-        self, data: int, size: int, kind: int, from_: int, source: int, background: bool, /
+        self,
+        data: int,
+        size: int,
+        kind: int,
+        from_: int,
+        source: int,
+        background: bool,
+        kept: dict[int, object],
+        used: object,
+        /,
     ) -> int: ...
     def wait(self, ticket: int, seconds: float, /) -> bool: ...
     def ended(self, ticket: int, /) -> bool: ...

@@ -77,7 +77,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         self._ready = self._transport.ready  # None: every call goes through Python
         self._calls = self._ready or Calls()
         if self._ready:
-            self._ready.learn(line, NOWHERE, ENDED, self._transport.kept)
+            self._ready.learn(line, NOWHERE, ENDED)
         self._zero = torch.zeros(1, dtype=torch.int32, device=self._transport.device)
         self._group: Group | None = None
         _all.add(self)
@@ -268,7 +268,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
             if what.again and self._ready and how.algorithm == "direct":
                 codes = DIRECT.index(what.kind), DTYPES.index(buffer.dtype)
                 self._ready.remember(*codes, what.bounds[-1], job.op, how.tag, ready)
-            return self._run(ready, what.whole, what.part, call, how.async_op, job.finish)
+            return self._run(ready, what, call, how.async_op, job.finish)
         op: Op = "sum" if job.op == "avg" else job.op
         ticket = self._transport.start(
             what.program, buffer, op, call, background=how.async_op, bounds=what.bounds
@@ -287,21 +287,17 @@ class Communicator(Reductions, Moves, Messages, Taped):
     def _run(
         self,
         ready: Prepared,
-        whole: Tensor | None,
-        part: Tensor | None,
+        what: Exchange,
         call: Call,
         background: bool,
         finish: Callable[[], None] | None,
     ) -> Work:
         number, _, _, site = call
-        addresses = _address(whole), _address(part)
         self._calls.issued += 1
-        ticket = (ready.start if background else ready.run)(*addresses, number, site)
+        ticket = (ready.start if background else ready.run)(what.whole, what.part, number, site)
+        self._transport.release()
         if ticket:
-            self._transport.keep(ticket, ready, whole, part, site)
             return self._waited(Work(self._guard, call, ticket, finish), background)
-        if self._transport.kept:
-            self._transport.release()
         if finish is not None:
             finish()
         return ENDED
@@ -312,10 +308,6 @@ class Communicator(Reductions, Moves, Messages, Taped):
         elif not background:
             work.wait()
         return work
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _forget() -> None:

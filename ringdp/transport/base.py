@@ -6,7 +6,7 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import accumulate
 from types import FrameType
@@ -87,11 +87,11 @@ class Link(NamedTuple):
 
 
 class Prepared(Protocol):
-    """A collective of one kind, length and dtype, on buffers of the host given by their addresses.
+    """A collective of one kind, length and dtype, on buffers (1-D, contiguous) that it keeps alive.
 
-    `part` is the input of an all_gather, 0 in an all_reduce, else the output: of an all_to_all, a
-    piece from every rank that sends, each as long as this rank's shard.
-    Whoever calls keeps the buffers.
+    `part` is the input of an all_gather, None in an all_reduce, else the output: of an all_to_all,
+    a piece from every rank that sends, each as long as this rank's shard. `whole` is None where
+    this rank has none.
     """
 
     @property
@@ -99,11 +99,11 @@ class Prepared(Protocol):
         """Its fingerprint."""
         ...
 
-    def start(self, whole: int, part: int, number: int, site: bytes, /) -> int:
+    def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
         """Begin it in the background. Returns a ticket for `wait`."""
         ...
 
-    def run(self, whole: int, part: int, number: int, site: bytes, /) -> int:
+    def run(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
         """Begin it and work on it for a while. Returns 0 if it has ended, else a ticket."""
         ...
 
@@ -126,10 +126,9 @@ class Ready(Protocol):
         line: Callable[[FrameType], bytes],
         nowhere: bytes,
         ended: object,
-        kept: Mapping[int, object],
         /,
     ) -> None:
-        """The user's line (see comm.call), what a call gives that has ended, Transport.kept."""
+        """The user's line (see comm.call), what a call gives that has ended."""
         ...
 
     def remember(
@@ -142,6 +141,8 @@ class Ready(Protocol):
 class Transport(Observed, Protocol):
     """Runs programs one after the other, in the order in which they were started.
 
+    What they, and messages, use is kept alive until they have ended: the caller may be gone by
+    then, and where Ctrl-C comes it may never see the ticket.
     A call's `number`, and a digest of its kind and of all before, go with every message: a receiver
     that expects others fails (MISMATCH). After a failure, of this rank or reported by another, no
     program ends any more.
@@ -184,9 +185,8 @@ class Transport(Observed, Protocol):
         """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
 
         Chunk c is [bounds[c], bounds[c+1]), by default as `chunk_bounds` cuts. Two ranks must agree
-        on the lengths of the chunks that one sends the other, and on no others. The transport
-        keeps program and buffer alive as long as it needs them. In the `background` it runs at
-        once; else it may leave the work to whoever waits for it.
+        on the lengths of the chunks that one sends the other, and on no others. In the
+        `background` it runs at once; else it may leave the work to whoever waits for it.
         """
         ...
 
@@ -237,17 +237,8 @@ class Transport(Observed, Protocol):
         be who sent it."""
         ...
 
-    @property
-    def kept(self) -> Mapping[int, object]:
-        """By ticket, what is kept alive for collectives under way."""
-        ...
-
-    def keep(self, ticket: int, *objects: object) -> None:
-        """Keep those alive until that collective has ended."""
-        ...
-
     def release(self) -> None:
-        """Keep no longer what has ended."""
+        """Keep no longer what has ended has used."""
         ...
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -81,7 +81,6 @@ class C10dTransport(Answering):
     device = torch.device("cpu")
     ready = tape = link = None
     arena: Arena | None = None
-    kept: Mapping[int, object] = {}
 
     def __init__(self, store: Store, group: wire.Group) -> None:
         """`store` and `group` are for this transport alone."""
@@ -180,9 +179,6 @@ class C10dTransport(Answering):
         root: int | None = None,
     ) -> Prepared:
         raise AssertionError("a transport without a way of its own prepares none")
-
-    def keep(self, ticket: int, *objects: object) -> None:
-        """Nothing: jobs hold what they need."""
 
     def release(self) -> None:
         """Nothing: jobs hold what they need."""

@@ -88,8 +88,8 @@ class ShmTransport:
             kept = self._attach(making, store, self.depth * stride, stride, arena)
         self._core.connect()
         self._process = os.getpid()
-        # Ticket -> what csrc holds pointers into. A Work may be dropped, or raise, before its end.
-        self.kept: dict[int, tuple[object, ...]] = {}  # that of a message is negative
+        # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
+        self.kept: dict[int, object] = {}  # that of a message is negative
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
         cores = self._mail, self._core
         self._stop = weakref.finalize(self, _stop, cores, self.kept, self._process, kept)
@@ -160,7 +160,8 @@ class ShmTransport:
         self.check(buffer)
         number, kind, elements, site = call
         cuts = _array(bounds) if bounds else _bounds(buffer.numel(), program)
-        ticket: int = self._core.start(
+        self.release()
+        return self._core.start(
             program.rows.ctypes.data,
             len(program.rows),
             cuts.ctypes.data,
@@ -174,9 +175,9 @@ class ShmTransport:
             elements,
             site,
             background,
+            self.kept,
+            (buffer, program, cuts, site),
         )
-        self.keep(ticket, buffer, program, cuts, site)
-        return ticket
 
     def prepare(
         self,
@@ -187,36 +188,44 @@ class ShmTransport:
         kind: int,
         root: int | None = None,
     ) -> Prepared:
-        codes = DIRECT.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
-        only = -1 if root is None else root
-        return _core.Prepared(self._core, codes[0], list(shards), codes[1], codes[2], kind, only)
-
-    def keep(self, ticket: int, *objects: object) -> None:
-        self.release()
-        self.kept[ticket] = objects
+        return _core.Prepared(
+            self._core,
+            DIRECT.index(collective),
+            list(shards),
+            DTYPES.index(dtype),
+            REDUCE_OPS.index(op),
+            kind,
+            -1 if root is None else root,
+            self.kept,
+        )
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.arena.empty(shape, dtype)
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
-        ticket = -self._mail.send(buffer.data_ptr(), buffer.nbytes, kind, to, background)
-        self.keep(ticket, buffer)
-        return ticket
+        self.release()
+        at, size = buffer.data_ptr(), buffer.nbytes
+        return self._mail.send(at, size, kind, to, background, self.kept, buffer)
 
     def receive(
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
     ) -> int:
         self.check(buffer)
-        anyone = -1 if sender is None else sender
-        at = source.data_ptr()
-        ticket = -self._mail.receive(buffer.data_ptr(), buffer.nbytes, kind, anyone, at, background)
-        self.keep(ticket, buffer, source)
-        return ticket
+        self.release()
+        return self._mail.receive(
+            buffer.data_ptr(),
+            buffer.nbytes,
+            kind,
+            -1 if sender is None else sender,
+            source.data_ptr(),
+            background,
+            self.kept,
+            (buffer, source),
+        )
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        over = self._mail.wait(-ticket, timeout) if ticket < 0 else self._core.wait(ticket, timeout)
-        if not over:
+        if not (self._mail if ticket < 0 else self._core).wait(ticket, timeout):
             return False
         self.release()
         return True
@@ -279,13 +288,13 @@ class ShmTransport:
     def release(self) -> None:
         finished = self._core.finished()
         for ticket in list(self.kept):
-            if ticket <= finished if ticket > 0 else self._mail.ended(-ticket):
+            if ticket <= finished if ticket > 0 else self._mail.ended(ticket):
                 self.kept.pop(ticket, None)
 
 
 def _stop(
     cores: tuple[_core.Mailbox | _core.Progress, ...],
-    kept: dict[int, tuple[object, ...]],
+    kept: dict[int, object],
     process: int,
     fd: int,
 ) -> None:

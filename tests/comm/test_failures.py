@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,74 @@ def interrupted(comm: Communicator) -> float:
 
 def test_ctrl_c_ends_a_wait(ranks):
     assert max(ranks(2)(interrupted)) < ALLOWED
+
+
+@leaves_nothing
+def interrupted_at_first(comm: Communicator) -> tuple[int, int]:
+    """In a call that none before was like. How much is kept for it then, and once it has ended."""
+    kept = 0
+    with comm.duplicate() as other:
+        other.barrier()
+        if comm.rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Thread(target=interrupt, args=(other,), daemon=True).start()
+            with pytest.raises(KeyboardInterrupt):
+                other.broadcast(torch.zeros(200_000), root=1)
+            kept = len(other._transport.kept)
+        others = [torch.full((200_000,), 7.0) for _ in range(4)]  # where it was, if it has gone
+        comm.barrier()
+        if comm.rank == 1:
+            other.broadcast(torch.ones(200_000), root=1)
+        other.barrier()
+        assert all(bool((x == 7).all()) for x in others)
+        return kept, len(other._transport.kept)
+
+
+def test_ctrl_c_in_a_first_call_leaves_what_it_uses(ranks):
+    assert ranks(2)(interrupted_at_first) == [(1, 0), (0, 0)]
+
+
+class Interrupted:
+    """A part of csrc, whose calls Python interrupts as they return."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._core, name)
+
+        def call(*arguments: Any) -> None:
+            method(*arguments)
+            raise KeyboardInterrupt
+
+        return call if name in ("start", "send", "receive") else method
+
+
+@leaves_nothing
+def interrupted_at_the_end(comm: Communicator) -> list[int]:
+    found = []
+    other = comm.duplicate()
+    transport: Any = other._transport
+    x = torch.ones(100_000)
+    calls = (
+        lambda: other.all_reduce(x, algorithm="ring", async_op=True),
+        lambda: other.isend(x, 1 - comm.rank),
+        lambda: other.irecv(x, 1 - comm.rank),
+    )
+    transport._core, transport._mail = Interrupted(transport._core), Interrupted(transport._mail)
+    for call in calls:
+        comm.barrier()  # nothing has ended by the next line: the other rank has not begun it
+        if comm.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            found.append(len(transport.kept))
+    comm.barrier()
+    other.abort()
+    return found
+
+
+def test_ctrl_c_as_a_call_begins_leaves_what_it_uses(ranks):
+    assert ranks(2)(interrupted_at_the_end) == [[1, 2, 3], []]
 
 
 @fallible

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.transport.base import Direct, ReduceOp
@@ -132,8 +133,8 @@ class Own(NamedTuple):
         return sent
 
 
-# The collective, its call, and the addresses of its buffers; returns a ticket.
-Issue = Callable[[Own, Call, int, int], int]
+# The collective, its call and its buffers; returns a ticket.
+Issue = Callable[[Own, Call, Tensor | None, Tensor | None], int]
 
 
 class PreparedOwn:
@@ -142,7 +143,7 @@ class PreparedOwn:
     def __init__(self, issue: Issue, own: Own, kind: int) -> None:
         self.kind, self._issue, self._own = kind, issue, own
 
-    def start(self, whole: int, part: int, number: int, site: bytes, /) -> int:
+    def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
         return self._issue(self._own, (number, self.kind, self._own.shards[-1], site), whole, part)
 
     run = start

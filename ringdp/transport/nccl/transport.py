@@ -79,7 +79,6 @@ class NcclTransport(C10dTransport):
             self._under_way: list[UnderWay] = []
             # Messages that were received on the host, and where they go on the device.
             self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
-            self.kept: dict[int, object] = {}
             self._streams = streams(self.device)
             unique = shared_id(store, making, self.rank, nccl)
             making.called(partial(self._join, nccl, unique))
@@ -112,11 +111,11 @@ class NcclTransport(C10dTransport):
         cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
         return self._issue(call, partial(self._execute, program, buffer, cuts, op), buffer)
 
-    def issue_own(self, own: Own, call: Call, whole: int, part: int) -> int:
-        """One of NCCL's collectives, on buffers of the device at these addresses."""
-        return self._issue(
-            call, lambda: own.run(self._nccl, whole, part, self.rank, self.ranks), None
-        )
+    def issue_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
+        """One of NCCL's collectives, on buffers of the device."""
+        all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
+        act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
+        return self._issue(call, act, (whole, part))
 
     def prepare(
         self,
@@ -163,18 +162,7 @@ class NcclTransport(C10dTransport):
             if work.ticket == ticket and work.end is not None:
                 self._streams.settle(work.end)
                 work.kept = None  # its memory is free in the order of the caller's stream
-        self.kept.pop(ticket, None)
-        self.release()
         return True
-
-    def keep(self, ticket: int, *objects: object) -> None:
-        self.kept[ticket] = objects
-
-    def release(self) -> None:
-        busy = self._open | {work.ticket for work in list(self._under_way)}
-        for ticket in list(self.kept):
-            if ticket not in busy:
-                self.kept.pop(ticket, None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
