@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import (
     CNN,
+    UNUSED,
     WIDTH,
     Branches,
     Wrap,
@@ -212,6 +214,35 @@ def taken_over(comm: Communicator) -> None:
 
 def test_a_model_may_be_taken_over(ranks):
     ranks(2)(taken_over)
+
+
+def penalised(comm: Communicator, options: dict[str, bool]) -> None:
+    """Gradients of the inputs are made first, as for a gradient penalty: that backward brings none
+    to a parameter."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        layers = nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3, bias=False)
+        net: Any = wrap(nn.Sequential(*layers), **options)
+        reduced = []
+        for both, first in product((False, True), repeat=2):
+            net.zero_grad()
+            if first:  # what is accumulated is to be reduced, too
+                with net.no_sync():
+                    loss(net(rows(1, comm.rank))).backward()
+            x = rows(0, comm.rank).requires_grad_()
+            out = net(x)
+            (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            penalty = g.square().sum()
+            (loss(out) + penalty if both else penalty).backward()
+            reduced += gradients(net)
+        return reduced
+
+    assert equal(*of_both(found))
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED, UNUSED | {"gradient_as_bucket_view": True}])
+def test_a_backward_to_the_inputs_alone_is_not_the_one_that_reduces(ranks, options):
+    ranks(2)(penalised, options)
 
 
 def in_place(comm: Communicator) -> None:

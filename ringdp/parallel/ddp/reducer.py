@@ -16,6 +16,8 @@ Note [gradients that never come]
     p.grad stays untouched. With static_graph this is found out in the first backward, in which
     everything is reduced at the end, and holds from then on; so does how often each gradient is
     made (reentrant checkpoints make some in several parts).
+    A backward that brings no rank any, as torch.autograd.grad to the inputs, is not the one: the
+    next shall reduce. But within `join`, where other ranks shadow one backward of each forward.
     Where the end of backward must be known, the outputs' hooks, which run before all others, ask
     for a callback. By default the start of the last bucket does.
 """
@@ -168,7 +170,8 @@ class Reducer(Asked, Taped):
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """The next backward, of a forward that has ended, shall reduce."""
-        self._armed, self._ending, self._next, self.started = True, False, 0, 0
+        self._armed, self._running, self._ending = True, False, False
+        self._next = self.started = 0
         self.idle.clear()
         self._left = list(self._expected)
         self._ordering = self.journal.sampling or not self.rebuilt
@@ -269,7 +272,6 @@ class Reducer(Asked, Taped):
         with span("search_unused_parameters") if self._finds_unused else nullcontext():
             missing = self._missing()
         if self._learning:
-            self._expected = [1 - left for left in self._left]
             for index in self._order:
                 self._ready(index)
         if self._learning or self._finds_unused:
@@ -279,10 +281,15 @@ class Reducer(Asked, Taped):
         if self._next < len(self.buckets):
             return  # the next forward tells of it
         if self._learning or self._finds_unused:
-            self._untouched = self._ask_users(missing)()
+            self._untouched, any_came = self._ask_users(missing)()
+            if not any_came and not self.joined:
+                self._land()
+                self.prepare_for_backward(())
+                return
             self._steady &= self.unused in (None, missing)
             self.unused = missing
         self._land()
+        self._expected = [1 - left for left in self._left] if self._learning else self._expected
         self.journal.end(self._order)
         self.mixed.raise_all()
         for index in missing:
@@ -311,16 +318,18 @@ class Reducer(Asked, Taped):
         """Parameters may have no gradient."""
         return self.settings.find_unused_parameters or self.settings.static_graph
 
-    def _ask_users(self, missing: Sequence[int]) -> Callable[[], set[int]]:
-        """What is returned waits, and gives the parameters that no rank has used."""
-        used = torch.ones(len(self.parameters), dtype=torch.int32)
+    def _ask_users(self, missing: Sequence[int]) -> Callable[[], tuple[set[int], bool]]:
+        """What is returned waits, and gives the parameters that no rank has used, and whether any
+        gradient has come in this backward to any rank."""
+        used = torch.ones(len(self.parameters) + 1, dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
+        used[-1] = len(missing) < len(self.parameters)
         work = all_reduce(self.comm, used, tag=len(self.buckets))
 
-        def unused_everywhere() -> set[int]:
+        def unused_everywhere() -> tuple[set[int], bool]:
             work.wait()
-            self._users = used
-            return {i for i, users in enumerate(used.tolist()) if not users}
+            self._users = used[:-1]
+            return {i for i, n in enumerate(self._users.tolist()) if not n}, bool(used[-1])
 
         return unused_everywhere
 
