@@ -52,13 +52,14 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
+        if not self.training:
             return super().forward(input)
         comm = communicator_of(self.process_group)
         y, mean, m2, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, comm
         )
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        if self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             seen = int(self.num_batches_tracked)

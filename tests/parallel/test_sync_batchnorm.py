@@ -90,6 +90,24 @@ def test_it_trains_under_ddp(ranks):
     assert first == second
 
 
+def untracked(comm: Communicator) -> None:
+    """What runs stays; at last rank 0 alone evaluates, by its own rows where none are running."""
+    x = batch(0, 0, (3,))
+    norm, theirs = SyncBatchNorm(CHANNELS, process_group=comm), nn.BatchNorm1d(CHANNELS)
+    norm.track_running_stats = theirs.track_running_stats = False
+    norm(x), theirs(x)
+    for a, b in zip(norm.buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(a, b)
+    norm = SyncBatchNorm(CHANNELS, track_running_stats=False, process_group=comm)
+    theirs = nn.SyncBatchNorm(CHANNELS, track_running_stats=False)
+    if comm.rank == 0:
+        assert torch.equal(norm.eval()(x), theirs.eval()(x))
+
+
+def test_it_tracks_nothing_where_torchs_does_not(ranks):
+    ranks(2)(untracked)
+
+
 def wrong(comm: Communicator) -> None:
     norm = SyncBatchNorm(3, process_group=comm)
     for shape in ((3,), (2, 4)):
