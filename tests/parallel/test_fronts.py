@@ -179,6 +179,26 @@ def test_zero_redundancy_optimizer(ranks):
     ranks(3)(zero)
 
 
+def in_other_places(comm: Communicator) -> list[bool]:
+    """It steps parameters whose memory is another's since it was made, and holds no gradient, so
+    that DDP need not make room for others."""
+    model = ringdp.DistributedDataParallel(net(), process_group=comm)
+    optimizer = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)
+    twin = ringdp.DistributedDataParallel(net(), process_group=comm)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    flats = []
+    for _ in range(3):
+        for p in (*model.parameters(), *twin.parameters()):
+            p.data = p.data.clamp(-0.5, 0.5)
+        assert trained(comm, model, optimizer) == trained(comm, twin, plain)
+        flats.append([bucket.flat.data_ptr() for bucket in model.reducer.buckets])
+    return [flat == flats[1] for flat in flats[1:]]  # the first backward builds them anew
+
+
+def test_it_steps_parameters_in_other_places_and_holds_no_gradient(ranks):
+    assert ranks(2)(in_other_places) == [[True, True]] * 2
+
+
 def over_torchs(comm: Communicator) -> None:
     """Scripts that know torch's groups and meshes only."""
     gloo()

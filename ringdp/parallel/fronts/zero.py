@@ -91,9 +91,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             inner.update({k: v for k, v in group.items() if k != "params"})
             for p, part, begin in parts:
                 part.grad = None
+                # p.data may be other memory by now
+                part.data = p.detach().view(-1)[begin : begin + part.numel()]
                 if p.grad is not None and part.numel():
                     part.grad = p.grad.reshape(-1)[begin : begin + part.numel()]
         self.optim.step()
+        for _, part, _ in (entry for parts in self._parts for entry in parts):
+            part.grad = None  # a view of p.grad, which would hold DDP's bucket
         for plan, tensors in self._plans:
             self._share(plan, tensors)
         return loss
