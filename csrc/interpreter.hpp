@@ -85,7 +85,8 @@ class Interpreter {
     Piece target = row.dst_chunk >= 0 ? piece(row.dst_chunk) : Piece{};
     Piece value{};
     if (receives) {
-      Stamp& stamp = receive(row.recv_peer);
+      Stamp& slot = receive(row.recv_peer);
+      const Stamp stamp = slot;  // a copy: what is checked is what is used
       const bool any = row.dst_chunk >= job_.chunks && !(row.flags & kReduce);
       const Stamp expected{number_, any ? stamp.bytes : target.count * size, digest_, 0,
                            any ? stamp.more : target.more};
@@ -93,7 +94,7 @@ class Interpreter {
           stamp.bytes != expected.bytes || stamp.more != expected.more ||
           stamp.bytes > segment_.slab() || stamp.bytes % size)
         throw Failed{Failure::mismatch, row.recv_peer, expected, stamp};
-      value = {reinterpret_cast<std::byte*>(&stamp + 1), stamp.bytes / size, stamp.more != 0,
+      value = {reinterpret_cast<std::byte*>(&slot + 1), stamp.bytes / size, stamp.more != 0,
                row.recv_peer};
     } else {
       round(row.src_chunk);
