@@ -53,6 +53,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel import copies, outside, sliced, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.given import Given
 from ringdp.parallel.left import Left
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.outputs import lasting, tensors
@@ -92,7 +93,8 @@ class Engine(Taped):
         self.reducing = Reducing(reductions, stage, ledger, overlap=overlap)
         self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
         under_way = self.reducing.under_way if self.yields else lambda: 0
-        self.gathering = Gathering(units, self.groups, gathers, prefetch_bytes, under_way)
+        given = Given(model, units)
+        self.gathering = Gathering(given, self.groups, gathers, prefetch_bytes, under_way)
 
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes

@@ -6,11 +6,12 @@ their own, so that they do not queue behind reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ringdp.comm import Communicator
+from ringdp.parallel.given import Given
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.unit import State
 
 
 class Gathering:
@@ -21,13 +22,14 @@ class Gathering:
 
     def __init__(
         self,
-        units: Sequence[FlatUnit],
+        given: Given,
         groups: Groups,
         comm: Communicator,
         prefetch_bytes: int | None,
         under_way: Callable[[], int],
     ) -> None:
-        self.units, self.groups, self.comm = units, groups, comm
+        self.given, self.groups, self.comm = given, groups, comm
+        self.units = units = given.units
         self._under_way = under_way
         self.deferred = False  # whether a gather waits for what is under way
         self._sizes = [u.bytes if u.freed else 0 for u in units]
@@ -36,11 +38,12 @@ class Gathering:
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
-        self.over = False  # whether a backward has ended the iteration: the next forward is another
+        self.over = True  # whether the next forward starts an iteration: a backward has ended one
 
     def begin(self) -> None:
         """A new iteration starts, after which nothing may be left of one without a backward: what
         its slices are may have changed."""
+        self.given.check()
         for index in self._ahead:
             if self.units[index].state is State.GATHERING:
                 self.units[index].unshard()
@@ -98,6 +101,7 @@ class Gathering:
         finally:
             for unit in summoned:
                 unit.dismiss(write=write)
+        self.given.check()
 
     def reshard_all(self) -> None:
         """Every unit sharded, nothing in flight."""

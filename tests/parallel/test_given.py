@@ -1,0 +1,124 @@
+"""Parameters put into a model after it was sharded, which no unit has: an error names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Engine, Precision, UsageError
+from tests.parallel.small import APART, WIDTH, loss, net
+
+pytestmark = pytest.mark.process
+
+each = pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+
+
+def assign(engine: Engine) -> None:
+    state = {name: t.clone() for name, t in net().state_dict().items()}
+    with engine.full_parameters(write=True):
+        engine.model.load_state_dict(state, assign=True)
+
+
+def put_layer(engine: Engine) -> None:
+    engine.model.add_module("2", nn.Linear(WIDTH, WIDTH))
+
+
+def put_frozen(engine: Engine) -> None:
+    engine.model.get_submodule("1.0").bias = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+
+def add(engine: Engine) -> None:
+    engine.model.get_submodule("0.0").scale = nn.Parameter(torch.ones(1))
+
+
+def tie(engine: Engine) -> None:
+    first, last = (engine.model.get_submodule(name) for name in ("0.0", "2.0"))
+    last.weight = first.weight
+
+
+CHANGES: dict[str, Callable[[Engine], None]] = {
+    "parameter 0.0.weight is another": assign,
+    "parameter 2.weight is another": put_layer,
+    "parameter 1.0.bias is another": put_frozen,
+    "parameter 0.0.scale is another": add,
+    "parameter 2.0.weight is another than": tie,
+}
+
+
+def replaced(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    for late in (False, True):
+        for words, change in CHANGES.items():
+            engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
+            if late:
+                loss(model).backward()
+            if change is assign:
+                with pytest.raises(UsageError, match=words):
+                    change(engine)
+            else:
+                change(engine)
+            with pytest.raises(UsageError, match=words):
+                loss(model)
+            engine.close()
+
+
+@each
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_that_no_unit_has_are_told(ranks, stage, precision):
+    ranks(2)(replaced, stage, precision)
+
+
+def blocks_only(comm: Communicator, stage: int) -> None:
+    """The model's own forward is not called, nor is the first iteration over."""
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    put_layer(engine)
+    with pytest.raises(UsageError, match=r"parameter 2\.weight"):
+        model[0](torch.ones(1, WIDTH))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_they_are_told_where_blocks_are_called(ranks, stage):
+    ranks(2)(blocks_only, stage)
+
+
+def harmless(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    """Forwards without a backward, a frozen parameter added, a layer taken away, one frozen."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for change in (
+        lambda one: one[2].register_parameter("extra", nn.Parameter(torch.ones(1), False)),
+        lambda one: one[0].requires_grad_(False),
+        lambda one: one.__delitem__(1),
+        lambda one: one.zero_grad(),
+    ):
+        for one in (model, twin):
+            change(one)
+            loss(one)
+            loss(one).backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+    with engine.full_parameters():
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    engine.close()
+
+
+@each
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_trains_as_in_one_process_is_left_alone(ranks, stage, precision):
+    ranks(2)(harmless, stage, precision)
+
+
+def called(comm: Communicator) -> bool:
+    """As a function of other tensors, which are nobody's to reduce."""
+    engine = ringdp.shard(model := net(), stage=0, comm=comm)
+    others = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    out: Tensor = torch.func.functional_call(model, others, (torch.ones(1, WIDTH),))
+    engine.close()
+    return out.requires_grad
+
+
+def test_it_is_called_with_other_tensors_for_its_parameters(ranks):
+    assert all(ranks(2)(called))
