@@ -284,9 +284,7 @@ class Engine(Taped):
             )
 
     def _after_step(self) -> None:
-        for unit in self.units:
-            if unit.state is State.SHARDED and self.stage.optimizer is Keep.SHARD:
-                outside.guard(unit.parameters)
+        steps.restore(self.units, self.stage)
 
     # ---- for the user
 

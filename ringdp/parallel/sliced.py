@@ -69,13 +69,28 @@ def read(gradient: Tensor, parameter: nn.Parameter) -> None:
         _mark(gradient, _WHOLES[parameter])
 
 
-def release(parameters: Iterable[nn.Parameter]) -> None:
-    """An optimizer is about to step them: their gradients are plain, and no slice is empty."""
+Emptied = list[tuple[nn.Parameter, Tensor]]  # whose gradients have no elements, and these
+
+
+def release(parameters: Iterable[nn.Parameter]) -> Emptied:
+    """An optimizer is about to step them: their gradients are plain, and no slice is empty. Returns
+    what has been taken off for that."""
+    emptied: Emptied = []
     for p in parameters:
         if isinstance(p.grad, Sliced):
             p.grad.__class__ = Tensor  # type: ignore[assignment]
         if p.grad is not None and not p.numel():
+            emptied.append((p, p.grad))
             p.grad = None  # else it would keep a state for it
+    return emptied
+
+
+def restore(emptied: Emptied) -> None:
+    """It has stepped: every rank has gradients of the same parameters again, for their norms."""
+    while emptied:
+        p, gradient = emptied.pop()
+        if p.grad is None:
+            p.grad = gradient
 
 
 def _mark(tensor: Tensor, whole: weakref.ref[Whole]) -> None:

@@ -12,7 +12,7 @@ from ringdp.parallel import outside, sliced
 from ringdp.parallel.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.taped import in_backward
-from ringdp.parallel.unit import FlatUnit
+from ringdp.parallel.unit import FlatUnit, State
 
 # Of torch's, those that look at a parameter, or at all of them, as a whole.
 _NOT_BY_ELEMENT = tuple(
@@ -56,4 +56,12 @@ def release(units: Sequence[FlatUnit], stage: Stage) -> None:
     for unit in units:
         outside.release(unit.parameters)
         if stage.optimizer is Keep.SHARD:
-            sliced.release(unit.parameters)
+            unit.emptied = sliced.release(unit.parameters)
+
+
+def restore(units: Sequence[FlatUnit], stage: Stage) -> None:
+    """An optimizer, theirs or another, has stepped."""
+    for unit in units:
+        sliced.restore(unit.emptied)
+        if unit.state is State.SHARDED and stage.optimizer is Keep.SHARD:
+            outside.guard(unit.parameters)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
-from ringdp.parallel import layout, outside
+from ringdp.parallel import layout, outside, sliced
 from ringdp.parallel.computed import Computed
 from ringdp.parallel.memory import Ledger, Widths, widths_of
 from ringdp.parallel.offload import Offload, on_host
@@ -97,6 +97,7 @@ class FlatUnit:
         if self.apart:
             self.computed = [Computed.of(p, v) for p, v in zip(parameters, self.views, strict=True)]
         self._make_gradients(device)
+        self.emptied: sliced.Emptied = []  # while an optimizer steps
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state = State.UNSHARDED
         self.work: Work | None = None

@@ -166,6 +166,38 @@ def is_slice(comm: Communicator, stage: int) -> None:
     engine.close()
 
 
+def stepped(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    """12 elements, of which rank 0 has all."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    twin = copy.deepcopy(model)
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    for clear in (False, True):
+        found = []
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            one(torch.ones(1, 3)).sum().backward()
+            if clear:
+                one.weight.grad = None
+            optimizer.step()
+            there = torch.tensor([int(p.grad is not None) for p in one.parameters()])
+            comm.all_reduce(there, "min")  # on every rank, else they would hang in the norms
+            found.append(there.tolist())
+        assert found == [[not clear, True]] * 2
+        found = [
+            [p.grad.norm() for p in one.parameters() if p.grad is not None] for one in (model, twin)
+        ]
+        torch.testing.assert_close(*found)
+    assert not optimizers[0].state
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_norms_may_be_taken_after_the_step(ranks, stage, precision):
+    ranks(2)(stepped, stage, precision)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_is_an_ordinary_slice_else(ranks, stage):
     ranks(2)(is_slice, stage)
