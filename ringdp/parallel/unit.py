@@ -288,6 +288,8 @@ class FlatUnit:
             self.ledger.take("gradients", shard * self.dtypes.master.itemsize)
         else:
             self.gradient = self.ledger.empty("gradients", shard, self.dtypes.master, device)
+        begin = self.part.start if stage.optimizer is Keep.SHARD else 0
+        self.gradient[max(0, plan.elements - begin) :].zero_()  # the padding: norms are of all
 
     def check_frozen(self) -> None:
         """Raises UsageError if a parameter without a gradient buffer now wants one."""

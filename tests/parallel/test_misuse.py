@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ringdp
-from ringdp import Communicator, Engine, Precision, UsageError
+from ringdp import Communicator, Engine, Offload, Precision, UsageError
+from ringdp.parallel.clip import finite, grad_norm
 from tests.parallel.small import APART, batch, loss, net
 
 pytestmark = pytest.mark.process
@@ -161,6 +162,32 @@ def steps_its_own(comm: Communicator, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_one_rank_steps_of_its_own_gathers_nothing(ranks, stage):
     ranks(2)(steps_its_own, stage)
+
+
+def starts_with_gradients(comm: Communicator, stage: int) -> list[float]:
+    """Of zeros, to which the first backward adds. What is not written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        offload = Offload(optimizer=True) if stage else None
+        engine = ringdp.shard(model := net(), stage=stage, offload=offload, comm=comm)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    norms = []
+    for gradient in (torch.zeros_like, lambda _: None):
+        for p in model.parameters():
+            p.grad = gradient(p)
+        loss(model).backward()
+        assert finite(engine)
+        norms.append(grad_norm(engine))
+    engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_norm_is_of_gradients_alone(ranks, stage):
+    """Not of what lies behind them in a buffer."""
+    for added, made in ranks(2)(starts_with_gradients, stage):
+        assert added == made
 
 
 # ---- reading and writing whole parameters
