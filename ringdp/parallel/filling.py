@@ -21,8 +21,8 @@ class Filling:
         self.plan, self.flat, self.scale = plan, flat, scale
         self._there: set[int] = set()
 
-    def take(self, at: int, gradient: Tensor) -> bool:
-        """The gradient of the plan's entry `at`, or more of it; whether it is the first."""
+    def take(self, at: int, gradient: Tensor) -> None:
+        """The gradient of the plan's entry `at`, or more of it."""
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {self.plan.entries[at].name} got a sparse gradient, which flat buffers "
@@ -30,13 +30,11 @@ class Filling:
             )
         gradient = gradient.detach()  # create_graph makes gradients with a history
         part = self.part(at).view(gradient.shape)
-        first = at not in self._there
-        if first:
+        if at in self._there:
+            part.add_(gradient, alpha=self.scale)
+        else:
             scaled_copy(gradient, part, self.scale)
             self._there.add(at)
-        else:
-            part.add_(gradient, alpha=self.scale)
-        return first
 
     def part(self, at: int) -> Tensor:
         entry = self.plan.entries[at]

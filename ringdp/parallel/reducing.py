@@ -18,11 +18,13 @@ from ringdp.parallel.unit import FlatUnit
 
 
 class _Open(NamedTuple):
-    """A unit whose gradients come. `keep`: not to be reduced."""
+    """A unit whose gradients come. `keep`: not to be reduced. `came`: those that have in this
+    backward, where `filling` may hold some of backwards before."""
 
     unit: FlatUnit
     filling: Filling
     keep: bool
+    came: set[int]
 
 
 class _Reduction(NamedTuple):
@@ -62,15 +64,17 @@ class Reducing:
             filling = self.kept.open(unit)
         else:
             filling = Filling(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
-        self._open[unit.index] = _Open(unit, filling, keep)
+        self._open[unit.index] = _Open(unit, filling, keep, set())
 
     def take(self, unit: FlatUnit, at: int) -> bool:
         """Move in what the unit's parameter `at` has got; whether it is the first of it."""
-        parameter = unit.computed[at]
-        if parameter.grad is None:  # a hook of the user's has taken it away
-            return True
-        gradient, parameter.grad = parameter.grad, None
-        return self._open[unit.index].filling.take(at, gradient)
+        parameter, opened = unit.computed[at], self._open[unit.index]
+        if parameter.grad is not None:  # a hook of the user's may have taken it away
+            gradient, parameter.grad = parameter.grad, None
+            opened.filling.take(at, gradient)
+        first = at not in opened.came
+        opened.came.add(at)
+        return first
 
     def close(self, unit: FlatUnit) -> None:
         """All of the unit's gradients have come."""
@@ -127,7 +131,7 @@ class Reducing:
 
     def drop(self) -> None:
         """Forget what has come and is not reduced."""
-        for unit, filling, _ in self._open.values():
+        for unit, filling, *_ in self._open.values():
             if unit not in self.kept:
                 self._give(unit, filling.flat)
         self._open.clear()

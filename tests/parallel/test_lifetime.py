@@ -147,8 +147,10 @@ class Recorder:
         return getattr(self.comm, name) if name in ("close", "ended", "size") else call
 
 
-def order(comm: Communicator, stage: int) -> list[tuple[str, int]]:
-    """Collectives as issued, and each block's forward and the end of its backward, in step 2."""
+def order(comm: Communicator, stage: int, keeps: bool) -> list[tuple[str, int]]:
+    """Collectives as issued, and each block's forward and the end of its backward, in step 2.
+
+    `keeps`: gradients of a backward before, too."""
     model = net()
     engine: Any = ringdp.shard(model, stage=stage, comm=comm)
     events: list[tuple[str, int]] = []
@@ -168,8 +170,11 @@ def order(comm: Communicator, stage: int) -> list[tuple[str, int]]:
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            events.clear()
             optimizer.zero_grad()
+            if keeps:
+                with engine.no_sync():
+                    loss(model(batch())).backward()
+            events.clear()
             loss(model(batch())).backward()
             optimizer.step()
     finally:
@@ -177,9 +182,10 @@ def order(comm: Communicator, stage: int) -> list[tuple[str, int]]:
     return events
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_collectives_are_issued_ahead_of_need(ranks, stage):
-    events, other = ranks(2)(order, stage)
+def test_collectives_are_issued_ahead_of_need(ranks, stage, keeps):
+    events, other = ranks(2)(order, stage, keeps)
     assert events == other, "every rank issues the same in the same order"
     kind = "all_reduce" if stage == 0 else "reduce_scatter"
     assert [i for name, i in events if name == kind] == [3, 2, 1, 0]
