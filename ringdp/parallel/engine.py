@@ -12,8 +12,7 @@ It hangs on the model's hooks:
 
 The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
 their own, so that neither queues behind the other (but see Note [gathers yield to reductions], in
-`prefetch`). Nothing here looks at the stage's number: what differs between stages is data
-(`stages.STAGES`).
+`prefetch`). Nothing here looks at the stage's number: what differs is data (`stages.STAGES`).
 
 Within `no_sync` a unit's gradients are not reduced but added up, unsharded and in the masters'
 dtype, in every stage alike: one reduction less costs the memory of whole gradients. Without it
@@ -50,7 +49,7 @@ from torch.optim.optimizer import (
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import copies, outside, sliced, steps
+from ringdp.parallel import copies, sliced, state_dict, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
@@ -89,11 +88,10 @@ class Engine(Taped):
             of.setdefault(module, []).append(index)
         self.groups = list(of.values())
         self.roots = self.groups[0]
-        gathers, reductions = comm.duplicate(), comm.duplicate()
-        self.reducing = Reducing(reductions, stage, ledger, overlap=overlap)
+        self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
         self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
         under_way = self.reducing.under_way if self.yields else lambda: 0
-        given = Given(model, units)
+        given, gathers = Given(model, units), comm.duplicate()
         self.gathering = Gathering(given, self.groups, gathers, prefetch_bytes, under_way)
 
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
@@ -117,9 +115,11 @@ class Engine(Taped):
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
         if stage.optimizer is Keep.SHARD:
             sliced.belong((p for u in units for p in u.parameters), self)
-            self._handles += outside.guard_state(
+            self._handles += state_dict.guard(
                 model, lambda: self._held, lambda: self._held and self._writes, own
             )
+        else:
+            self._handles += state_dict.of_masters(model, self.gathering, own)
         recorder.join(self)
 
     # ---- forward

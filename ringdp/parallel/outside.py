@@ -2,23 +2,20 @@
 
 Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
 wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
-record a graph. Reading under no_grad, as optimizers do, goes through; the model's state_dict, which
-would be one of slices, does not.
+record a graph. Reading under no_grad, as optimizers do, goes through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
 from ringdp.parallel import sliced
-from ringdp.parallel.copies import Own
 
 
 class Sharded(nn.Parameter):
@@ -55,33 +52,6 @@ def _refusal(args: Any, kwargs: Any) -> UsageError:
         "slice. Use it within that forward; read it whole within full_parameters(); or choose "
         "units so that it lies in the one whose forward uses it."
     )
-
-
-def guard_state(
-    model: nn.Module, may_save: Callable[[], bool], may_load: Callable[[], bool], own: Own
-) -> list[RemovableHandle]:
-    """From now on state_dict and load_state_dict, of any of its modules, are refused unless the
-    parameters are whole, and what is loaded is kept."""
-
-    def refuse(what: str, allowed: bool, instead: str) -> None:
-        if not allowed:
-            raise UsageError(
-                f"{what} of a sharded model: its parameters are this rank's flat slices{instead}"
-            )
-
-    save = ". Call it within full_parameters(), or use ringdp.save or ringdp.export."
-    load = ", or only read. Call it within full_parameters(write=True), or use ringdp.load."
-    handles: list[RemovableHandle] = []
-    for module in model.modules():
-        handles += [
-            module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                own(lambda *_: refuse("state_dict", may_save(), save))
-            ),
-            module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                own(lambda *_: refuse("load_state_dict", may_load(), load))
-            ),
-        ]
-    return handles
 
 
 def name(parameter: nn.Parameter, text: str) -> None:

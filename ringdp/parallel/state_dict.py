@@ -1,0 +1,80 @@
+"""state_dict and load_state_dict of a model that an engine holds, and of any of its modules.
+
+From stage 1 on they would be of this rank's slices, and are refused unless the parameters are
+whole, and what is loaded is kept. In stage 0 they are of the masters, in the midst of an iteration
+too, where modules hold the parameters that compute (see Note [masters apart] in `unit`): those are
+of less precision, and what is loaded into them is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
+
+from ringdp.errors import UsageError
+from ringdp.parallel.copies import Own
+from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.unit import FlatUnit, State
+
+
+def guard(
+    model: nn.Module, may_save: Callable[[], bool], may_load: Callable[[], bool], own: Own
+) -> list[RemovableHandle]:
+    """Refuses them, from now on, unless they may."""
+
+    def refuse(what: str, allowed: bool, instead: str) -> None:
+        if not allowed:
+            raise UsageError(
+                f"{what} of a sharded model: its parameters are this rank's flat slices{instead}"
+            )
+
+    save = ". Call it within full_parameters(), or use ringdp.save or ringdp.export."
+    load = ", or only read. Call it within full_parameters(write=True), or use ringdp.load."
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        handles += [
+            module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                own(lambda *_: refuse("state_dict", may_save(), save))
+            ),
+            module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                own(lambda *_: refuse("load_state_dict", may_load(), load))
+            ),
+        ]
+    return handles
+
+
+def of_masters(model: nn.Module, gathering: Gathering, own: Own) -> list[RemovableHandle]:
+    """In stage 0 they are, from now on: the units rest meanwhile."""
+    resting: dict[nn.Module, list[FlatUnit]] = {}  # by the outermost module that is asked
+
+    def rest(module: nn.Module, *_: Any) -> None:
+        resting[module] = [
+            u for u in gathering.units if u.state is State.UNSHARDED and not u.static
+        ]
+        gathering.reshard_all()
+
+    def resume(module: nn.Module, *_: Any) -> None:
+        for unit in resting.pop(module, ()):
+            if unit.state is State.SHARDED:
+                unit.gather(gathering.comm)
+                unit.unshard()
+
+    def loaded(module: nn.Module, *_: Any) -> None:
+        if resting.get(module):
+            gathering.given.check()
+            resume(module)
+            increment_version(list(module.parameters()))  # what autograd has saved of them is gone
+
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        handles += [
+            module.register_state_dict_pre_hook(own(rest)),  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(own(resume)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(own(rest)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(own(loaded)),  # type: ignore[no-untyped-call]
+        ]
+    return handles

@@ -1,0 +1,64 @@
+"""The state_dict of a model in stage 0, where masters are apart. Refusals are in test_misuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Engine, Precision, UsageError
+from tests.parallel.test_misuse import assert_equal, loss, net
+
+pytestmark = pytest.mark.process
+
+
+def amid(comm: Communicator) -> None:
+    """With a forward left open, where modules hold parameters that compute in less precision."""
+
+    def made(seed: int = 0) -> tuple[nn.Sequential, Engine]:
+        model = net(seed)
+        options: Any = {"unit": nn.Linear, "precision": Precision(torch.bfloat16)}
+        return model, ringdp.shard(model, stage=0, comm=comm, **options)
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        loss(model).backward()
+        return [p.grad for p in model.parameters()]
+
+    model, engine = made()
+    twin, others = made()
+    states = []
+    value = loss(model)
+    states += [model.state_dict(), model[0].state_dict(prefix="0."), model.state_dict()]
+    value.backward()
+    exact = gradients(twin)
+    torch.testing.assert_close([p.grad for p in model.parameters()], exact, rtol=0, atol=0)
+    for register in (model[1].register_forward_hook, model[1].register_full_backward_hook):
+        handle = register(lambda *_: states.append(model.state_dict()))
+        model.zero_grad()
+        torch.testing.assert_close(gradients(model), exact, rtol=0, atol=0)
+        handle.remove()
+    assert len(states) == 5
+    for state in states:
+        for name, value in state.items():
+            torch.testing.assert_close(value, net().get_parameter(name).detach(), rtol=0, atol=0)
+
+    value = loss(model)
+    model[1].load_state_dict(net(1)[1].state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+    loss(model)
+    model.load_state_dict(net(1).state_dict())
+    assert_equal(engine, net(1))
+    other, third = made(1)
+    assert loss(model) == loss(other)
+    with pytest.raises(UsageError, match=r"as after load_state_dict\(assign=True\)"):
+        model.load_state_dict(net(2).state_dict(), assign=True)
+    for e in (engine, others, third):
+        e.close()
+
+
+def test_in_stage_0_a_state_is_of_the_masters_at_any_time(ranks):
+    ranks(2)(amid)
