@@ -1,13 +1,15 @@
 """`fully_shard` with torch's arguments: blocks first, then the model.
 
 A call on a module that holds modules sharded before takes them in as its units. So what a call on
-a block did is undone by the call on the model, which costs a gather of each, once.
+a block did is undone by the call on the model, which costs a gather of each, once. One engine has
+one stage, precision and offload: calls that ask for different ones are an error.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -38,10 +40,19 @@ class MixedPrecision(Protocol):
     def cast_forward_inputs(self) -> bool: ...
 
 
+class Asked(NamedTuple):
+    """By one call, under `fully_shard`'s names."""
+
+    reshard_after_forward: bool
+    mp_policy: Precision
+    offload_policy: str | None
+
+
 class FSDPModule:
     """What `fully_shard` adds to a module's class."""
 
     _ringdp_engine: Engine
+    _ringdp_asked: Asked
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
@@ -75,9 +86,10 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a module in place, as torch's does; call it on blocks before the model. Collective.
 
-    reshard_after_forward: None or True is stage 3, False stage 2. mp_policy, offload_policy: such
-    as torch's (CPUOffloadPolicy offloads parameters and optimizer). mesh: of one dimension;
-    comm: in its place.
+    reshard_after_forward: None or True is stage 3, False stage 2; with blocks, as they were asked
+    (stage 3 keeps the root, whichever it is). mp_policy, offload_policy: such as torch's
+    (CPUOffloadPolicy offloads parameters and optimizer); the same for the blocks and the model.
+    mesh: of one dimension; comm: in its place.
     Between steps a parameter is a flat slice, not a DTensor. Raises UsageError for what is not
     implemented.
     """
@@ -99,35 +111,71 @@ def fully_shard(
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
     refuse("CPUOffloadPolicy", {"pin_memory": (getattr(offload_policy, "pin_memory", True), True)})
-    stage = 2 if reshard_after_forward is False else 3
+    asked = Asked(
+        reshard_after_forward is not False,
+        _precision(mp_policy),
+        kind if kind == "CPUOffloadPolicy" else None,
+    )
+    stage = 3 if _agreed(module, asked, reshard_after_forward) else 2
     units = _taken_in(module)
     engine = shard(
         module,
         stage=stage,
         unit=(lambda m: m in units) if units else WHOLE,
-        precision=_precision(mp_policy),
-        offload=Offload(stage == 3, optimizer=True) if kind == "CPUOffloadPolicy" else None,
+        precision=asked.mp_policy,
+        offload=Offload(stage == 3, optimizer=True) if asked.offload_policy else None,
         comm=of_mesh(comm, mesh),
     )
     if not isinstance(module, FSDPModule):
         module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    type(module)._ringdp_asked = asked  # type: ignore[attr-defined]
     for m in (module, *units):
         m._ringdp_engine = engine  # type: ignore[assignment]
     return module
 
 
+def _within(module: nn.Module) -> dict[str, FSDPModule]:
+    """The modules within that were sharded before."""
+    return {
+        name: m
+        for name, m in module.named_modules()
+        if m is not module and isinstance(m, FSDPModule)
+    }
+
+
+def _agreed(module: nn.Module, asked: Asked, reshard: bool | None) -> bool:
+    """Whether to reshard after forward. Raises UsageError where calls on modules within have asked
+    for something else."""
+    inner = {name: m._ringdp_asked for name, m in _within(module).items()}
+    if inner and not reshard:  # of the module's own parameters, which stay in any stage
+        asked = asked._replace(
+            reshard_after_forward=next(iter(inner.values())).reshard_after_forward
+        )
+    for name, other in inner.items():
+        if other.mp_policy.output is None:  # only the model's output is cast
+            policy = replace(other.mp_policy, output=asked.mp_policy.output)
+            other = other._replace(mp_policy=policy)
+        for argument, here, there in zip(Asked._fields, asked, other, strict=True):
+            if here != there:
+                raise UsageError(
+                    f"fully_shard: {argument} of module {name!r} was {there!r}, and is {here!r} of "
+                    "the model, or of another module within; allowed: the same in every call"
+                )
+    return asked.reshard_after_forward
+
+
 def _taken_in(module: nn.Module) -> set[nn.Module]:
     """The modules within that were sharded before, whole again."""
-    inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    inner: list[Any] = list(_within(module).values())  # on every rank in one order
     for m in inner:
         with m.engine.full_parameters():
             m.engine.close()
     return set(inner)
 
 
-def _precision(policy: MixedPrecision | None) -> Precision | None:
+def _precision(policy: MixedPrecision | None) -> Precision:
     if policy is None:
-        return None
+        return Precision()
     if not hasattr(policy, "output_dtype"):
         raise UsageError(f"fully_shard: mp_policy={policy!r}; allowed: a MixedPrecisionPolicy")
     return Precision(
