@@ -143,6 +143,11 @@ def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
     return sum(storages.values())
 
 
+def holders(tensor: Tensor) -> int:
+    """How many tensors share its memory, and a constant."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def formula(
     units: Sequence[Unit],
     groups: Sequence[Sequence[int]],

@@ -163,12 +163,14 @@ class Reducing:
 
 def _set_aside(unit: FlatUnit) -> bool:
     """Move what p.grad holds to the unit's own gradient; whether there was any."""
-    accumulate = any(p.grad is not None for p in unit.parameters)
-    for p, kept in zip(unit.parameters, unit.gradient_views(), strict=True):
-        if accumulate:
-            if p.grad is None:
+    before = [p.grad for p in unit.parameters]
+    there = [gradient for gradient in before if gradient is not None]
+    unit.leave_held(there)
+    for p, gradient, kept in zip(unit.parameters, before, unit.gradient_views(), strict=True):
+        if gradient is None:
+            if there:
                 kept.zero_()
-            elif p.grad.data_ptr() != kept.data_ptr():  # the user has put another one there
-                kept.copy_(p.grad)
+        elif gradient.data_ptr() != kept.data_ptr():  # the user has put another one there
+            kept.copy_(gradient)
         p.grad = None
-    return accumulate
+    return bool(there)

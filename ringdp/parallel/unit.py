@@ -13,7 +13,7 @@ from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout, outside, sliced
 from ringdp.parallel.computed import Computed
-from ringdp.parallel.memory import Ledger, Widths, widths_of
+from ringdp.parallel.memory import Ledger, Widths, holders, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
 from ringdp.parallel.precision import Dtypes
@@ -96,7 +96,7 @@ class FlatUnit:
         self.computed: Sequence[nn.Parameter] = parameters
         if self.apart:
             self.computed = [Computed.of(p, v) for p, v in zip(parameters, self.views, strict=True)]
-        self._make_gradients(device)
+        self._make_gradients()
         self.emptied: sliced.Emptied = []  # while an optimizer steps
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state = State.UNSHARDED
@@ -270,10 +270,20 @@ class FlatUnit:
             return on_host(self.plan.shard, self.dtypes.master).copy_(whole[self.part])
         return whole[self.part].clone()
 
-    def _make_gradients(self, device: torch.device) -> None:
+    def leave_held(self, own: Sequence[Tensor]) -> None:
+        """Take other memory for gradients where somebody holds some of these, beside the p.grad
+        that are `own`. See Note [gradients live in their bucket], in `ddp.bucket`."""
+        memory = self.gradient.untyped_storage()._cdata
+        with torch._C.DisableTorchFunctionSubclass():
+            here = sum(t.untyped_storage()._cdata == memory for t in own)
+        if holders(self.gradient) > self._alone + here:
+            self.ledger.give("gradients", self.widths.gradients(self.plan, self.stage))
+            self._make_gradients()
+
+    def _make_gradients(self) -> None:
         """`bucket`: what is reduced, None where one is made each time. `gradient`: what the
         optimizer reads. In stages 0 and 1 the latter may be (a part of) the former."""
-        stage, plan, width = self.stage, self.plan, self.widths
+        stage, plan, width, device = self.stage, self.plan, self.widths, self.full.device
         self.bucket: Tensor | None = None
         shard = plan.shard if stage.optimizer is Keep.SHARD else plan.padded
         if not self.trainable:
@@ -290,6 +300,7 @@ class FlatUnit:
             self.gradient = self.ledger.empty("gradients", shard, self.dtypes.master, device)
         begin = self.part.start if stage.optimizer is Keep.SHARD else 0
         self.gradient[max(0, plan.elements - begin) :].zero_()  # the padding: norms are of all
+        self._alone = holders(self.gradient)
 
     def check_frozen(self) -> None:
         """Raises UsageError if a parameter without a gradient buffer now wants one."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ringdp.comm import Communicator
 from ringdp.parallel.ddp.profiled import all_reduce
+from ringdp.parallel.memory import holders
 
 
 class Slot(NamedTuple):
@@ -140,7 +141,7 @@ class FlatBucket:
         if self.shared:
             return
         here = sum(self._is_here(slot.parameter.grad, i) for i, slot in enumerate(self.slots))
-        if _holders(self.flat) > self._alone + here:
+        if holders(self.flat) > self._alone + here:
             self._replace()
 
     def _replace(self) -> None:
@@ -149,12 +150,7 @@ class FlatBucket:
         self._parts = [flat.as_strided(p.shape, stride, at) for p, at, stride in self.slots]
         start, size = flat.data_ptr(), flat.element_size()
         self._addresses = [start + slot.offset * size for slot in self.slots]
-        self._alone = _holders(self.flat)
-
-
-def _holders(flat: Tensor) -> int:
-    """How many tensors share the memory, and a constant."""
-    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
+        self._alone = holders(self.flat)
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:

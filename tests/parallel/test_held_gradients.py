@@ -1,0 +1,68 @@
+"""Gradients that somebody holds while the next come in, in all stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp import Communicator, Offload
+from tests.parallel.test_misuse import APART, loss, net
+
+pytestmark = pytest.mark.process
+
+
+def holds(comm: Communicator, stage: int, options: dict[str, Any]) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, unit=torch.nn.Linear, comm=comm, **options)
+    parameters = list(model.parameters())
+
+    def gradients(seed: int) -> list[Tensor]:
+        loss(model, seed).backward()
+        return [p.grad.clone() for p in parameters]
+
+    def clear_some() -> None:
+        for p in parameters[::2]:
+            p.grad = None
+
+    first = gradients(0)
+    model.zero_grad()
+    second = gradients(1)
+    for hold in (
+        lambda p: p.grad,
+        lambda p: p.grad.view(-1)[1:],
+        lambda p: p.grad.numpy(),
+        lambda p: p.grad.detach(),
+    ):
+        for clear in (model.zero_grad, clear_some):
+            model.zero_grad()
+            assert all(map(torch.equal, gradients(0), first))
+            kept = [hold(p) for p in parameters[::2]]
+            copied = [torch.as_tensor(t).clone() for t in kept]
+            clear()
+            expected = list(second)
+            if clear is clear_some:
+                expected[1::2] = map(torch.add, first[1::2], second[1::2])
+            torch.testing.assert_close(gradients(1), expected)
+            assert all(map(torch.equal, map(torch.as_tensor, kept), copied))
+            del kept
+    memory = [u.gradient.data_ptr() for u in engine.units]
+    for seed in range(3):  # nobody holds them: no other memory is taken
+        (model.zero_grad if seed else clear_some)()
+        gradients(seed)
+        assert [u.gradient.data_ptr() for u in engine.units] == memory
+    assert engine.ledger.now["gradients"] == engine.memory_formula().gradients
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(stage, {}) for stage in range(4)]
+    + [(stage, {"precision": APART}) for stage in (0, 1, 3)]
+    + [(stage, {"offload": Offload(optimizer=True)}) for stage in (1, 3)],
+)
+def test_gradients_that_somebody_holds_keep_their_values(ranks, stage, options):
+    ranks(2)(holds, stage, options)
