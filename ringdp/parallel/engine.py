@@ -99,7 +99,7 @@ class Engine(Taped):
         self._reduced: set[int] = set()
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._arrivals: dict[int, Arrivals] = {}  # by unit
-        self._held = self._writes = self._closed = False  # the first two by full_parameters
+        self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
         # An optimizer may step with a forward left open: by an exception, or without its backward.
         me = weakref.proxy(self)  # these torch holds where no garbage collector looks
@@ -322,7 +322,7 @@ class Engine(Taped):
             yield
         finally:
             self._held = False
-            if not self._closed:
+            if not self.closed:
                 self.gathering.dismiss_all(write=self._writes)
                 self._rest(learn=False)
 
@@ -332,9 +332,9 @@ class Engine(Taped):
         The parameters stay as they are: slices from stage 1 on, with which the model cannot run;
         within `full_parameters`, or in stage 0, whole, so that the model is an ordinary one again.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         recorder.leave(self)
         if self._held or all(u.static for u in self.units):
             copies.unmark(self.model)

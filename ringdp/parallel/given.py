@@ -5,13 +5,15 @@
 
 No hook is on them: their gradients would be each rank's own, and where masters are apart the next
 gather would put the old ones back. The model is looked through for them where an iteration starts,
-in 2 µs for each of its modules. One that is not trained, in a place of its own, does no harm.
+in 2 µs for each of its modules. One that is not trained, in a place of its own, does no harm; nor
+do others without a gradient, as averages that are evaluated, where masters are not apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ringdp.errors import UsageError
@@ -33,6 +35,8 @@ class Given:
 
     def check(self) -> None:
         """Raises UsageError for a parameter that was not given."""
+        if not (torch.is_grad_enabled() or any(unit.apart for unit in self.units)):
+            return
         for module in self.model.modules():
             given = self._at.get(module, {})
             for name, p in module._parameters.items():

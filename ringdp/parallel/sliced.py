@@ -80,7 +80,7 @@ def release(parameters: Iterable[nn.Parameter]) -> Emptied:
         if isinstance(p.grad, Sliced):
             p.grad.__class__ = Tensor  # type: ignore[assignment]
         if p.grad is not None and not p.numel():
-            emptied.append((p, p.grad))
+            emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
             p.grad = None  # else it would keep a state for it
     return emptied
 

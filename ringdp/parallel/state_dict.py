@@ -49,13 +49,15 @@ def guard(
 
 def of_masters(model: nn.Module, gathering: Gathering, own: Own) -> list[RemovableHandle]:
     """In stage 0 they are, from now on: the units rest meanwhile."""
+    units = [unit for unit in gathering.units if not unit.static]
+    if not units:
+        return []
     resting: dict[nn.Module, list[FlatUnit]] = {}  # by the outermost module that is asked
 
     def rest(module: nn.Module, *_: Any) -> None:
-        resting[module] = [
-            u for u in gathering.units if u.state is State.UNSHARDED and not u.static
-        ]
-        gathering.reshard_all()
+        resting[module] = [u for u in units if u.state is State.UNSHARDED]
+        if any(u.state is not State.SHARDED for u in units):
+            gathering.reshard_all()
 
     def resume(module: nn.Module, *_: Any) -> None:
         for unit in resting.pop(module, ()):

@@ -158,6 +158,14 @@ def blocks_and_model(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=said):
             sharded(first, second, whole)
 
+    model: Any = net()
+    for module, options in ((model[1], frees), (model, frees), (model, keeps | low)):
+        fronts.fully_shard(module, comm=comm, **options)  # another thing, once it was closed
+        if module is model:
+            assert model.engine.stage.number == (2 if options is not frees else 3)
+            with model.engine.full_parameters():
+                model.engine.close()
+
 
 def test_fully_shard_does_what_every_call_has_asked_for(ranks):
     ranks(2)(blocks_and_model)

@@ -112,9 +112,11 @@ def test_what_trains_as_in_one_process_is_left_alone(ranks, stage, precision):
 
 
 def called(comm: Communicator) -> bool:
-    """As a function of other tensors, which are nobody's to reduce."""
+    """Of other tensors, which are nobody's to reduce, and evaluated, of other parameters."""
     engine = ringdp.shard(model := net(), stage=0, comm=comm)
     others = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        torch.func.functional_call(model, dict(net().named_parameters()), torch.ones(1, WIDTH))
     out: Tensor = torch.func.functional_call(model, others, (torch.ones(1, WIDTH),))
     engine.close()
     return out.requires_grad

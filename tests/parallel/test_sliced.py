@@ -198,6 +198,28 @@ def test_norms_may_be_taken_after_the_step(ranks, stage, precision):
     ranks(2)(stepped, stage, precision)
 
 
+def stepped_by_closure(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := nn.Linear(3, 3), stage=stage, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = engine.units[0].gradient.data_ptr()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(1, 3)).sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(closure)
+        assert engine.units[0].gradient.data_ptr() == memory
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_closure_leaves_gradients_in_their_memory(ranks, stage):
+    ranks(2)(stepped_by_closure, stage)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_is_an_ordinary_slice_else(ranks, stage):
     ranks(2)(is_slice, stage)

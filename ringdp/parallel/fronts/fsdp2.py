@@ -146,7 +146,8 @@ def _within(module: nn.Module) -> dict[str, FSDPModule]:
 def _agreed(module: nn.Module, asked: Asked, reshard: bool | None) -> bool:
     """Whether to reshard after forward. Raises UsageError where calls on modules within have asked
     for something else."""
-    inner = {name: m._ringdp_asked for name, m in _within(module).items()}
+    within = _within(module).items()
+    inner = {name: m._ringdp_asked for name, m in within if not m.engine.closed}
     if inner and not reshard:  # of the module's own parameters, which stay in any stage
         asked = asked._replace(
             reshard_after_forward=next(iter(inner.values())).reshard_after_forward
