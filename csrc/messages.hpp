@@ -19,7 +19,6 @@
 //   4.2; 4 MiB through tiles of 64 KiB 475, of 256 KiB 180 (two cores with 1 MiB each beside the
 //   32 MiB that they share). So what is long goes round in more room than such a cache has, and what
 //   is short, which the caches keep anyway, through two slots: there, a line from memory costs more.
-//   With 2 MiB beside a core, tiles of 128 KiB to 1 MiB take the same.
 #pragma once
 
 #include <algorithm>

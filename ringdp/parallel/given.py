@@ -4,9 +4,9 @@
     a new one           an adapter that is added to a layer
 
 No hook is on them: their gradients would be each rank's own, and where masters are apart the next
-gather would put the old ones back. The model is looked through for them where an iteration starts,
-in 2 µs for each of its modules. One that is not trained, in a place of its own, does no harm; nor
-do others without a gradient, as averages that are evaluated, where masters are not apart.
+gather would put the old ones back. The model is looked through for them where an iteration starts.
+One that is not trained, in a place of its own, does no harm; nor do others without a gradient, as
+averages that are evaluated, where masters are not apart.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +83,20 @@ def test_a_timed_out_buffer_is_not_freed_under_the_thread(ranks):
     ranks(2)(buffers_outlive_errors)
 
 
-def interrupt(comm: Communicator) -> None:
-    """This process, once it is in its second collective."""
-    while comm._transport.record(0).begun < 2:
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGINT)
+@contextmanager
+def interrupted_in(comm: Communicator) -> Iterator[None]:
+    """What is called within gets a Ctrl-C, once it is rank 0's second collective."""
+
+    def interrupt() -> None:
+        while comm._transport.record(0).begun < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # A job in the background of a shell without job control starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
 
 
 @leaves_nothing
@@ -94,10 +105,7 @@ def interrupted(comm: Communicator) -> float:
     with comm.duplicate() as other:
         other.barrier()
         if comm.rank == 0:
-            # A job in the background of a shell without job control starts with SIGINT ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            threading.Thread(target=interrupt, args=(other,), daemon=True).start()
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted_in(other):
                 other.barrier()
         comm.barrier()  # rank 1 does not come to the other one
     return time.monotonic() - start
@@ -114,9 +122,7 @@ def interrupted_at_first(comm: Communicator) -> tuple[int, int]:
     with comm.duplicate() as other:
         other.barrier()
         if comm.rank == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            threading.Thread(target=interrupt, args=(other,), daemon=True).start()
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted_in(other):
                 other.broadcast(torch.zeros(200_000), root=1)
             kept = len(other._transport.kept)
         others = [torch.full((200_000,), 7.0) for _ in range(4)]  # where it was, if it has gone

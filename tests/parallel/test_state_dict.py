@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.test_misuse import assert_equal, loss, net
+from tests.parallel.small import loss, net
+from tests.parallel.test_misuse import assert_equal
 
 pytestmark = pytest.mark.process
 

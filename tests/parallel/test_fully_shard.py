@@ -1,0 +1,80 @@
+"""What several calls of `fully_shard` on one model ask for. What it does is in test_fronts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from ringdp import Communicator, UsageError
+from ringdp.parallel import fronts
+from ringdp.parallel.fronts.fsdp2 import FSDPModule
+from tests.parallel.small import net
+
+pytestmark = pytest.mark.process
+
+BF16 = torch.bfloat16
+
+
+def blocks_and_model(comm: Communicator) -> None:
+    """Calls that ask for what one engine can do, and for what it cannot."""
+
+    def sharded(first: Any, second: Any, whole: Any) -> Any:
+        model = net()
+        for block, options in ((model[1], first), (model[2], second)):
+            fronts.fully_shard(block, comm=comm, **options)
+        try:
+            fronts.fully_shard(model, comm=comm, **whole)
+            return model.engine
+        finally:
+            for module in (model, model[1], model[2]):
+                if isinstance(module, FSDPModule):
+                    module.engine.close()
+
+    frees, keeps, given = ({"reshard_after_forward": value} for value in (True, False, None))
+    low = {"mp_policy": MixedPrecisionPolicy(BF16)}
+    out = {"mp_policy": MixedPrecisionPolicy(BF16, output_dtype=torch.float32)}
+    offloads = {"offload_policy": CPUOffloadPolicy()}
+    for first, second, whole, stage in (
+        (given, given, given, 3),
+        (given, frees, keeps, 3),  # as torch's default is, said
+        (frees, frees, frees, 3),
+        (keeps, keeps, keeps, 2),
+        (keeps, keeps, given, 2),
+        (low, low, out, 3),
+        (out, out, out, 3),
+        ({"offload_policy": OffloadPolicy()}, {"mp_policy": MixedPrecisionPolicy()}, given, 3),
+    ):
+        engine = sharded(first, second, whole)
+        assert engine.stage.number == stage, (first, second, whole)
+        if whole is out:
+            assert engine.units[1].dtypes.compute is BF16
+    for first, second, whole, said in (
+        (keeps, frees, given, "reshard_after_forward of module '2' was True, and is False of"),
+        (keeps, keeps, frees, "reshard_after_forward of module '1' was False, and is True of"),
+        (low, low, {}, "mp_policy of module '1' was .*bfloat16.* and is .*None"),
+        ({}, low, {}, "mp_policy of module '2'"),
+        (out, out, low, "mp_policy of module '1'"),
+        (
+            offloads,
+            {},
+            offloads,
+            "offload_policy of module '2' was None, and is 'CPUOffloadPolicy'",
+        ),
+    ):
+        with pytest.raises(UsageError, match=said):
+            sharded(first, second, whole)
+
+    model: Any = net()
+    for module, options in ((model[1], frees), (model, frees), (model, keeps | low)):
+        fronts.fully_shard(module, comm=comm, **options)  # another thing, once it was closed
+        if module is model:
+            assert model.engine.stage.number == (2 if options is not frees else 3)
+            with model.engine.full_parameters():
+                model.engine.close()
+
+
+def test_fully_shard_does_what_every_call_has_asked_for(ranks):
+    ranks(2)(blocks_and_model)
