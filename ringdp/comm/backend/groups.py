@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
+from ringdp.comm.backend.buckets import Buckets
 from ringdp.comm.backend.messages import Messages
 from ringdp.comm.backend.moves import Moves
 from ringdp.comm.backend.reductions import Reductions
@@ -57,7 +58,7 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, comm: Communicator, store: Store) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
-        self._comm, self._store = comm, store
+        self._comm, self._store, self._buckets = comm, store, Buckets(comm)
         self._watcher, self._ones = Watcher(), deque(maxlen=16)
         self._issuing = threading.Lock()
         self._coalesced: list[GroupWork] | None = None

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from ringdp.comm.backend.buckets import Buckets
 from ringdp.comm.backend.calls import (
     Begin,
     Calls,
@@ -40,12 +41,14 @@ class Reductions(Calls):
     # DDP's join gives C++ a work of one element to wait for, and forgets it: without the Python
     # half that C++ half would wait for ever.
     _ones: deque[GroupWork]
+    _buckets: Buckets
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> GroupWork:
         tensor = only(tensors, "allreduce: tensors")
         options = chosen(AllreduceOptions, opts, _fields(opts, op, timeout))
+        self._buckets.move(tensor)
         return self._all_reduce(options, [tensor])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp import Communicator
+from ringdp.comm.backend.buckets import SWAPS
 from tests.comm.backend.jobs import world
 from tests.forks import Say
 
@@ -114,3 +115,60 @@ def test_the_profiler_sees_collectives(forks):
     for ended in forks(2, profiled):
         ((seen, steps),) = ended.said
         assert seen == steps
+
+
+def lies_shared(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    arena = group._comm._transport.arena
+    return arena.address <= tensor.data_ptr() < arena.address + arena.bytes
+
+
+def wide(**options: bool) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(512, 512), gradient_as_bucket_view=True, **options)
+
+
+def stepped(model: nn.Module, rank: int) -> Tensor:
+    model.zero_grad(set_to_none=False)
+    model(torch.full((2, 512), 1.0 + rank)).sum().backward()
+    return model.module.weight.grad
+
+
+def at_home(comm: Communicator, say: Say) -> None:
+    for backend in ("gloo", "ringdp"):
+        with world(comm, backend) as group:
+            model = wide()
+            for _ in range(3):  # the second one has the buckets that stay
+                grad = stepped(model, comm.rank)
+                say((backend, grad.sum().item(), backend == "gloo" or lies_shared(group, grad)))
+
+
+@pytest.mark.skipif(not SWAPS, reason="this torch cannot move a storage")
+def test_buckets_lie_where_peers_read_them(forks):
+    for ended in forks(2, at_home):
+        assert ended.code == 0
+        numbers = {
+            b: [n for backend, n, _ in ended.said if backend == b] for b in ("gloo", "ringdp")
+        }
+        assert numbers["ringdp"] == numbers["gloo"]
+        assert all(home for _, _, home in ended.said)
+
+
+def elsewhere(comm: Communicator, say: Say) -> None:
+    mine = torch.zeros(1 << 18)
+    seen = mine.numpy()
+
+    def reduce(grad: Tensor) -> None:
+        mine.fill_(1)
+        dist.all_reduce(mine)
+        dist.group.WORLD.allreduce([mine]).wait()
+
+    with world(comm, "ringdp") as group:
+        model = wide()
+        model.module.bias.register_hook(reduce)
+        stepped(model, comm.rank)
+        say((lies_shared(group, mine), float(seen[0])))
+
+
+def test_what_a_user_has_seen_stays_where_it_is(forks):
+    for ended in forks(2, elsewhere):
+        assert (ended.code, ended.said) == (0, [(False, 4.0)])
