@@ -65,6 +65,10 @@ class Streams(Protocol):
         """Let the caller's stream wait for that."""
         ...
 
+    def meet(self) -> None:
+        """Let all that comes wait for all that has been put in the streams."""
+        ...
+
     def drain(self) -> None:
         """Wait until all has been done."""
         ...
@@ -121,6 +125,8 @@ class HostStreams:
         return _Past()
 
     def settle(self, end: End) -> None: ...
+
+    def meet(self) -> None: ...
 
     def drain(self) -> None: ...
 
@@ -202,6 +208,10 @@ class CudaStreams:
     def settle(self, end: End) -> None:
         assert isinstance(end, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(end)
+
+    def meet(self) -> None:
+        self._comm.wait_stream(self._reduce)
+        self._reduce.wait_stream(self._comm)
 
     def drain(self) -> None:
         self._comm.synchronize()

@@ -180,6 +180,8 @@ class NcclTransport(C10dTransport):
     def _run_nccl(
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
     ) -> None:
+        if self._told.failure is not None:
+            return  # its communicator is being aborted
         began = time.monotonic()
         self._does.begin(ticket, ours.call)
         with self._streams.current(), self._translated(ours):
@@ -242,8 +244,9 @@ class NcclTransport(C10dTransport):
                     f"a collective in a CUDA graph needs {needed} bytes of staging; there are "
                     f"{len(self._staging)}: run it once before the capture"
                 )
-            self._streams.drain()  # what is there may be in use
-            self._staging = self._streams.empty(needed)
+            staging = self._streams.empty(needed)
+            self._streams.meet()  # what is there may be in use, and what is new may have been
+            self._staging = staging
         return self._staging[:needed]
 
     def _neighbour(self, ours: Stamped) -> Tensor:
@@ -299,6 +302,12 @@ class NcclTransport(C10dTransport):
     # --- on the thread that watches
 
     def _look_after(self) -> None:
+        try:
+            self._attempt(self._until_failure)
+        finally:
+            self._leave()
+
+    def _until_failure(self) -> None:
         with self._streams.current():
             self._streams.watch()
         while self._told.failure is None:
@@ -309,7 +318,6 @@ class NcclTransport(C10dTransport):
                 self._nccl.comm.check_async_error()
             self._reap()
             time.sleep(LOOK / 2)
-        self._leave()
 
     def _busy(self) -> bool:
         return bool(self._open or self._under_way)

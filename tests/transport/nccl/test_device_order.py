@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.errors import CollectiveMismatch
+from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from ringdp.transport.base import FailureKind
 from ringdp.transport.nccl.streams import End, HostStreams
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.test_transport import over_nccl
@@ -51,6 +53,23 @@ def behind(comm: Communicator) -> BehindStreams:
     return streams
 
 
+class Spied:
+    """NCCL's communicator: what is called of it, and whether it was aborted."""
+
+    def __init__(self, comm: Communicator) -> None:
+        nccl = comm._transport._nccl
+        self.calls, self.aborted, self._comm = list[str](), threading.Event(), nccl.comm
+        comm._transport._nccl = nccl._replace(comm=self)
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._comm, name)
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self._comm.abort()
+
+
 def barriers(comm: Communicator) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until:  # the host hears of it when the stamps have come
@@ -60,13 +79,67 @@ def barriers(comm: Communicator) -> None:
 @over_nccl
 def mistaken(comm: Communicator) -> None:
     behind(comm)
+    spied = Spied(comm)
     comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
     with pytest.raises(CollectiveMismatch, match="all_reduce"):
         barriers(comm)
+    assert spied.aborted.wait(60)  # which ends what hangs on the device, and whoever waits there
 
 
 def test_ranks_that_disagree_hear_it_though_the_device_never_ends(ranks) -> None:
     ranks(2)(mistaken)
+
+
+@over_nccl
+def late(comm: Communicator) -> None:
+    behind(comm)
+    spied = Spied(comm)
+    comm._transport._timeout = 0.3
+    comm.all_reduce(torch.ones(4))
+    assert spied.aborted.wait(60)
+    with pytest.raises(CollectiveTimeout):
+        comm.barrier()
+
+
+def test_what_does_not_end_on_the_device_in_time_is_aborted(ranks) -> None:
+    ranks(2)(late)
+
+
+@over_nccl
+def queued(comm: Communicator) -> None:
+    """On a communicator that fails before the queue comes to it."""
+    spied, transport = Spied(comm), comm._transport
+    failed, passed = threading.Event(), threading.Event()
+    transport._jobs.put(failed.wait)
+    work = comm.all_reduce(torch.ones(4), async_op=True)
+    transport.fail(FailureKind.ABORTED, comm.rank)
+    failed.set()
+    transport._jobs.put(passed.set)
+    assert passed.wait(60)
+    assert not {"send", "recv"} & set(spied.calls)
+    with pytest.raises(PeerLost):
+        work.wait()
+
+
+def test_what_is_queued_when_a_communicator_fails_is_not_begun(ranks) -> None:
+    ranks(2)(queued)
+
+
+class Hanging(HostStreams):
+    def drain(self) -> None:
+        raise AssertionError("this waits for a device that may hang")
+
+
+@over_nccl
+def grown(comm: Communicator) -> None:
+    comm._transport._streams = Hanging()
+    for elements in (5, 50_000, 500_000):
+        comm.all_reduce(x := torch.ones(elements), algorithm="direct")
+        assert torch.all(x == comm.size)
+
+
+def test_a_larger_staging_waits_for_no_device(ranks) -> None:
+    ranks(2)(grown)
 
 
 @over_nccl
