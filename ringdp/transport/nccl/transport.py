@@ -77,6 +77,7 @@ class NcclTransport(C10dTransport):
             super().__init__(store, group)
             self._timeout, self._differ = timeout, differ
             self._under_way: list[UnderWay] = []
+            self._captured: set[Tensor] = set()  # staging of graphs, which may be replayed
             # Messages that were received on the host, and where they go on the device.
             self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
             self._streams = streams(self.device)
@@ -247,6 +248,8 @@ class NcclTransport(C10dTransport):
             staging = self._streams.empty(needed)
             self._streams.meet()  # what is there may be in use, and what is new may have been
             self._staging = staging
+        if self._streams.capturing():
+            self._captured.add(self._staging)
         return self._staging[:needed]
 
     def _neighbour(self, ours: Stamped) -> Tensor:

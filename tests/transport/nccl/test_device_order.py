@@ -181,3 +181,22 @@ def captured(comm: Communicator) -> None:
 
 def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(ranks) -> None:
     ranks(2)(captured)
+
+
+@over_nccl
+def replayed(comm: Communicator) -> None:
+    streams, transport = behind(comm), comm._transport
+    streams.ended.set()
+    x = torch.ones(4)
+    comm.all_reduce(x, algorithm="direct")
+    graphs = weakref.ref(transport._staging)
+    streams.captures = True
+    comm.all_reduce(x, algorithm="direct")
+    streams.captures = False
+    comm.all_reduce(torch.ones(50_000), algorithm="direct")
+    assert len(transport._staging) > 50_000
+    assert graphs() is not None, "a replay would write into what others have by then"
+
+
+def test_the_staging_of_a_graph_is_kept_for_its_replays(ranks) -> None:
+    ranks(2)(replayed)
