@@ -60,7 +60,8 @@ def init(
 
         transport  shm        shared memory, for the ranks of one host
                    c10d       gloo, for any
-                   nccl       NCCL, for tensors on each rank's current CUDA device
+                   nccl       NCCL, for tensors on each rank's current CUDA device, where all ranks
+                              must call the collectives of all communicators in one order
                    nccl-host  that transport's code over host memory, to test and to study it
     """
     global _world, _worlds

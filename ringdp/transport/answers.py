@@ -80,7 +80,7 @@ class Answers:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._lock, self._saying = threading.Lock(), threading.Lock()
         self._calls: dict[int, Call] = {}  # by number: what is under way, and some before it
-        self._under_way: set[int] = set()  # tickets
+        self._under_way: dict[int, int] = {}  # by ticket: the number
         self._begun, self._changed = 0, time.monotonic()
         self._where = -1, -1
         self._answered = 0
@@ -93,8 +93,8 @@ class Answers:
     def begin(self, ticket: int, call: Call) -> None:
         with self._lock:
             self._calls[call[0]] = call
-            self._begun = call[0] + 1
-            self._under_way.add(ticket)
+            self._begun = max(self._begun, call[0] + 1)
+            self._under_way[ticket] = call[0]
             if len(self._under_way) == 1:
                 self._changed = time.monotonic()
             while len(self._calls) > CALLS + len(self._under_way):
@@ -105,14 +105,13 @@ class Answers:
         self._where = round_, peer
 
     def end(self, ticket: int) -> None:
-        """They end in the order in which they began."""
         with self._lock:
-            self._under_way.discard(ticket)
+            self._under_way.pop(ticket, None)
             self._changed, self._where = time.monotonic(), (-1, -1)
 
     def state(self, *, closed: bool = False) -> State:
         with self._lock:
-            finished = self._begun - len(self._under_way)
+            finished = min(self._under_way.values(), default=self._begun)
             begun = min(self._begun, finished + 1)
             seconds, pid = time.monotonic() - self._changed, CLOSED if closed else os.getpid()
             record = RankRecord(pid, begun, finished, *self._where, seconds)

@@ -80,6 +80,19 @@ def test_a_rank_is_in_the_first_of_what_it_has_begun():
     assert calls == {call[0]: call for call in CALLED[-CALLS:]}
 
 
+def test_it_is_in_what_has_not_ended_though_a_later_one_has():
+    """Over NCCL a collective of the host and one of the device go on beside each other."""
+    does = Answers(HashStore(), 0, 1)
+    for k in (1, 2, 0):
+        does.begin(100 + k, CALLED[k])
+    does.end(102)
+    record, _, _ = does.state()
+    assert (record.begun, record.finished) == (1, 0)
+    does.end(100)
+    record, _, calls = does.state()
+    assert (record.begun, record.finished, max(calls)) == (2, 1, 1)
+
+
 def test_a_rank_without_an_answer_is_told_by_its_process(monkeypatch):
     monkeypatch.setattr(answers, "PATIENCE", 0.01)
     place = HashStore()

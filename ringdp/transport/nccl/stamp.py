@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ringdp.transport.base import Stamp
+from ringdp.transport.nccl.execute import BYTES, Nccl
+from ringdp.transport.nccl.library import grouped
 from ringdp.transport.records import SITE_BYTES, Call
 
 NUMBERS = 4
@@ -38,6 +40,20 @@ def packed(stamped: Stamped) -> Tensor:
     number, kind, elements, site = stamped.call
     numbers = torch.tensor([number, stamped.digest, kind, elements]).view(torch.uint8)
     return torch.cat([numbers, torch.tensor(list(site), dtype=torch.uint8)])
+
+
+def exchanged(nccl: Nccl, ours: Stamped, rank: int, ranks: int) -> Tensor:
+    """The stamp of the rank before this one, in exchange for ours to the one behind."""
+    mine = packed(ours)
+    if ranks == 1:
+        return mine
+    comm, streams = nccl.comm, nccl.streams
+    sent, theirs = streams.sent(mine), streams.empty(STAMP_BYTES)
+    behind, before = (rank + 1) % ranks, (rank - 1) % ranks
+    with streams.moving(0), grouped(nccl.binding):
+        comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)
+        comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, streams.handle)
+    return streams.fetched(theirs)
 
 
 def unpacked(data: Tensor) -> Stamped:

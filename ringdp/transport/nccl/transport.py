@@ -1,8 +1,9 @@
 """The transport over NCCL: collectives of its device's tensors by NCCL, all else over gloo.
 
-A thread issues the groups, another watches: when a rank has died, given up or failed, it aborts the
-communicator, which ends what hangs. Messages with tags, and CPU tensors beside a GPU, go over gloo,
-as does the word of a failure: NCCL itself says nothing of a rank that is gone on the same host.
+A thread issues the groups (see `launches`), another watches: when a rank has died, given up or
+failed, it aborts the communicator, which ends what hangs. Messages with tags, and CPU tensors
+beside a GPU, go over gloo, as does the word of a failure: NCCL itself says nothing of a rank that
+is gone on the same host.
 
 On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does;
 one that does not end on the GPU in `timeout` seconds is ended by the watching thread.
@@ -28,6 +29,7 @@ from ringdp.transport.base import Direct, FailureKind, Op, Prepared, ReduceOp, c
 from ringdp.transport.c10d import C10dTransport, Failed
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute
+from ringdp.transport.nccl.launches import launches
 from ringdp.transport.nccl.library import (
     INVALID_USAGE,
     Binding,
@@ -38,7 +40,7 @@ from ringdp.transport.nccl.library import (
 )
 from ringdp.transport.nccl.own import Own, PreparedOwn
 from ringdp.transport.nccl.plan import plan
-from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, packed, unpacked
+from ringdp.transport.nccl.stamp import Stamped, exchanged, unpacked
 from ringdp.transport.nccl.streams import device_of, streams
 from ringdp.transport.nccl.tiles import Tiles, staging_shape
 from ringdp.transport.nccl.under_way import UnderWay
@@ -81,6 +83,7 @@ class NcclTransport(C10dTransport):
             # Messages that were received on the host, and where they go on the device.
             self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
             self._streams = streams(self.device)
+            self._launches = self._jobs if host else launches(self.device)
             unique = shared_id(store, making, self.rank, nccl)
             making.called(partial(self._join, nccl, unique))
         if self.ranks > 1:
@@ -175,7 +178,8 @@ class NcclTransport(C10dTransport):
         if self._streams.capturing():
             return self._capture(act)
         ticket, arrival = self._ticket(), self._streams.arrival()
-        self._jobs.put(partial(self._run_nccl, ticket, ours, arrival, act, kept))
+        job = partial(self._run_nccl, ticket, ours, arrival, act, kept)
+        self._launches.put(partial(self._attempt, job))
         return ticket
 
     def _run_nccl(
@@ -187,14 +191,15 @@ class NcclTransport(C10dTransport):
         self._does.begin(ticket, ours.call)
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
-            theirs = self._neighbour(ours)
+            theirs = exchanged(self._nccl, ours, self.rank, self.ranks)
             work = UnderWay(ticket, began, ours, theirs, kept, self._streams.end())
             if at_once := work.met.query():
                 self._compare(work)
             else:
                 self._under_way.append(work)
-            self._sent += act()
+            sent = act()
             work.end = self._streams.end()
+            self._sent += sent  # not while it acts, as others add to it
             if at_once and work.end.query():
                 self._does.end(ticket)
             elif at_once:
@@ -209,8 +214,9 @@ class NcclTransport(C10dTransport):
         try:
             with self._streams.current(), self._translated(None):
                 self._streams.follow(arrival)
-                self._sent += act()
+                sent = act()
                 self._streams.settle(self._streams.end())
+                self._sent += sent
         except Failed as e:
             self._told.fail(*e.told)  # whoever waits for it is told
             return ticket
@@ -251,20 +257,6 @@ class NcclTransport(C10dTransport):
         if self._streams.capturing():
             self._captured.add(self._staging)
         return self._staging[:needed]
-
-    def _neighbour(self, ours: Stamped) -> Tensor:
-        """The stamp of the rank before this one, in exchange for ours to the one behind."""
-        mine = packed(ours)
-        if self.ranks == 1:
-            return mine
-        sent = self._streams.sent(mine)
-        theirs = self._streams.empty(STAMP_BYTES)
-        behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        comm, handle = self._nccl.comm, self._streams.handle
-        with self._streams.moving(0), grouped(self._nccl.binding):
-            comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, handle)
-            comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, handle)
-        return self._streams.fetched(theirs)
 
     def _compare(self, work: UnderWay) -> None:
         work.agreed = True
