@@ -71,8 +71,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
         if self._transport.device.type == "cpu":
             heap.keep()
         self.rank, self.size = self._transport.rank, len(ranks)
+        self.set_timeout(timeout)
         self._copies = 0
-        self._guard = Guard(self._transport, timeout, warn_after)
+        self._guard = Guard(self._transport, warn_after)
         self.closed = False
         self._ready = self._transport.ready  # None: every call goes through Python
         self._calls = self._ready or Calls()
@@ -87,11 +88,11 @@ class Communicator(Reductions, Moves, Messages, Taped):
     @property
     def timeout(self) -> float:
         """How long a call may wait for another rank, in seconds."""
-        return self._guard.timeout
+        return self._transport.timeout
 
     def set_timeout(self, timeout: float) -> None:
         """For this rank's calls from now on, and for the communicators made of this one."""
-        self._guard.timeout = timeout
+        self._transport.timeout = timeout
 
     @property
     def issued(self) -> int:

@@ -41,9 +41,9 @@ UNEVEN = {"all_to_all_v"}  # whose lengths may differ between ranks
 class Guard:
     """Turns a transport's failures into errors, and looks for their causes while a rank waits."""
 
-    def __init__(self, transport: Transport, timeout: float, warn_after: float) -> None:
-        """`timeout` and `warn_after`: seconds that a collective may last, and until it is told."""
-        self.transport, self.timeout, self.warn_after = transport, timeout, warn_after
+    def __init__(self, transport: Transport, warn_after: float) -> None:
+        """`warn_after`: seconds that a collective may last until it is told."""
+        self.transport, self.warn_after = transport, warn_after
         self.error: CommunicationError | None = None
 
     def check(self, call: Call) -> None:

@@ -222,8 +222,7 @@ def _gloo(
     group = gloo(prefixed, ranks.index(rank), len(ranks), timeout)
     if transport == "c10d":
         return C10dTransport(prefixed, group)
-    host, limit = transport == "nccl-host", timeout.total_seconds()
-    return NcclTransport(prefixed, group, host=host, timeout=limit, differ=differ)
+    return NcclTransport(prefixed, group, host=transport == "nccl-host", differ=differ)
 
 
 class _Place(NamedTuple):

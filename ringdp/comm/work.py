@@ -36,7 +36,7 @@ class Work:
             raise self._error
         if self._done:
             return
-        allowed = self._guard.timeout if timeout is None else timeout
+        allowed = self._guard.transport.timeout if timeout is None else timeout
         start, tell = time.monotonic(), self._guard.warn_after
         waited = 0.0
         try:

@@ -190,6 +190,10 @@ class Transport(Observed, Protocol):
         """
         ...
 
+    timeout: float
+    """Seconds that a collective may last from its start. Who waits for it counts them; the
+    transport where it goes on when nobody does."""
+
     def check(self, buffer: Tensor) -> None:
         """Raise UsageError for a tensor that this transport does not move."""
         ...

@@ -8,6 +8,7 @@ communicator that has failed are left alone until their peers or this process en
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -78,6 +79,7 @@ class C10dTransport(Answering):
 
     depth: int | None = 1 << 20  # slots: what is sent waits in memory
     own: str | None = None
+    timeout = math.inf
     device = torch.device("cpu")
     ready = tape = link = None
     arena: Arena | None = None

@@ -66,6 +66,7 @@ class ShmTransport:
 
     device = torch.device("cpu")
     own = "direct"
+    timeout: float
 
     def __init__(
         self,

@@ -142,13 +142,13 @@ def test_a_wait_does_not_hear_of_what_failed_after_its_end():
     """The collective ends between a look at it and a look for failures, of a later call."""
 
     class Ends:
-        looks = iter((False, True))
+        looks, timeout = iter((False, True)), 60.0
 
         def wait(self, ticket: int, seconds: float) -> bool:
             return next(self.looks)
 
     class Fails:
-        transport, timeout, warn_after = Ends(), 60.0, 60.0
+        transport, warn_after = Ends(), 60.0
 
         def look(self, call: object) -> None:
             raise PeerLost

@@ -63,13 +63,12 @@ class NcclTransport(C10dTransport):
         group: wire.Group,
         *,
         host: bool,
-        timeout: float,
         differ: Callable[[Call, Call], bool],
     ) -> None:
         """Collective. `store` and `group` are for this transport alone; on the current device.
 
-        `host`: csrc's NCCL over host memory, not the real one. `timeout`: seconds that a collective
-        may last on the device. `differ`: whether two ranks' calls of a number are not the same.
+        `host`: csrc's NCCL over host memory, not the real one. `differ`: whether two ranks' calls
+        of a number are not the same.
         Raises UsageError where NCCL cannot be had, CommunicationError where ranks do not meet.
         """
         making = Making(store, group.rank(), group.size())
@@ -77,7 +76,7 @@ class NcclTransport(C10dTransport):
             self.device = device_of(host=host)
             nccl = binding(host=host)
             super().__init__(store, group)
-            self._timeout, self._differ = timeout, differ
+            self._differ = differ
             self._under_way: list[UnderWay] = []
             self._captured: set[Tensor] = set()  # staging of graphs, which may be replayed
             # Messages that were received on the host, and where they go on the device.
@@ -187,12 +186,12 @@ class NcclTransport(C10dTransport):
     ) -> None:
         if self._told.failure is not None:
             return  # its communicator is being aborted
-        began = time.monotonic()
+        until = time.monotonic() + self.timeout
         self._does.begin(ticket, ours.call)
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
             theirs = exchanged(self._nccl, ours, self.rank, self.ranks)
-            work = UnderWay(ticket, began, ours, theirs, kept, self._streams.end())
+            work = UnderWay(ticket, until, ours, theirs, kept, self._streams.end())
             if at_once := work.met.query():
                 self._compare(work)
             else:
@@ -327,7 +326,7 @@ class NcclTransport(C10dTransport):
                 with self._told.changed:
                     self._under_way.remove(work)
                     self._told.changed.notify_all()
-            elif time.monotonic() - work.began > self._timeout:
+            elif time.monotonic() > work.until:
                 raise Failed(FailureKind.TIMEOUT, self.rank)
 
     def _leave(self) -> None:

@@ -16,7 +16,7 @@ class UnderWay:
     never come: ranks that call different things can hang on the device."""
 
     ticket: int
-    began: float
+    until: float  # when it has failed, if it has not ended
     ours: Stamped
     theirs: Tensor  # the stamp of the rank before
     kept: object

@@ -94,8 +94,8 @@ def test_ranks_that_disagree_hear_it_though_the_device_never_ends(ranks) -> None
 def late(comm: Communicator) -> None:
     behind(comm)
     spied = Spied(comm)
-    comm._transport._timeout = 0.3
-    comm.all_reduce(torch.ones(4))
+    comm.set_timeout(0.3)
+    comm.all_reduce(torch.ones(4), async_op=True)
     assert spied.aborted.wait(60)
     with pytest.raises(CollectiveTimeout):
         comm.barrier()
