@@ -86,6 +86,11 @@ class Communicator(Reductions, Moves, Messages, Taped):
         recorder.join(self)
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors are that it moves best, and those of `empty`."""
+        return self._transport.device
+
+    @property
     def timeout(self) -> float:
         """How long a call may wait for another rank, in seconds."""
         return self._transport.timeout

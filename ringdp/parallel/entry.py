@@ -84,7 +84,7 @@ def shard(
     )
     ledger = Ledger(comm)
     units = _build(model, found, kinds, row, offload, comm, ledger, init)
-    meta.fill_rest(model, init)
+    meta.fill_rest(model, init, comm.device)
     broadcast(comm, model.buffers())
     ledger.peak = ledger.now.copy()
     engine = Engine(
@@ -124,7 +124,7 @@ def _build(
     units: list[FlatUnit] = []
     for index in reversed(range(len(found))):  # the root last: it may own a part of every module
         parameters = [p for _, p in found[index].parameters]
-        meta.fill(model, parameters, init)
+        meta.fill(model, parameters, init, comm.device)
         for name, p in found[index].parameters:
             outside.name(p, name)
         first = at[parameters[0]][0].module if parameters else None
@@ -139,7 +139,7 @@ def _build(
                 offload,
                 comm,
                 ledger,
-                parameters[0].device if parameters else meta.DEVICE,
+                parameters[0].device if parameters else comm.device,
             )
         )
     return units[::-1]

@@ -2,7 +2,8 @@
 
 So that at no time more than about one unit is whole. A module's parameters and buffers are made
 together, and then `init(module)` has to fill them; by default its `reset_parameters`, as torch's
-layers have. Every rank draws, and rank 0's values count.
+layers have. Every rank draws, and rank 0's values count. They are
+on the device whose tensors the communicator moves best.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import nn
 from ringdp.errors import UsageError
 
 Init = Callable[[nn.Module], object]
-DEVICE = torch.device("cpu")  # what the transports that exist can reach
 
 
 def pending(model: nn.Module) -> bool:
@@ -38,21 +38,26 @@ def check(model: nn.Module, init: Init | None) -> None:
         )
 
 
-def fill(model: nn.Module, parameters: Iterable[nn.Parameter], init: Init | None) -> None:
-    """Make real, with values, every module that one of these parameters lies in."""
+def fill(
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    init: Init | None,
+    device: torch.device,
+) -> None:
+    """Make real on `device`, with values, every module that one of these parameters lies in."""
     wanted = {p for p in parameters if p.is_meta}
     if not wanted:
         return
     for module in list(model.modules()):
         if any(p in wanted for p in module.parameters(recurse=False)):
-            _fill(module, init)
+            _fill(module, init, device)
 
 
-def fill_rest(model: nn.Module, init: Init | None) -> None:
+def fill_rest(model: nn.Module, init: Init | None, device: torch.device) -> None:
     """The same for modules that have nothing but buffers."""
     for module in list(model.modules()):
         if _own(module):
-            _fill(module, init)
+            _fill(module, init, device)
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
@@ -60,11 +65,11 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in own if t.is_meta]
 
 
-def _fill(module: nn.Module, init: Init | None) -> None:
+def _fill(module: nn.Module, init: Init | None, device: torch.device) -> None:
     if isinstance(module, nn.RNNBase):
         module._flat_weight_refs = []  # no tensor with weak references can be swapped
     for t in _own(module):
-        made = torch.empty_like(t, device=DEVICE)
+        made = torch.empty_like(t, device=device)
         if isinstance(t, nn.Parameter):
             made = nn.Parameter(made, t.requires_grad)
         torch.utils.swap_tensors(t, made)  # type: ignore[no-untyped-call]  # the object stays: ties and optimizers hold it

@@ -81,6 +81,33 @@ def test_a_meta_model_gets_its_values_unit_by_unit(ranks, stage):
     ranks(2)(from_meta, stage)
 
 
+class Stop(Exception):
+    pass
+
+
+def elsewhere(comm: Communicator) -> None:
+    """`meta` stands for the device of a communicator over NCCL."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    there, seen = torch.device("meta"), list[torch.device]()
+
+    def init(module: nn.Module) -> None:
+        seen.extend(p.device for p in module.parameters())
+        raise Stop
+
+    for device in (comm.device, there):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Communicator, "device", device)
+            with pytest.raises(Stop):
+                ringdp.shard(model, stage=0, comm=comm, init=init)
+        model.to("meta")
+    assert seen == 2 * [torch.device("cpu")] + 2 * [there]
+
+
+def test_a_meta_model_becomes_real_where_its_communicator_moves_tensors(ranks):
+    ranks(1)(elsewhere)
+
+
 # ---- parameters used elsewhere
 
 
