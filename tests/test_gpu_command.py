@@ -183,6 +183,26 @@ def test_times_the_kernels_over_peer_memory(
         gpu.peer(tmp_path / "rows")
 
 
+def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            stream.append("|")
+
+    class Kernels:
+        def launch(self, *_: object) -> None:
+            stream.append("launch")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.append("sleep"))
+    monkeypatch.setattr(gpu, "CudaKernels", Kernels)
+    gpu.Timed().launch("", (1, 1), torch.zeros(1), 0)
+    assert stream == ["sleep", "|", "launch", "|"]
+
+
 def test_the_table_of_kernels_shows_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,6 @@ def _stochastic_round(elems: int, device: torch.device) -> dict[str, Call]:
     return {
         OURS: lambda: stochastic_round(x, out, seed=1),
         "randint, add": noise,
-        "copy_ (to nearest)": lambda: out.copy_(x),
     }
 
 
