@@ -84,7 +84,7 @@ def _settled(engine: Engine) -> list[FlatUnit]:
 
 
 def _squares(part: Tensor) -> float:
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=part.device)  # which waits for no piece
     for first in range(0, part.numel(), PIECE):
-        total += part[first : first + PIECE].double().square_().sum().item()
-    return total
+        total += part[first : first + PIECE].double().square_().sum()
+    return total.item()
