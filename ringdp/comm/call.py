@@ -10,6 +10,7 @@ nothing: a code that stands for nothing is said to be unknown.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import cache
 from sys import _getframe
@@ -99,13 +100,11 @@ _site_of = _sites.get
 _codes: list[CodeType] = []  # theirs: as long as they live, no other code gets their addresses
 _MOST_SITES = 4096  # then all are forgotten: code from exec, again and again, must not pile up
 _HERE = os.path.dirname(__file__)
-_OURS = tuple(
-    os.path.join(directory, "")
-    for directory in (
-        _HERE,
-        os.path.join(os.path.dirname(_HERE), "parallel"),
-        os.path.dirname(torch.__file__),
-    )
+_OURS = (
+    os.path.join(_HERE, ""),
+    os.path.join(os.path.dirname(_HERE), "parallel", ""),
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    contextlib.__file__,  # what runs our own context managers
 )
 NOWHERE = b"a thread without the user's code".ljust(SITE_BYTES, b"\0")
 

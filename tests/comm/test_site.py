@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +40,16 @@ def test_frames_of_ours_and_of_torch_are_passed_over():
     ours, torchs = call.__file__, torch.__file__
     for file in (ours, torchs, "<frozen importlib>"):
         assert place(ask(file)).startswith(f"{__file__}:")
+
+
+def test_what_leaves_a_context_manager_of_ours_is_the_users_line():
+    names: dict[str, Any] = {}
+    body = "def f(found, call_site):\n    yield\n    found.append(call_site(1))"
+    exec(compile(body, call.__file__, "exec"), names)
+    found: list[bytes] = []
+    with contextlib.contextmanager(names["f"])(found, call_site):
+        line = sys._getframe().f_lineno
+    assert place(found[0]) in (f"{__file__}:{line - 1}", f"{__file__}:{line}")
 
 
 def test_a_long_path_keeps_its_end():
