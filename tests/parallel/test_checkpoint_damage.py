@@ -78,6 +78,9 @@ def test_a_forged_header_is_told(tmp_path, entry):
 # ---- the index
 
 WEIGHT = "parameter/0.weight"
+STATE = "optimizer/exp_avg/0.weight"
+SINGLE = "optimizer/mu_product/0.weight"
+A_STATE = {"dtype": "float32", "shape": [9, 9], "parts": [[0, 0, 81]], "single": None}
 
 
 def put(*keys: Any, value: Any) -> Callable[[Any], Any]:
@@ -112,11 +115,39 @@ FORGED = {
     "options": put("groups", 0, "options", "params", value=[]),
     "names": put("groups", 0, "names", value=[[]]),
     "extra": put("extra", value=3),
+    "ranks": put("ranks", value="2"),
+    "stage": put("stage", value="x"),
+    "a rank below 0": put("tensors", WEIGHT, "parts", 0, 0, value=-2),
+    "a part of a fraction": put("tensors", WEIGHT, "parts", 0, 1, value=0.0),
+    "a shape of a fraction": put("tensors", WEIGHT, "shape", value=[9.0, 9]),
+    "a shape below 0": put("tensors", WEIGHT, "shape", value=[-9, -9]),
+    "a number for a dtype": put("tensors", WEIGHT, "dtype", value=5),
+    "single values of a parameter": put("tensors", WEIGHT, "single", value=[]),
+    "single values that are two": put("tensors", SINGLE, "single", value=[2]),
+    "state of another shape": put("tensors", STATE, "shape", value=[80]),
+    "state of no parameter": put("tensors", "optimizer/exp_avg/3.weight", value=A_STATE),
+    "an overlap of state": put("tensors", STATE, "parts", 1, 1, value=0),
+    "state past the end": put("tensors", STATE, "parts", 1, 2, value=82),
+    "options that are text": put("groups", 0, "options", value="abc"),
+    "groups that are a number": put("groups", value=3),
+    "a group without names": put("groups", 0, value={"options": {}}),
+    "a scalar beside a tensor": put("scalars", SINGLE, value=[[0, 81, "x"]]),
+    "a scalar of no parameter": put("scalars", "optimizer/x/3.weight", value=[[0, 81, "x"]]),
+    "a scalar without a place": put("scalars", "optimizer/x/0.weight", value="x"),
 }
 MISMATCHED = {
     "dtype": put("tensors", WEIGHT, "dtype", value="float64"),
     "no dtype": put("tensors", WEIGHT, "dtype", value="float31"),
     "integers": put("tensors", WEIGHT, "dtype", value="int32"),
+    "state with a hole": put("tensors", STATE, "parts", 1, 1, value=80),
+    "state that is single": put("tensors", STATE, "single", value=[]),
+    "state of each that was single": put("tensors", SINGLE, "single", value=None),
+    "state of another dtype": put("tensors", STATE, "dtype", value="int32"),
+    "a rate that is text": put("groups", 0, "options", "lr", value="abc"),
+    "no rate": put("groups", 0, "options", "lr", value=None),
+    "a number for two": put("groups", 0, "options", "betas", value=7),
+    "three numbers for two": put("groups", 0, "options", "betas", value=[0.1, 0.2, 0.3]),
+    "text for a flag": put("groups", 0, "options", "maximize", value="no"),
     "parts swapped": lambda index: (
         [part.__setitem__(0, 1 - part[0]) for part in index["tensors"][WEIGHT]["parts"]] and index
     ),

@@ -4,8 +4,9 @@
     path/data-<random>/rank-<r>.safetensors
 
 A tensor's key is `parameter/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` or `extra/N/NAME`. Its
-elements, counted in the parameter's own order, lie in parts on the ranks that owned them. `whole`
-values of an optimizer (Adam's `step`) lie with the parameter's first element. A save writes a new
+elements, counted in the parameter's own order, lie in parts on the ranks that owned them. Of what
+an optimizer keeps, each rank writes its own: a rank that kept nothing has no part, and one that
+kept a single value for all its elements (Adam's `step`) has a part with that. A save writes a new
 directory, then puts a new index in the old one's place by a rename; the directories that no index
 names go after that.
 
@@ -17,6 +18,7 @@ directory by its HuggingFaceStorageReader, each tensor flat, under its key.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -29,8 +31,8 @@ from typing import Any, NamedTuple
 
 from ringdp.errors import CheckpointError
 
-FORMAT = "ringdp.checkpoint.3"
-READS = (FORMAT, "ringdp.checkpoint.2")  # which has no modules
+FORMAT = "ringdp.checkpoint.4"
+EARLIER = ("ringdp.checkpoint.3", "ringdp.checkpoint.2")  # see `_renew`; 2 has no modules
 
 
 class Part(NamedTuple):
@@ -43,11 +45,22 @@ class Part(NamedTuple):
 
 @dataclass
 class Entry:
-    """One tensor. `shape` is that of the parameter, or [] for a whole value."""
+    """One tensor, of the parameter's shape. Where an optimizer keeps single values, `single` is
+    their own shape, and each part has one element, which stands for all of begin..end."""
 
     dtype: str
     shape: list[int]
     parts: list[Part] = field(default_factory=list)
+    single: list[int] | None = None
+
+    def length(self, part: Part) -> int:
+        """Of what its file has."""
+        return part.end - part.begin if self.single is None else 1
+
+    def within(self, begin: int, end: int) -> list[Part]:
+        """In order, the parts that have any of these elements."""
+        parts = [part for part in self.parts if part.begin < end and begin < part.end]
+        return sorted(parts, key=lambda part: part.begin)
 
 
 @dataclass
@@ -56,7 +69,7 @@ class Index:
     ranks: int
     stage: int
     tensors: dict[str, Entry]
-    scalars: dict[str, Any]  # what an optimizer's state has beside tensors
+    scalars: dict[str, list[Any]]  # an optimizer's beside tensors: [begin, end, value] of each part
     groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
     extra: dict[str, Any]
     modules: dict[str, Any] = field(default_factory=dict)  # their extra state, see `extra`
@@ -76,19 +89,22 @@ def _is_ours(name: str) -> bool:
 
 
 def commit(path: Path, index: Index) -> None:
-    """Make `index` what `path` holds, in one step."""
+    """Make `index` what `path` holds, in one step; after an error, it holds what it held."""
     aside = path / "index.json.new"
-    with aside.open("w") as file:
-        json.dump(asdict(index), file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(path / index.directory)
-    os.replace(aside, path / "index.json")
-    sync_directory(path)
+    try:
+        with aside.open("w") as file:
+            json.dump(asdict(index), file)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(path / index.directory)
+        os.replace(aside, path / "index.json")
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def clean(path: Path, index: Index) -> None:
-    """Remove what saves before `index` have left. Other files of the user's stay."""
+    """Remove what saves before `index` have left, once the disk has it. The user's files stay."""
+    sync_directory(path)
     for old in path.glob("data-*"):
         if _is_ours(old.name) and old.name != index.directory:
             shutil.rmtree(old)
@@ -109,34 +125,97 @@ def read_index(path: Path) -> Index:
         values = json.loads((path / "index.json").read_text())
         if not isinstance(values, dict):
             raise ValueError("index.json holds no JSON object")
-        if values.get("format") not in READS:
+        if values.get("format") in EARLIER:
+            _renew(values)
+        if values.get("format") != FORMAT:
             raise CheckpointError(f"{path} is of format {values.get('format')!r}, not {FORMAT!r}")
-        values["tensors"] = {
-            key: Entry(e["dtype"], e["shape"], [Part(*p) for p in e["parts"]])
-            for key, e in values["tensors"].items()
-        }
-        index = Index(**values)
-        _check(index)
-        return index
+        return checked(values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{path} holds no checkpoint that can be read: {e}") from e
 
 
-def _check(index: Index) -> None:
-    """Raises ValueError, or TypeError, unless every element has its one place."""
+def checked(values: dict[str, Any]) -> Index:
+    """The index of these JSON values. Raises ValueError, KeyError, TypeError or AttributeError
+    unless they are of the right types, and every element has its one place."""
+    values["tensors"] = {
+        key: Entry(e["dtype"], e["shape"], [Part(*p) for p in e["parts"]], e["single"])
+        for key, e in values["tensors"].items()
+    }
+    index = Index(**values)
     if not _is_ours(index.directory):
         raise ValueError(f"directory {index.directory!r} is not data- and 16 hexadecimal digits")
+    _check_ints("ranks and stage", index.ranks, index.stage)
     for key, entry in index.tensors.items():
-        at, elements = 0, math.prod(entry.shape)
-        for rank, begin, end in sorted(entry.parts, key=lambda part: part[1:]):
-            if not (rank in range(index.ranks) and begin == at <= end):
-                raise ValueError(f"{key}: part {begin}..{end} of rank {rank} does not fit")
-            at = end
-        if at != elements:
-            raise ValueError(f"{key} has {elements} elements, and parts for {at}")
+        _check_entry(index, key, entry)
+    for key, parts in index.scalars.items():
+        for begin, end, _ in parts:
+            _check_ints(key, begin, end)
+        _check_parameter(index, key)
+        if key in index.tensors:
+            raise ValueError(f"{key} is a tensor on some ranks, and none on others")
     for group in index.groups or []:
-        if "params" in group["options"] or not all(isinstance(n, str) for n in group["names"]):
-            raise ValueError("a group's names are not strings, or its options have params")
-    for name in ("scalars", "extra", "modules"):
+        options, names = group["options"], group["names"]
+        if not isinstance(options, dict) or "params" in options:
+            raise ValueError("a group's options are no JSON object, or have params")
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise ValueError("a group's names are not strings")
+    for name in ("extra", "modules"):
         if not isinstance(getattr(index, name), dict):
             raise ValueError(f"{name} is no JSON object")
+    return index
+
+
+def _check_entry(index: Index, key: str, entry: Entry) -> None:
+    kept = key.startswith("optimizer/")  # then a rank may have kept nothing
+    if not isinstance(entry.dtype, str):
+        raise ValueError(f"{key} has dtype {entry.dtype!r}")
+    _check_ints(key, *entry.shape, *itertools.chain(*entry.parts), *(entry.single or []))
+    if kept:
+        _check_parameter(index, key, entry.shape)
+    if entry.single is not None and not (kept and math.prod(entry.single) == 1):
+        raise ValueError(f"{key} has single values of shape {entry.single}")
+    at, elements = 0, math.prod(entry.shape)
+    for rank, begin, end in sorted(entry.parts, key=lambda part: part[1:]):
+        if not (rank < index.ranks and (begin >= at if kept else begin == at) and begin <= end):
+            raise ValueError(f"{key}: part {begin}..{end} of rank {rank} does not fit")
+        at = end
+    if at > elements or (at < elements and not kept):
+        raise ValueError(f"{key} has {elements} elements, and parts for {at}")
+
+
+def _check_ints(key: str, *values: Any) -> None:
+    if not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError(f"{key}: {values} should be integers from 0 up")
+
+
+def _check_parameter(index: Index, key: str, shape: list[int] | None = None) -> None:
+    """Of what an optimizer keeps: its parameter is there, and has this shape."""
+    _, _, name = parts_of(key)
+    parameter = index.tensors[f"parameter/{name}"].shape
+    if shape not in (None, parameter):
+        raise ValueError(f"{key} is of shape {shape}, its parameter of {parameter}")
+
+
+def parts_of(key: str) -> tuple[str, str, str]:
+    """Of optimizer/KEY/NAME: these three."""
+    kind, _, rest = key.partition("/")
+    name, _, parameter = rest.partition("/")
+    return kind, name, parameter
+
+
+def _renew(values: dict[str, Any]) -> None:
+    """Make it this format: before, a single value stood for all ranks, and had shape []."""
+    tensors = values["tensors"]
+    shapes = {key: entry["shape"] for key, entry in tensors.items()}
+    for key, entry in tensors.items():
+        kind, name, parameter = parts_of(key)
+        entry["single"] = None
+        if kind == "optimizer" and not entry["shape"]:
+            shape = shapes[f"parameter/{parameter}"]
+            if shape or name == "step":
+                ((rank, _, _),) = entry["parts"]
+                entry |= {"single": [], "shape": shape, "parts": [[rank, 0, math.prod(shape)]]}
+    for key, value in values["scalars"].items():
+        total = math.prod(shapes[f"parameter/{parts_of(key)[2]}"])
+        values["scalars"][key] = [[0, total, value]]
+    values["format"] = FORMAT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from ringdp.parallel.checkpoint.index import (
     Entry,
     Index,
     Part,
+    checked,
     clean,
     commit,
     file_of,
     new_directory,
 )
-from ringdp.parallel.checkpoint.spans import Piece, groups_of, is_whole, pieces
+from ringdp.parallel.checkpoint.plan import planned
+from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, pieces
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.replicas import gather_json
+
+NOT_WRITTEN = "the checkpoint was not written"
 
 
 def save(
@@ -48,34 +53,26 @@ def save(
     name = gather_json(comm, new_directory())[0]
     directory = path / name
     try:
-        with together(comm, "the checkpoint was not written"):
-            groups = groups_of(optimizer, found) if optimizer else None
+        with together(comm, NOT_WRITTEN):
             modules, states = pack(engine.model)
-            tensors, shapes, scalars = _own(engine, optimizer, found, states)
-            _check_json([groups, extra, scalars])
+            own = _Own()
+            own.add(engine, optimizer, found, states)
+            about = [groups_of(optimizer, found) if optimizer else None, extra or {}, modules]
+            _check_json([own.scalars, about])
             directory.mkdir(parents=True, exist_ok=True)
-            tensorfile.write(
-                file_of(directory, comm.rank),
-                {key: tensor for key, (tensor, _) in tensors.items()},
-                {key: [begin] for key, (_, begin) in tensors.items()},
-            )
+            tensorfile.write(file_of(directory, comm.rank), own.tensors, own.places())
+        mine = [own.facts, own.scalars, about if comm.rank == 0 else None]
+        theirs = gather_json(comm, mine)
+        with together(comm, NOT_WRITTEN):
+            index = _index(name, engine, theirs)
+            planned(index, engine, optimizer, found)  # what could not be loaded is not committed
+        with together(comm, NOT_WRITTEN):
+            if comm.rank == 0:
+                commit(path, index)
     except CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)  # the disk may be full
         raise
-    facts = {
-        key: [str(t.dtype).removeprefix("torch."), shapes[key], begin, begin + t.numel()]
-        for key, (t, begin) in tensors.items()
-    }
-    index = Index(name, comm.size, engine.stage.number, {}, {}, groups, extra or {}, modules)
-    for rank, (theirs, values) in enumerate(gather_json(comm, [facts, scalars])):
-        index.scalars |= values
-        for key, (dtype, shape, begin, end) in theirs.items():
-            entry = index.tensors.setdefault(key, Entry(dtype, shape))
-            entry.parts.append(Part(rank, begin, end))
-    with together(comm, "the checkpoint was not written"):
-        if comm.rank == 0:
-            commit(path, index)
     with together(comm, "the checkpoint is written, but what it replaces could not be removed"):
         if comm.rank == 0:
             clean(path, index)
@@ -88,44 +85,87 @@ def _check_json(values: Any) -> None:
         raise CheckpointError(f"extra, or the optimizer's, is not JSON: {e}") from e
 
 
-def _own(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer | None,
-    found: list[Piece],
-    states: dict[str, Tensor],
-) -> tuple[dict[str, tuple[Tensor, int]], dict[str, list[int]], dict[str, Any]]:
-    """What this rank writes: tensors with their first element's place, whole shapes, scalars."""
-    tensors: dict[str, tuple[Tensor, int]] = {}
-    shapes: dict[str, list[int]] = {}
-    scalars: dict[str, Any] = {}
-    for piece in found:
-        begin, end = piece.writes
-        total = torch.Size(piece.shape).numel()
-        if begin == end and not (total == 0 and engine.comm.rank == 0):
-            continue
-        key = f"parameter/{piece.name}"
-        tensors[key], shapes[key] = (piece.own(piece.rest), begin), piece.shape
-        state = optimizer.state.get(piece.parameter, {}) if optimizer else {}
-        for name, value in state.items():
-            key = f"optimizer/{name}/{piece.name}"
-            if isinstance(value, Tensor) and not is_whole(name, value, piece.parameter):
-                tensors[key], shapes[key] = (piece.own(value), begin), piece.shape
-            elif begin == 0 and isinstance(value, Tensor):
-                tensors[key], shapes[key] = (value.detach().reshape(-1), 0), []
-            elif begin == 0:
-                scalars[key] = value
-    if engine.comm.rank == 0:
-        buffers = persistent_buffers(engine.model)
-        for key, value in ({f"buffer/{name}": b for name, b in buffers.items()} | states).items():
-            tensors[key], shapes[key] = (value.detach().reshape(-1), 0), list(value.shape)
-    return tensors, shapes, scalars
+class _Own:
+    """What this rank writes: tensors, and for the index what it says of them, and scalars."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
+        self.scalars: dict[str, list[Any]] = {}
+
+    def places(self) -> dict[str, list[int]]:
+        """Of each tensor's first element in the whole one."""
+        return {k: [begin * (single is None)] for k, (_, _, begin, _, single) in self.facts.items()}
+
+    def add(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer | None,
+        found: list[Piece],
+        states: dict[str, Tensor],
+    ) -> None:
+        """`states`: those in modules' extra state."""
+        for piece in found:
+            empty = piece.writes[0] == piece.writes[1]
+            if empty and not (torch.Size(piece.shape).numel() == 0 and engine.comm.rank == 0):
+                continue
+            self._tensor(
+                f"parameter/{piece.name}", piece.own(piece.rest), piece.shape, piece.writes
+            )
+            state = optimizer.state.get(piece.parameter, {}) if optimizer else {}
+            for name, value in state.items():
+                self._state(piece, name, value)
+        if engine.comm.rank == 0:
+            buffers = {f"buffer/{n}": b for n, b in persistent_buffers(engine.model).items()}
+            for key, value in (buffers | states).items():
+                self._tensor(key, value, list(value.shape), (0, value.numel()))
+
+    def _state(self, piece: Piece, name: Any, value: Any) -> None:
+        if not isinstance(name, str) or "/" in name:
+            raise CheckpointError(f"the optimizer has state {name!r}; allowed: names without /")
+        key = f"optimizer/{name}/{piece.name}"
+        if not isinstance(value, Tensor):
+            self.scalars[key] = [*piece.writes, value]
+        elif name != "step" and value.shape == piece.parameter.shape:
+            self._tensor(key, piece.own(value), piece.shape, piece.writes)
+        elif value.numel() == 1:
+            self._tensor(key, value, piece.shape, piece.writes, list(value.shape))
+        else:
+            raise CheckpointError(
+                f"the optimizer's state {name!r} has shape {list(value.shape)} for a parameter of "
+                f"{piece.parameter.numel()} elements here; allowed: one value, or one for each "
+                f"element"
+            )
+
+    def _tensor(
+        self,
+        key: str,
+        value: Tensor,
+        shape: list[int],
+        span: tuple[int, int],
+        single: list[int] | None = None,
+    ) -> None:
+        self.tensors[key] = value.detach().reshape(-1)
+        self.facts[key] = [str(value.dtype).removeprefix("torch."), shape, *span, single]
 
 
-def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Those of its state_dict."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+def _index(directory: str, engine: Engine, ranks: list[list[Any]]) -> Index:
+    """Of all ranks' facts and scalars, and rank 0's groups, extra and modules."""
+    index = Index(directory, engine.comm.size, engine.stage.number, {}, {}, *ranks[0][2])
+    several = set()  # of which a rank has one value for each of its several elements
+    for rank, (facts, scalars, _) in enumerate(ranks):
+        for key, (dtype, shape, begin, end, single) in facts.items():
+            entry = index.tensors.setdefault(key, Entry(dtype, shape))
+            if dtype != entry.dtype:
+                raise CheckpointError(f"{key} is {dtype} on rank {rank}, {entry.dtype} on another")
+            entry.parts.append(Part(rank, begin, end))
+            if single is not None:  # so it is for a rank with one element, whose tensor fits both
+                entry.single = single
+            elif end - begin != 1:
+                several.add(key)
+        for key, part in scalars.items():
+            index.scalars.setdefault(key, []).append(part)
+    for key in several:
+        if index.tensors[key].single is not None:
+            raise CheckpointError(f"{key} is one value on a rank, one for each element on another")
+    return checked(json.loads(json.dumps(asdict(index))))

@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank writes, and which it keeps: as the layout says."""
+"""What there is to save or load: of a parameter, the elements that this rank writes, and keeps."""
 
 from __future__ import annotations
 
@@ -51,21 +51,7 @@ def pieces(engine: Engine) -> list[Piece]:
     return found
 
 
-def is_whole(key: str, value: Tensor, parameter: Tensor) -> bool:
-    """Whether it is one value for a parameter, not one for each element."""
-    if key == "step" or value.shape != parameter.shape:
-        if value.numel() != 1:
-            raise CheckpointError(
-                f"the optimizer's state {key!r} has shape {list(value.shape)} for a parameter of "
-                f"{parameter.numel()} elements here; allowed: one value, or one for each element"
-            )
-        return True
-    return False
-
-
-def groups_of(
-    optimizer: torch.optim.Optimizer, found: list[Piece]
-) -> list[dict[str, Any]]:  # fmt: skip
+def groups_of(optimizer: torch.optim.Optimizer, found: list[Piece]) -> list[dict[str, Any]]:
     """Its groups as JSON. Raises CheckpointError for a parameter that is not the engine's."""
     names = {id(piece.parameter): piece.name for piece in found}
     groups = []
@@ -79,3 +65,13 @@ def groups_of(
         }
         groups.append({"names": [names[id(p)] for p in group["params"]], "options": options})
     return groups
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those of its state_dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

@@ -14,20 +14,24 @@ from ringdp.parallel.replicas import gather_json
 def together(comm: Communicator, otherwise: str) -> Iterator[None]:
     """What is done within it, no collective, succeeds on all ranks. Collective when it ends.
 
-    Raises CheckpointError, on every rank, which starts with `otherwise` and says what each met.
+    Raises CheckpointError, on every rank, which starts with `otherwise` and says what each met; its
+    cause is the rank's own error, of any kind: code of the user's may run here.
     """
     cause: Exception | None = None
+    said = ""
     try:
         yield
-    except (CheckpointError, OSError) as e:
-        cause = e
+    except CheckpointError as e:
+        cause, said = e, str(e)
+    except Exception as e:
+        cause, said = e, f"{type(e).__name__}: {e}"
     met: dict[str, list[str]] = {}
-    for rank, problem in enumerate(gather_json(comm, str(cause) if cause else "")):
+    for rank, problem in enumerate(gather_json(comm, said)):
         if problem:
             met.setdefault(problem, []).append(str(rank))
     if met:
-        said = "; ".join(
+        each = "; ".join(
             f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {problem}"
             for problem, ranks in met.items()
         )
-        raise CheckpointError(f"{otherwise}; {said}") from cause
+        raise CheckpointError(f"{otherwise}; {each}") from cause

@@ -1,0 +1,198 @@
+"""What a rank reads of a checkpoint, and where it goes: listed and checked, and nothing changed.
+
+A load plans first, so that it changes all or nothing. A save plans too, before it commits: so no
+checkpoint is replaced by one that the same ranks could not load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ringdp.errors import CheckpointError
+from ringdp.parallel.checkpoint import extra
+from ringdp.parallel.checkpoint.index import Index, parts_of
+from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers
+from ringdp.parallel.checkpoint.tensorfile import dtype_of
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.replicas import write
+
+
+class Read(NamedTuple):
+    """Elements begin..end of a tensor, and what is done with them."""
+
+    key: str
+    begin: int
+    end: int
+    put: Callable[[Tensor], object]
+
+
+class Plan(NamedTuple):
+    reads: list[Read]
+    scalars: list[tuple[nn.Parameter, str, Any]]  # of the optimizer's state
+    states: dict[str, Tensor]  # by key, what modules' extra state has: in it once it is read
+
+
+def planned(
+    index: Index, engine: Engine, optimizer: torch.optim.Optimizer | None, found: list[Piece]
+) -> Plan:
+    """Raises CheckpointError if the checkpoint is of another model or optimizer."""
+    plan = Plan([], [], {})
+    buffers = persistent_buffers(engine.model)
+    _check(index, found, buffers, extra.modules(engine.model))
+    plan.reads.extend(_values(found, buffers))
+    plan.reads.extend(_states(index, plan.states))
+    if optimizer is not None:
+        _check_groups(index, groups_of(optimizer, found))
+        plan.reads.extend(_state(index, optimizer, found))
+        plan.scalars.extend(_scalars(index, found))
+    return plan
+
+
+def _check(
+    index: Index, found: list[Piece], buffers: dict[str, Tensor], modules: Iterable[str]
+) -> None:
+    here = {f"parameter/{p.name}": (p.shape, p.rest.dtype) for p in found}
+    here |= {f"buffer/{name}": (list(b.shape), b.dtype) for name, b in buffers.items()}
+    there = {k: e for k, e in index.tensors.items() if k.startswith(("parameter/", "buffer/"))}
+    problems = [f"lacks {k}" for k in here if k not in there]
+    problems += [f"has {k}, which the model has not" for k in there if k not in here]
+    problems += [f"has other extra state: of {m}" for m in index.modules.keys() ^ set(modules)]
+    for key in here.keys() & there.keys():
+        (shape, dtype), entry = here[key], there[key]
+        if shape != entry.shape:
+            problems.append(f"has {key} of shape {entry.shape}, not {shape}")
+        if _kind(dtype) != _kind(dtype_of(entry.dtype)):
+            problems.append(f"has {key} as {entry.dtype}, which is no {dtype}")
+    if problems:
+        raise CheckpointError(f"the checkpoint is of another model: it {', '.join(problems[:8])}")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """What no cast should change."""
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _check_groups(index: Index, groups: list[dict[str, Any]]) -> None:
+    if index.groups is None:
+        raise CheckpointError("the checkpoint was saved without an optimizer")
+    here, there = ([set(g["names"]) for g in gs] for gs in (groups, index.groups))
+    if here != there:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(there)} parameter groups with "
+            f"{[len(g) for g in there]} parameters, this one {len(here)} with "
+            f"{[len(g) for g in here]}, or others in them"
+        )
+    for number, (group, saved) in enumerate(zip(groups, index.groups, strict=True)):
+        for option, value in saved["options"].items():
+            if not _fits(group["options"].get(option), value):
+                raise CheckpointError(
+                    f"the checkpoint has {option} = {value!r} for parameter group {number}, and "
+                    f"the optimizer here {group['options'][option]!r}, which is of another kind"
+                )
+
+
+def _fits(here: Any, there: Any) -> bool:
+    """Whether an option may become that: a number stays one, and a list one of as many."""
+    if here is None or isinstance(here, bool):  # None often stands for what torch finds best
+        return here is None or there is None or isinstance(there, bool)
+    if isinstance(here, list | tuple):
+        alike = isinstance(there, list | tuple) and len(there) == len(here)
+        return alike and all(map(_fits, here, there))
+    if isinstance(here, int | float):
+        return isinstance(there, int | float)
+    return isinstance(there, type(here))
+
+
+def _values(found: list[Piece], buffers: dict[str, Tensor]) -> Iterator[Read]:
+    """Reads of parameters and buffers."""
+    for piece in found:
+        yield Read(f"parameter/{piece.name}", *piece.kept, partial(_copy, piece.rest))
+    for name, buffer in buffers.items():
+        yield Read(f"buffer/{name}", 0, buffer.numel(), partial(_copy, buffer))
+
+
+def _states(index: Index, states: dict[str, Tensor]) -> Iterator[Read]:
+    """Reads of the tensors in modules' extra state, to be in `states`."""
+    keys: list[str] = []
+    for packed in index.modules.values():
+        extra.unpack(packed, keys.append)
+    for key in keys:
+        if (entry := index.tensors.get(key)) is None:
+            raise CheckpointError(f"the checkpoint lacks {key}")
+        yield Read(key, 0, math.prod(entry.shape), partial(_keep, states, key, entry.shape))
+
+
+def _keep(states: dict[str, Tensor], key: str, shape: list[int], values: Tensor) -> None:
+    states[key] = values.view(shape)
+
+
+def _copy(to: Tensor, values: Tensor) -> None:
+    write(to, values.view(to.shape))
+
+
+def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[Read]:
+    """Reads of what an optimizer keeps for the parameters of which this rank has a part."""
+    groups = index.groups or []
+    on_device = {n for g in groups if _steps_on_device(g["options"]) for n in g["names"]}
+    for key, name, piece in _of_state(index.tensors, found):
+        entry, (begin, end) = index.tensors[key], piece.kept
+        if not (parts := entry.within(begin, end)):
+            continue  # who saved these elements kept nothing
+        at_home = name != "step" or piece.name in on_device
+        put = partial(
+            _put, optimizer, piece.parameter, name, piece.rest.device if at_home else None
+        )
+        if entry.single is not None:
+            first = max(begin, parts[0].begin)
+            yield Read(key, first, first + 1, partial(put, entry.single, None))
+            continue
+        if (there := sum(min(p.end, end) - max(p.begin, begin) for p in parts)) != end - begin:
+            raise CheckpointError(
+                f"of {key}, elements {begin}..{end}, there are only {there}: a rank that saved had "
+                f"no {name!r}; what ranks have unlike each other, as many ({index.ranks}) can load "
+                f"in a stage from 1 up"
+            )
+        as_parameter = entry.dtype == index.tensors[f"parameter/{piece.name}"].dtype
+        dtype = piece.rest.dtype if as_parameter else None
+        yield Read(key, begin, end, partial(put, piece.rest.shape, dtype))
+
+
+def _steps_on_device(options: dict[str, Any]) -> bool:
+    """Torch's optimizers count on the host otherwise."""
+    return bool(options.get("capturable") or options.get("fused"))
+
+
+def _put(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    name: str,
+    device: torch.device | None,
+    shape: list[int],
+    dtype: torch.dtype | None,
+    values: Tensor,
+) -> None:
+    optimizer.state[parameter][name] = values.view(shape).to(device, dtype)
+
+
+def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, str, Any]]:
+    """What an optimizer keeps beside tensors: where the parts differ, the first one's."""
+    for key, name, piece in _of_state(index.scalars, found):
+        for begin, end, value in index.scalars[key]:
+            if begin < piece.kept[1] and piece.kept[0] < end:
+                yield piece.parameter, name, value
+                break
+
+
+def _of_state(keys: Iterable[str], found: list[Piece]) -> Iterator[tuple[str, str, Piece]]:
+    """Key, name and parameter of those that are of this rank's part of an optimizer's state."""
+    mine = {piece.name: piece for piece in found if piece.kept[0] != piece.kept[1]}
+    for key in keys:
+        kind, name, parameter = parts_of(key)
+        if kind == "optimizer" and parameter in mine:
+            yield key, name, mine[parameter]

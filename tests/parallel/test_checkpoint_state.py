@@ -1,0 +1,308 @@
+"""What an optimizer keeps comes back to the ranks that kept it, whatever they kept; what could not
+be loaded is not saved; where a save fails on any rank, the one before stays."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import CheckpointError, Communicator
+from ringdp.parallel.checkpoint import index
+from ringdp.parallel.checkpoint.index import read_index
+from ringdp.parallel.checkpoint.plan import planned
+from ringdp.parallel.checkpoint.spans import pieces
+
+pytestmark = pytest.mark.process
+
+
+class Vector(nn.Module):
+    """One parameter: in stages from 1 up, two ranks have 16 elements of it and 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(17.0))
+
+    def forward(self) -> Tensor:
+        return (self.w**2).sum()
+
+
+def made(comm: Communicator, stage: int) -> tuple[nn.Module, ringdp.Engine, torch.optim.Optimizer]:
+    model = Vector()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    return model, engine, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def saves(comm: Communicator, path: str, stage: int, state: Callable[..., dict[str, Any]]) -> None:
+    model, engine, optimizer = made(comm, stage)
+    optimizer.state[model.w].update(state(comm.rank, model.w))
+    ringdp.save(path, engine, optimizer)
+    engine.close()
+
+
+def loads(comm: Communicator, path: str, stage: int) -> dict[str, Any]:
+    """The state, as lists; those of several elements are what this rank has of the parameter."""
+    model, engine, optimizer = made(comm, stage)
+    assert comm.size != 2 or stage == 0 or model.w.numel() == (16, 1)[comm.rank]
+    ringdp.load(path, engine, optimizer)
+    found = {}
+    for name, value in optimizer.state.get(model.w, {}).items():
+        found[name] = value
+        if isinstance(value, Tensor):
+            alike = value.shape == model.w.shape and value.numel() > 1
+            found[name] = "as the parameter" if alike else (list(value.shape), value.tolist())
+            assert not alike or torch.equal(value, model.w)
+    engine.close()
+    return found
+
+
+def singles(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"d": torch.full((1,), 3.0 + rank), "mu": torch.tensor(0.5 + rank), "each": w.detach()}
+
+
+def test_single_values_of_any_shape_are_each_ranks_own(ranks, tmp_path):
+    path = str(tmp_path)
+    ranks(2)(saves, path, 3, singles)
+    first = {"d": ([1], [3.0]), "mu": ([], 0.5), "each": "as the parameter"}
+    second = {"d": ([1], [4.0]), "mu": ([], 1.5), "each": ([1], [16.0])}
+    assert ranks(2)(loads, path, 3) == [first, second]
+    assert ranks(2)(loads, path, 0) == [first, first], "of the first that had any of its elements"
+    assert ranks(1)(loads, path, 2) == [first]
+
+
+def on_one(rank: int, w: Tensor) -> dict[str, Any]:
+    kept = {"step": torch.tensor(2.0), "exp_avg": w.detach(), "calls": 3}
+    return kept if rank == 1 else {}
+
+
+def on_one_alone(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"calls": rank, "step": torch.tensor(float(rank))} if rank == 1 else {}
+
+
+def refused(comm: Communicator, path: str, stage: int) -> str:
+    model, engine, optimizer = made(comm, stage)
+    optimizer.state[model.w]["mine"] = 1
+    with pytest.raises(CheckpointError) as error:
+        ringdp.load(path, engine, optimizer)
+    assert dict(optimizer.state) == {model.w: {"mine": 1}}
+    engine.close()
+    return str(error.value)
+
+
+def test_what_some_ranks_kept_is_theirs_again(ranks, tmp_path):
+    path = str(tmp_path)
+    ranks(2)(saves, path, 3, on_one)
+    there = {"step": ([], 2.0), "exp_avg": ([1], [16.0]), "calls": 3}
+    assert ranks(2)(loads, path, 2) == [{}, there]
+    (said,) = ranks(1)(refused, path, 3)
+    assert "of optimizer/exp_avg/w, elements 0..17, there are only 1" in said
+    ranks(2)(saves, path, 3, on_one_alone)
+    assert ranks(1)(loads, path, 0) == [{"step": ([], 1.0), "calls": 1}]
+
+
+def kinds(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"d": torch.tensor(1.0) if rank else w.detach()}
+
+
+def tensor_or_not(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"d": torch.tensor(1.0) if rank else 1.0}
+
+
+def dtypes(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"d": torch.zeros(w.shape, dtype=(torch.float32, torch.float64)[rank])}
+
+
+def slash(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"a/b": 1}
+
+
+def rows(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"d": torch.zeros(3)}
+
+
+def keeps_before(
+    comm: Communicator, path: str, stage: int, state: Callable[..., dict[str, Any]]
+) -> str:
+    """What is said of a save with that state; the one before is there, and nothing else."""
+    model, engine, optimizer = made(comm, stage)
+    ringdp.save(path, engine, optimizer, extra={"save": 1})
+    before = sorted(os.listdir(path))
+    optimizer.state[model.w].update(state(comm.rank, model.w))
+    with pytest.raises(CheckpointError, match="the checkpoint was not written") as error:
+        ringdp.save(path, engine, optimizer, extra={"save": 2})
+    comm.barrier()
+    assert sorted(os.listdir(path)) == before
+    assert ringdp.load(path, engine, optimizer) == {"save": 1}
+    engine.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "state", "said"),
+    [
+        (0, on_one, "ranks 0, 1: of optimizer/exp_avg/w, elements 0..17, there are only"),
+        (3, kinds, "ranks 0, 1: optimizer/d/w is one value on a rank, one for each element on"),
+        (3, tensor_or_not, "optimizer/d/w is a tensor on some ranks, and none on others"),
+        (3, dtypes, "optimizer/d/w is float64 on rank 1, float32 on another"),
+        (3, slash, "ranks 0, 1: the optimizer has state 'a/b'; allowed: names without /"),
+        (3, rows, "state 'd' has shape [3] for a parameter of 16 elements here; allowed: one"),
+    ],
+)
+def test_what_could_not_be_loaded_replaces_nothing(ranks, tmp_path, stage, state, said):
+    for text in ranks(2)(keeps_before, str(tmp_path), stage, state):
+        assert said in text
+
+
+def devices(comm: Communicator, path: str, option: str) -> dict[str, str]:
+    """Where what an optimizer keeps would be, if the parameter were on another device."""
+    model, engine, optimizer = made(comm, 3)
+    optimizer.param_groups[0][option] = True
+    optimizer.state[model.w].update(singles(comm.rank, model.w) | {"step": torch.tensor(2.0)})
+    ringdp.save(path, engine, optimizer)
+    there = [piece._replace(rest=piece.rest.to("meta")) for piece in pieces(engine)]
+    for read in planned(read_index(Path(path)), engine, optimizer, there).reads:
+        if read.key.startswith("optimizer/"):
+            read.put(torch.ones(read.end - read.begin))
+    engine.close()
+    return {name: value.device.type for name, value in optimizer.state[model.w].items()}
+
+
+@pytest.mark.parametrize(
+    ("option", "step"), [("fused", "meta"), ("capturable", "meta"), ("nesterov", "cpu")]
+)
+def test_steps_are_where_torchs_own_loader_puts_them(ranks, tmp_path, option, step):
+    (found,) = ranks(1)(devices, str(tmp_path), option)
+    assert found == {"d": "meta", "mu": "meta", "each": "meta", "step": step}
+
+
+# ---- errors of one rank
+
+
+class Fails(Vector):
+    """Whose extra state fails on rank 1, with an error that says nothing."""
+
+    at = ""
+    rank = 0
+
+    def get_extra_state(self) -> Any:
+        return self._state("get")
+
+    def set_extra_state(self, state: Any) -> None:
+        self._state("set")
+
+    def _state(self, at: str) -> int:
+        if self.at == at and self.rank == 1:
+            raise KeyError
+        return 1
+
+
+def fails(comm: Communicator, path: str) -> None:
+    model = Fails()
+    model.rank = comm.rank
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    ringdp.save(path, engine, extra={"save": 1})
+    before = os.listdir(path)
+    for at, attempt in (("get", ringdp.save), ("set", ringdp.load)):
+        model.at = at
+        with pytest.raises(CheckpointError, match=r"; rank 1: KeyError: $") as error:
+            attempt(path, engine)
+        assert isinstance(error.value.__cause__, KeyError if comm.rank == 1 else type(None))
+        comm.barrier()
+        assert os.listdir(path) == before
+    engine.close()
+
+
+def test_an_error_of_any_type_on_one_rank_is_told_to_all(ranks, tmp_path):
+    ranks(2)(fails, str(tmp_path))
+
+
+# ---- commits that fail
+
+
+def commits(comm: Communicator, path: str) -> None:
+    _, engine, optimizer = made(comm, 3)
+    save = ringdp.save
+    save(path, engine, optimizer, extra={"save": 1})
+    before = sorted(os.listdir(path))
+
+    def no_replace(*_: Any) -> None:
+        raise OSError("no rename today")
+
+    real = os.replace
+    os.replace = no_replace
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"not written; rank 0: OSError: no rename today"):
+            save(path, engine, optimizer, extra={"save": 2})
+    os.replace = real
+    comm.barrier()
+    assert sorted(os.listdir(path)) == before
+    comm.barrier()
+    aside = Path(path) / "index.json.new"
+    if comm.rank == 0:
+        aside.mkdir()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"not written; rank 0: IsADirectoryError"):
+            save(path, engine, optimizer, extra={"save": 2})
+    assert ringdp.load(path, engine, optimizer) == {"save": 1}
+    assert sorted(os.listdir(path)) == sorted([*before, aside.name])
+    comm.barrier()
+    if comm.rank == 0:
+        aside.rmdir()
+
+    def no_sync(of: Path) -> None:
+        if of == Path(path):
+            raise OSError("no sync today")
+
+    sync, index.sync_directory = index.sync_directory, no_sync
+    with pytest.raises(CheckpointError, match="is written, but what it replaces could not"):
+        save(path, engine, optimizer, extra={"save": 3})
+    index.sync_directory = sync
+    comm.barrier()
+    assert ringdp.load(path, engine, optimizer) == {"save": 3}
+    assert len(list(Path(path).glob("data-*"))) == 2, "either may be what the disk has"
+    save(path, engine, optimizer, extra={"save": 4})
+    assert len(os.listdir(path)) == len(before)
+    engine.close()
+
+
+def test_a_commit_that_fails_leaves_nothing_behind(ranks, tmp_path):
+    ranks(2)(commits, str(tmp_path))
+
+
+# ---- the format before
+
+
+def ages(comm: Communicator, path: str) -> None:
+    """Turns a checkpoint into one of the format before, where a single value is on one rank."""
+    if comm.rank == 0:
+        file = Path(path) / "index.json"
+        values = json.loads(file.read_text()) | {"format": "ringdp.checkpoint.3"}
+        for entry in values["tensors"].values():
+            if entry.pop("single") is not None:
+                (rank, _, _), *_ = entry["parts"]
+                entry |= {"shape": [], "parts": [[rank, 0, 1]]}
+        values["scalars"] = {key: parts[0][2] for key, parts in values["scalars"].items()}
+        file.write_text(json.dumps(values))
+    comm.barrier()
+
+
+def everywhere(rank: int, w: Tensor) -> dict[str, Any]:
+    return {"step": torch.tensor(2.0), "mu": torch.tensor(0.5), "each": w.detach(), "calls": 3}
+
+
+def test_an_optimizer_of_the_format_before_is_read(ranks, tmp_path):
+    path = str(tmp_path)
+    ranks(2)(saves, path, 3, everywhere)
+    there = {"step": ([], 2.0), "mu": ([], 0.5), "each": "as the parameter", "calls": 3}
+    new = ranks(2)(loads, path, 3)
+    assert new == [there, there | {"each": ([1], [16.0])}]
+    ranks(2)(ages, path)
+    assert ranks(2)(loads, path, 3) == new
+    assert ranks(1)(loads, path, 0) == [there]
