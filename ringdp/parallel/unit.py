@@ -128,12 +128,13 @@ class FlatUnit:
         if self.freed:
             self.ledger.take("gathered", self.bytes)
             self.ledger.spare.fill(self.full.untyped_storage(), self.bytes)
+        full = self.full.data  # with a version of its own: autograd may have saved views
         if self.stage.optimizer is Keep.FULL:
-            self.full.data.copy_(self.master)  # by .data: autograd may have saved views
+            full.copy_(self.master)
         else:
             if self.apart:
                 self.shard.data.copy_(self.master, non_blocking=True)
-            self.work = comm.all_gather(self.full, self.shard, async_op=True, tag=self.index)
+            self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
     def unshard(self) -> None:
