@@ -146,7 +146,10 @@ def trained(host: dict[str, Machine]) -> list[Run]:
     model = gpt.build(SHAPE, seed=0)
     rates = measured_rates(clock, model)
     networks = {
-        MEMORY: (ringdp.init(), Network(host["all_reduce"], MEMORY, cores=2, fitted=host)),
+        MEMORY: (
+            ringdp.init(),
+            Network(host["all_reduce"], MEMORY, cores=2, fitted=host, yields=True),
+        ),
         "link": (
             ringdp.init(link=LINK),
             Network(Machine(LINK.latency, 1 / LINK.bandwidth, 0), "link"),

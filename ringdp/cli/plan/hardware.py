@@ -30,6 +30,7 @@ DEVICES = {
     "h100": Device(989e12, 67e12, 80 * 10**9, 3.35e12, 450e9),
     "h200": Device(989e12, 67e12, 141 * 10**9, 4.8e12, 450e9),
 }
+HOSTS_MEMORY = ("shm", "nccl-host")  # transports that move bytes there, unlike c10d and nccl
 ASSUMED_ALPHA = 1e-5  # s a message
 LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb or GB a second
 
@@ -49,6 +50,7 @@ class Network(NamedTuple):
     measured: Measured | None = None  # None: nothing was
     cores: int | None = None  # of the host, where they move the bytes; None: something else does
     fitted: Mapping[str, Machine] = {}  # by collective, to its own rows
+    yields: bool = False  # see Note [gathers yield to reductions]: so they do in a host's memory
 
     def beside(self, n: int) -> bool:
         """Whether collectives of n ranks go on while they compute: each with a core of its own."""
@@ -122,9 +124,8 @@ def from_file(path: Path) -> Network:
     said = str(report.machine.get("cores"))
     cores = None if transport == "nccl" else int(said) if said.isdecimal() else 0
     fitted = {collective: _fit(own) for collective, own in of.items()}
-    return Network(
-        _fit(rows), f"fitted to {len(rows)} {transport} rows of {path}", covers, cores, fitted
-    )
+    source = f"fitted to {len(rows)} {transport} rows of {path}"
+    return Network(_fit(rows), source, covers, cores, fitted, transport in HOSTS_MEMORY)
 
 
 def _fit(rows: Sequence[Row]) -> Machine:

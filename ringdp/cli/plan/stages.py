@@ -55,8 +55,8 @@ class Row:
 
 
 def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memory:
-    """Bytes of one rank, by the engine's formula and its default look-ahead. `yields`: in the
-    host's memory gathers do (see Note [gathers yield to reductions])."""
+    """Bytes of one rank, by the engine's formula and its default look-ahead; `yields` as a
+    `Network` says."""
     sizes = _gathered(model, stage, ranks)
     return formula(
         model.layout(ranks),
@@ -73,7 +73,7 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 
 def row(model: Model, stage: int, setting: Setting) -> Row:
     units, widths, how = model.layout(setting.ranks), model.widths, stage_of(stage)
-    memory = held(model, stage, setting.ranks)
+    memory = held(model, stage, setting.ranks, yields=setting.network.yields)
     asked: set[tuple[Collective, int]] = set()
 
     @cache
@@ -118,7 +118,8 @@ def largest(model: Model, stage: int, setting: Setting) -> int:
     """Elements of the largest model of the same layout, every parameter scaled alike, that fits."""
 
     def fits(elements: int) -> bool:
-        return sum(held(model.scaled(elements), stage, setting.ranks)) <= setting.memory
+        scaled, yields = model.scaled(elements), setting.network.yields
+        return sum(held(scaled, stage, setting.ranks, yields=yields)) <= setting.memory
 
     return _largest(fits, setting.memory)
 
@@ -136,7 +137,8 @@ def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
     ranks = setting.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
-        if sum(held(model, least.stage, ranks)) <= setting.memory:
+        memory = held(model, least.stage, ranks, yields=setting.network.yields)
+        if sum(memory) <= setting.memory:
             return f"none fits; stage {least.stage} would with {ranks} ranks"
     return f"none fits; nor would stage {least.stage} with up to {ranks} ranks"
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
+from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import of_module
-from ringdp.cli.plan.stages import held
-from ringdp.parallel.memory import traffic
-from ringdp.parallel.prefetch import one_unit
-from ringdp.parallel.stages import stage_of
+from ringdp.cli.plan.stages import Setting, row
+from ringdp.schedule.cost import Machine
 from tests.cli.plan.models_here import WIDTH, net
 
 pytestmark = pytest.mark.process
@@ -41,8 +40,16 @@ class Runs(nn.Module):
         return x
 
 
-def one_step(comm: Communicator, stage: int, precision: str) -> tuple[Any, int]:
+NETWORKS = {
+    "shared memory": (None, Network(Machine(1e-6, 1e-9, 0), "", yields=True)),
+    "link": (ringdp.Link(latency=1e-6, bandwidth=1e9), Network(Machine(1e-6, 1e-9, 0), "")),
+}
+
+
+def one_step(job: Communicator, stage: int, precision: str, network: str) -> tuple[Any, int]:
     torch.manual_seed(0)
+    link, _ = NETWORKS[network]
+    comm = job if link is None else ringdp.init(link=link)
     model = Runs()
     engine = ringdp.shard(model, stage=stage, precision=PRECISIONS[precision], comm=comm)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -52,18 +59,18 @@ def one_step(comm: Communicator, stage: int, precision: str) -> tuple[Any, int]:
     optimizer.step()
     found = engine.memory(optimizer), engine.sent_bytes() - before
     engine.close()
+    if comm is not job:
+        comm.close()
     return found
 
 
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_a_plan_are_the_engines(ranks, stage, precision):
+def test_bytes_of_a_plan_are_the_engines(ranks, stage, precision, network):
     with torch.device("meta"):
         model = of_module("Runs", Runs(), PRECISIONS[precision])
-    how = stage_of(stage)
-    sizes = [w.compute * u.padded for u, w in zip(model.layout(2), model.widths, strict=True)]
-    limit = one_unit(sizes, model.groups)
-    sends = traffic(model.layout(2), model.groups, how, widths=model.widths, limit=limit)
-    memory, sent = ranks(2)(one_step, stage, precision)[0]
-    assert memory == held(model, stage, 2, yields=True)
-    assert sent == sends
+    over = NETWORKS[network][1]
+    setting = Setting(ranks=2, tokens=4, memory=1 << 20, flops=1e9, bandwidth=1e9, network=over)
+    plan = row(model, stage, setting)
+    assert ranks(2)(one_step, stage, precision, network)[0] == (plan.memory, plan.sent)

@@ -76,6 +76,13 @@ def test_one_transport_is_fitted(tmp_path):
     assert from_file(path).beside(64), "a GPU's links move the bytes"
 
 
+def test_gathers_yield_where_they_are_in_a_hosts_memory(tmp_path):
+    """As an engine's do, see `Engine.yields`."""
+    for transport, yields in (("shm", True), ("nccl-host", True), ("c10d", False), ("nccl", False)):
+        assert from_file(rows(tmp_path / "b.json", transport=transport)).yields == yields
+    assert not network("400Gb", "h100", within=False, alpha=None).yields
+
+
 def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_text())

@@ -69,6 +69,22 @@ def test_where_none_fits_the_ranks_that_it_takes_are_said():
     assert planned(model="params=1e14/1", ranks=8)[3].startswith("none fits; nor would stage ")
 
 
+def test_a_larger_model_fits_where_gathers_yield():
+    """So they do in shared memory, of which that bench file is."""
+    model = read("params=1e6/8", precision(Options(model="")))
+    least, more = (sum(held(model, 3, 4, yields=yields)) for yields in (True, False))
+    assert least < more
+    given = {"model": "params=1e6/8", "stages": (3,), "memory": str(least)}
+    _, _, (fits,), _ = planned(**given, ranks=4, network=str(BENCH))
+    _, _, (does_not,), _ = planned(**given, ranks=4)
+    assert fits.fits
+    assert fits.largest >= model.elements * (1 - 1 / EXACT)
+    assert not does_not.fits
+    assert does_not.largest < model.elements
+    assert planned(**given, ranks=2, network=str(BENCH))[3].endswith("would with 4 ranks")
+    assert planned(**given, ranks=2)[3].endswith("would with 8 ranks")
+
+
 def test_json_says_what_the_tables_say(tmp_path, capsys):
     out = tmp_path / "plan.json"
     asked = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--network", str(BENCH)]
