@@ -82,7 +82,8 @@ def launch(
     """Run `entry(job, emit)` in `ranks` processes with torchrun's environment.
 
     `on_event` is called in another thread, with rank 0's and other ranks' events as they come.
-    Returns what each rank returned. Raises RankError or SignalError once every rank has ended.
+    Returns what each rank returned. Raises RankError or SignalError once every rank has ended. So
+    it does with what `on_event` raises; a rank ends then with the next event that it sends.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -120,9 +121,11 @@ def launch(
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             if -signal.SIGINT in codes.values() and not inbox.failures:
                 raise SignalError(signal.SIGINT) from None
-            raise RankError(_explain(inbox.failures, codes)) from None
+            raise inbox.error or RankError(_explain(inbox.failures, codes)) from None
         finally:
             inbox.close([writer for _, writer in pipes])
+    if inbox.error is not None:
+        raise inbox.error
     return [results[rank] for rank in range(ranks)]
 
 
@@ -137,9 +140,11 @@ def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection])
         return entry(job, pipes[rank].send)
     except Exception as error:
         lost = isinstance(error, PeerLost)
-        pipes[rank].send(_Failure(rank, lost, time.monotonic(), traceback.format_exc()))
-        # No destructors: a communicator whose peers are gone must not hold this process.
-        os._exit(1)
+        try:
+            pipes[rank].send(_Failure(rank, lost, time.monotonic(), traceback.format_exc()))
+        finally:  # also where nobody listens any more
+            # No destructors: a communicator whose peers are gone must not hold this process.
+            os._exit(1)
 
 
 def _end_soon(signum: int, frame: object) -> None:
@@ -208,10 +213,12 @@ def _silence_launcher() -> None:
 
 class _Inbox:
     """A thread that reads the ranks' pipes. One pipe a rank and no lock, which a rank that is
-    killed could keep."""
+    killed could keep. `error`: what `on_event` raised, which ends it; ranks then write to closed
+    pipes, as it is with any reader that has gone."""
 
     def __init__(self, readers: list[Connection], on_event: Callable[[Any], None]) -> None:
         self.failures: list[_Failure] = []
+        self.error: BaseException | None = None
         self._readers = readers
         self._on_event = on_event
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -224,13 +231,22 @@ class _Inbox:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
+        try:
+            self._read()
+        except BaseException as error:  # rich raises SystemExit where nobody reads our output
+            self.error = error
+        finally:
+            for reader in self._readers:
+                reader.close()
+
+    def _read(self) -> None:
         open_pipes = list(self._readers)
         while open_pipes:
             for pipe in wait(open_pipes):
                 assert isinstance(pipe, Connection)
                 try:
                     event = pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):  # OSError: it was killed while it sent
                     open_pipes.remove(pipe)
                     continue
                 if isinstance(event, _Failure):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -70,6 +71,24 @@ def killed_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
 def sleeps(job: Job, emit: Emit) -> list[Record]:
     _running(emit)
     time.sleep(600)
+    return []
+
+
+def talks(job: Job, emit: Emit) -> list[Record]:
+    ringdp.init().barrier()
+    while True:
+        _running(emit)
+
+
+def killed_while_it_talks(job: Job, emit: Emit) -> list[Record]:
+    """Rank 1, inside an event. What rank 0 says of it comes later."""
+    launch.LAST_WORDS = 20.0  # a busy machine is slow
+    comm = ringdp.init()
+    comm.barrier()
+    if comm.rank == 1:
+        os.write(emit.__self__.fileno(), struct.pack("!i", 1000) + b"the first of 1000 bytes")
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()
     return []
 
 

@@ -21,6 +21,7 @@ from tests.cli.misbehaving import (
     OPTIONS,
     killed,
     killed_then_peer_lost,
+    killed_while_it_talks,
     raises,
     raises_then_peer_lost,
 )
@@ -104,6 +105,21 @@ def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_lost_peer_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert re.search("PeerLost: .*rank 1 has ended", told(killed_then_peer_lost, capfd))
+
+
+def test_others_are_heard_after_a_rank_that_was_killed_in_an_event(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert re.search("PeerLost: .*rank 1 has ended", told(killed_while_it_talks, capfd))
+
+
+def test_an_output_that_nobody_reads_any_more_ends_every_rank(start) -> None:
+    process = start(sys.executable, str(SCRIPT), "talks")
+    pids = await_ranks(process)
+    process.stdout.close()
+    assert process.wait(SECONDS) == 1
+    assert process.stderr.read() == ""
+    assert_gone(process, pids)
 
 
 @pytest.mark.parametrize("to_group", [True, False], ids=["group", "parent"])
