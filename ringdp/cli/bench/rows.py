@@ -54,6 +54,12 @@ class Row:
         return self.ours and self.algorithm != LIBRARYS
 
     @property
+    def built_in(self) -> bool:
+        """Whether its price has a closed form. Another's would run what its algorithm names: a
+        file, or a proof that takes hours."""
+        return self.modelled and (self.collective, _named(self.algorithm)) in CLOSED
+
+    @property
     def label(self) -> str:
         return self.algorithm + (" reg" if self.registered else "")
 
@@ -112,11 +118,14 @@ def _with_prediction(row: Row, machine: Machine) -> Row:
 
 def priced(collective: str, algorithm: str, n: int) -> Price:
     """Raises UsageError or ScheduleError for an algorithm that there is not, or that is wrong."""
-    name = DEFAULT if algorithm == "auto" else algorithm
-    kind = cast(Collective, collective)
+    name, kind = _named(algorithm), cast(Collective, collective)
     if (collective, name) in CLOSED:
         return closed(kind, name, n)
     return price(proved(name, kind, n))
+
+
+def _named(algorithm: str) -> str:
+    return DEFAULT if algorithm == "auto" else algorithm
 
 
 @dataclass(frozen=True)

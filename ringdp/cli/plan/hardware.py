@@ -102,16 +102,18 @@ def network(given: str, device: str, *, within: bool, alpha: float | None) -> Ne
 
 
 def from_file(path: Path) -> Network:
-    """α β γ fitted to our medians; where some are of buffers in shared memory, to those, since
-    such are the engine's; where some are of other transports, to the first one's. To each
-    collective's own rows, and to all for one that is not there: in shared memory an all_reduce of
-    4 MiB takes less than the all_gather that its price contains."""
+    """α β γ fitted to the medians of our built-in algorithms; where some are of buffers in shared
+    memory, to those, since such are the engine's; where some are of other transports, to the first
+    one's. To each collective's own rows, and to all for one that is not there: in shared memory an
+    all_reduce of 4 MiB takes less than the all_gather that its price contains."""
     report = read(path)
-    rows = [row for row in report.rows if row.modelled]
+    rows = [row for row in report.rows if row.built_in]
     rows = [row for row in rows if row.transport == rows[0].transport]
     rows = [row for row in rows if row.registered] or rows
     if not rows:
-        raise UsageError(f"--network: {path} holds no row of ringdp's own; allowed: at least one")
+        raise UsageError(
+            f"--network: {path} holds no row of ringdp's own algorithms; allowed: at least one"
+        )
     of = {r.collective: [o for o in rows if o.collective == r.collective] for r in rows}
     sizes = [r.bytes for r in rows]
     covers = Measured(

@@ -139,6 +139,22 @@ def test_rows_that_cannot_be_are_refused(tmp_path, key):
         from_file(path)
 
 
+@pytest.mark.parametrize("algorithm", ["FILE:star", "hierarchical:2"])
+def test_what_a_file_names_is_neither_run_nor_proved(tmp_path, algorithm):
+    """Results are data: reading them runs no code, and takes no proof for 2000 ranks."""
+    path, source = rows(tmp_path / "b.json"), tmp_path / "mine.py"
+    source.write_text("raise SystemExit('run')")
+    expected = from_file(path).machine
+    report = json.loads(path.read_text())
+    named = {"algorithm": algorithm.replace("FILE", str(source)), "ranks": 2000}
+    others = [row | named for row in report["rows"]]
+    path.write_text(json.dumps(report | {"rows": report["rows"] + others}))
+    assert from_file(path).machine == expected
+    path.write_text(json.dumps(report | {"rows": others}))
+    with pytest.raises(UsageError, match=r"b.json holds no row of ringdp's own"):
+        from_file(path)
+
+
 def test_files_without_rows_of_ours_are_refused(tmp_path):
     path = tmp_path / "other.json"
     with pytest.raises(UsageError, match=r"other.json holds no results"):
