@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from ringdp.transport.processes import stat
+
 ROOT = Path(__file__).parent.parent
 TAIL = 6000  # characters of a part's output that are kept
 GRACE = 5.0  # s
@@ -122,9 +124,8 @@ def _kill_children(others: set[int]) -> None:
 def _children() -> set[int]:
     """Of this process."""
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):  # it has ended
-            _, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) == os.getpid():
-                found.add(int(stat.parent.name))
+            if int(stat(pid)[1]) == os.getpid():
+                found.add(pid)
     return found

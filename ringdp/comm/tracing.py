@@ -19,6 +19,7 @@ from ringdp.comm.rendezvous import host, job_store
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
 from ringdp.tape.meeting import Meeting
+from ringdp.transport.processes import has_ended
 
 log = logging.getLogger("ringdp")
 
@@ -54,7 +55,7 @@ class Trace:
         if recorder.recording():
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store("trace")
-        self._meeting = Meeting(store, rank, ranks, host())
+        self._meeting = Meeting(store, rank, ranks, host(), has_ended)
         complaint = _unwritable(self.path) if rank == 0 else None
         self._opened = self._meeting.open(complaint, str(self.path.absolute()))
         self._recorder = recorder.start()

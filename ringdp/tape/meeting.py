@@ -74,9 +74,11 @@ class Meeting:
         rank: int,
         ranks: int,
         host: str,
+        ended: Callable[[int], bool],
         clock: Callable[[], int] = monotonic_ns,
     ) -> None:
-        self.rank, self.ranks, self.clock = rank, ranks, clock
+        """`ended`: whether a process of this host has."""
+        self.rank, self.ranks, self.clock, self._ended = rank, ranks, clock, ended
         self._store, self._me = store, Member(host, os.getpid())
         self.members = [self._me]
         self.guesses: list[Guess] = []  # empty on rank 0's host
@@ -217,10 +219,4 @@ class Meeting:
 
     def _lives(self, rank: int) -> bool:
         """As far as can be seen from here."""
-        if rank in self.away:
-            return True
-        try:
-            state = Path(f"/proc/{self.members[rank].pid}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return False
-        return state.split()[0] not in "ZX"
+        return rank in self.away or not self._ended(self.members[rank].pid)

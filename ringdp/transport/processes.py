@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.transport.records import CLOSED, ELSEWHERE
 
+ENDED = "XZ"  # states of a process, as the kernel names them
+
 
 def introduce(store: Store, rank: int) -> None:
     """Say where this process is."""
@@ -36,14 +38,28 @@ def process_state(pid: int) -> str:
         return "it has closed"
     if pid == ELSEWHERE:
         return ""
-    try:
-        # "pid (name) state ...", where the name may hold anything
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return f"process {pid} has ended"
-    if state in "ZX":
+    state = _state(pid)
+    if state in ENDED:
         return f"process {pid} has ended"
     return f"process {pid} is stopped" if state in "Tt" else ""
+
+
+def has_ended(pid: int) -> bool:
+    return _state(pid) in ENDED
+
+
+def _state(pid: int) -> str:
+    try:
+        return stat(pid)[0]
+    except OSError:
+        return ENDED[0]
+
+
+def stat(pid: int) -> list[str]:
+    """The words of /proc/PID/stat after the name: its state, its parent, and so on. Raises
+    OSError where there is none."""
+    # The name may hold anything, and ends where 15 bytes do: also within a character.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _sight() -> str:

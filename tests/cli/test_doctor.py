@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,16 +22,19 @@ from torch.distributed import PrefixStore, TCPStore
 from ringdp import Communicator
 from ringdp.cli.doctor import report
 from ringdp.cli.doctor.check import Check
+from ringdp.cli.doctor.job import family
 from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main
 from ringdp.comm import outside
 from ringdp.comm.call import fingerprint
 from ringdp.transport.answers import Answers
+from ringdp.transport.processes import process_state
 from ringdp.transport.records import SITE_BYTES
 from ringdp.transport.watch import Watched, segments
 from tests.ranks import Pool
 
 pytestmark = pytest.mark.process
+PR_SET_NAME = 15  # linux/prctl.h
 
 
 def test_what_is_here(capsys):
@@ -56,6 +61,18 @@ def test_only_what_is_needed_counts(monkeypatch, capsys, needed, code):
     monkeypatch.setattr(report, "examine", lambda: [lacking])
     assert main(["doctor"]) == code
     assert re.match(r"(NO|-) +\[red\] +none *\n.*-> get one", capsys.readouterr().out)
+
+
+def test_a_process_may_have_any_name():
+    """The kernel cuts one after 15 bytes, here inside a character."""
+    before = Path("/proc/self/comm").read_bytes().rstrip()
+    named = partial(ctypes.CDLL(None).prctl, PR_SET_NAME)
+    named("тренировка".encode())
+    try:
+        assert process_state(os.getpid()) == ""
+        assert os.getpid() in family(os.getppid())
+    finally:
+        named(before)
 
 
 def waits(comm: Communicator, path: str) -> None:

@@ -15,6 +15,7 @@ from ringdp.errors import CommunicationError, UsageError
 from ringdp.tape import meeting
 from ringdp.tape.chrome import Shift
 from ringdp.tape.meeting import PIECE, ROUND_TRIPS, Meeting
+from ringdp.transport.processes import has_ended
 
 AHEAD = 5_000_000_000  # ns that the other host's clock is ahead of rank 0's
 
@@ -28,6 +29,7 @@ def met(hosts: list[str], complaint: str | None = None) -> tuple[list[Meeting], 
             rank,
             len(hosts),
             host,
+            has_ended,
             (lambda: monotonic_ns() + AHEAD) if host != hosts[0] else monotonic_ns,
         )
         for rank, host in enumerate(hosts)
@@ -123,7 +125,7 @@ def test_who_is_waited_for_is_told(monkeypatch, caplog):
     store = PrefixStore("trace", HashStore())
     store.set_timeout(timedelta(seconds=0.02))
     with pytest.raises(CommunicationError, match="every rank must start the trace"):
-        Meeting(store, 1, 2, "a").open(None, "run.json")
+        Meeting(store, 1, 2, "a", has_ended).open(None, "run.json")
     assert "rank 1 waits for rank 0 to start the trace" in caplog.text
 
 
@@ -136,5 +138,5 @@ def test_nonsense_in_the_store_is_an_error():
     store = PrefixStore("trace", HashStore())
     store.set("opened", '[1, "t", "run.json", null, [["a"]]]')
     with pytest.raises(CommunicationError, match="rank 1 of 2 did not meet the others to trace"):
-        Meeting(store, 1, 2, "a").open(None, "run.json")
+        Meeting(store, 1, 2, "a", has_ended).open(None, "run.json")
     assert ROUND_TRIPS > 1

@@ -21,7 +21,7 @@ from ringdp.comm.rendezvous import VARIABLES
 from ringdp.comm.table import HEADINGS, missing, row, table
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import FailureKind
-from ringdp.transport.processes import process_state
+from ringdp.transport.processes import has_ended, stat
 from ringdp.transport.records import Observed
 from ringdp.transport.watch import Watched, segments
 
@@ -32,7 +32,7 @@ JOB = (*VARIABLES[1:], "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 def show_process(pid: int, console: Console) -> int:
     """The communicators of one rank. Returns the exit code."""
-    if process_state(pid).endswith("has ended"):
+    if has_ended(pid):
         raise UsageError(f"--pid: there is no process {pid}")
     found = _communicators([pid])
     if not found:
@@ -65,9 +65,9 @@ def family(pid: int) -> list[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
         try:
-            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+            yield pid, int(stat(pid)[1])
         except OSError:
             continue  # it ended while we looked
 
