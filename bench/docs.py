@@ -55,7 +55,8 @@ def _shown(match: re.Match[str], namespace: dict[str, object], launch: Launch) -
         Path(named[1]).write_text(code)
         said = ""
     else:
-        said = printed(lambda: exec(code, namespace))
+        block = compile(code, "<block>", "exec", dont_inherit=True)
+        said = printed(lambda: exec(block, namespace))
     shown = f"```{kind}\n{code}```\n"
     return shown + (f"\n```text\n{said}```\n" if said else "")
 

@@ -26,6 +26,11 @@ def test_blocks_print_what_is_shown(chapter, ranks):
     assert shown == text, "run: python -m bench.docs"
 
 
+def test_a_block_is_compiled_as_a_readers_file_would_be():
+    block = "```python\ndef f(n: int): ...\nprint(f.__annotations__)\n```\n"
+    assert "{'n': <class 'int'>}" in docs.render(block, docs.jobs.run)
+
+
 def test_there_are_five_and_each_leads_to_the_next():
     assert len(CHAPTERS) == 5
     for number, chapter in enumerate(CHAPTERS, 1):

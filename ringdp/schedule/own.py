@@ -57,7 +57,7 @@ def load(where: str) -> Builder:
     module.__file__ = file
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     try:
-        exec(compile(source, file, "exec"), module.__dict__)
+        exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         raise UsageError(f"{file} raised {said(error, file)}") from error
     found = getattr(module, name, None)

@@ -59,6 +59,13 @@ def test_a_name_a_file_and_a_function_give_their_schedule(file: Path, n: int):
     assert not list(file.parent.glob("__pycache__"))
 
 
+def test_a_file_is_compiled_as_python_would(tmp_path: Path):
+    """That is: none of ringdp's own `from __future__` lines count there."""
+    path = tmp_path / "mine.py"
+    path.write_text("def f(n: int): ...")
+    assert load(f"{path}:f").__annotations__ == {"n": int}
+
+
 def test_a_wrong_schedule_is_refused_with_its_proof(file: Path):
     with pytest.raises(ScheduleError, match=r"after all 0 rounds rank 0 chunk 0 holds 0\.0"):
         proved(f"{file}:silent", "all_reduce", 2)
