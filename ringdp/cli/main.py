@@ -227,7 +227,8 @@ def plan(
         float | None, typer.Option(help="a second and rank, sustained, instead of the two")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="that a rank may hold, as in 80G; else the device's")
+        str | None,
+        typer.Option(help="that a rank may hold, as in 80GB or 80GiB; else the device's"),
     ] = None,
     alpha: Annotated[
         float | None, typer.Option(help="s per message on a named network; 1e-5 if not given")

@@ -18,7 +18,6 @@ from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
 from ringdp.cli.options import MOST_RANKS, between, check_writable, one_of
 from ringdp.errors import UsageError
 
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_BYTES = 4 << 30
 
 
@@ -51,12 +50,13 @@ def has_own(transport: str) -> bool:
     return transport.startswith(LIBRARYS)
 
 
-def parse_bytes(option: str, given: str) -> int:
-    """`1K`, `64M`, `4096`: powers of 1024."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(i?B)?", given.strip(), re.IGNORECASE)
+def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
+    """`1K`, `64M`, `4096`: powers of `kilo`; `64MiB` of 1024."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(i(?=B))?B?", given.strip(), re.IGNORECASE)
     if match is None:
         raise UsageError(f"{option} is {given!r}; allowed: bytes, as in 4096, 1K, 64M or 1G")
-    return int(match[1]) * UNITS[match[2].upper()]
+    unit: int = (1024 if match[3] else kilo) ** " KMG".index(match[2].upper() or " ")
+    return int(match[1]) * unit
 
 
 def names(given: str) -> tuple[str, ...]:

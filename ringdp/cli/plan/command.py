@@ -65,7 +65,9 @@ def check(options: Options) -> Setting:
     if options.alpha is not None and not 0 <= options.alpha <= MOST_ALPHA:
         raise UsageError(f"--alpha is {options.alpha}; allowed: 0 to {MOST_ALPHA:g} s")
     has = DEVICES[options.device]
-    memory = has.memory if options.memory is None else parse_bytes("--memory", options.memory)
+    memory = has.memory
+    if options.memory is not None:
+        memory = parse_bytes("--memory", options.memory, kilo=1000)  # as GPUs are sold
     between("--memory", memory, 1, 1 << 50)
     if options.json is not None:
         check_writable(options.json)

@@ -58,9 +58,8 @@ def show(
     of_sent = _unit(BYTES, max(r.sent for r in rows))
     of_times = _unit(SECONDS, max(r.step.total for r in rows))
     console.print(f"\nHeld by a rank, {of_bytes.name}", soft_wrap=True)
-    held = table(
-        "stage", "params", "gathered", "grads", "buckets", "optimizer", "total", "fits", "largest"
-    )
+    categories = ("params", "gathered", "grads", "buckets", "optimizer")
+    held = table("stage", *categories, "total", "fits", "largest, parameters")
     for r in rows:
         cells = [f"{b / of_bytes.size:,.3f}" for b in (*r.memory, r.total)]
         held.add_row(str(r.stage), *cells, "yes" if r.fits else "no", _largest(r.largest))

@@ -115,6 +115,14 @@ def test_a_small_model_is_shown_in_small_units(capsys):
     assert "µs predicted" in shown
 
 
+@pytest.mark.parametrize(("given", "size"), [("80GB", 80e9), ("80g", 80e9), ("80GiB", 80 << 30)])
+def test_memory_is_counted_as_it_is_shown(given, size, capsys):
+    """In powers of 1000, but for GiB."""
+    assert check(Options(model="", memory=given)).memory == size
+    assert main(["plan", "--model", "gpt2", "--memory", given]) == 0
+    assert f"memory {size / 1e9:.4g} GB" in capsys.readouterr().out
+
+
 def test_published_is_shown(capsys):
     assert main(["plan", "--published"]) == 0
     shown = capsys.readouterr().out
