@@ -4,7 +4,6 @@ Plain text of at most 80 columns. S is the whole buffer of a rank, all chunks to
 """
 
 import inspect
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from fractions import Fraction
 from math import inf
 from pathlib import Path
 
+from ringdp.cli.options import check_writable, write
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
 from ringdp.schedule.contracts import contract
@@ -76,12 +76,15 @@ def show(
         raise UsageError(f"{cost} has a term that is no time; allowed: at least 0 s, finite")
     if collective not in COLLECTIVES:
         raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
+    for option, file in (("--svg", svg_file), ("--html", html_file)):
+        if file is not None:
+            check_writable(file, option)
     schedule = proved(algorithm, collective, ranks)
     title = f"{algorithm} {collective} on {ranks} rank{'' if ranks == 1 else 's'}"
     if svg_file is not None:
-        _write("--svg", svg_file, svg(schedule))
+        write(svg_file, svg(schedule))
     if html_file is not None:
-        _write("--html", html_file, html(schedule, collective, title=title))
+        write(html_file, html(schedule, collective, title=title))
     lines = [
         f"{title}, proved",
         f"{_count(len(schedule.rounds), 'round')}, {_count(schedule.chunks, 'chunk')}, "
@@ -140,13 +143,3 @@ def _table(program: Program) -> Iterator[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"{option}: cannot write {path}: {os.strerror(error.errno or 0)}; "
-            "allowed: a file in a directory that exists and is writable"
-        ) from None
