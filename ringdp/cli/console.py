@@ -5,7 +5,10 @@ from typing import IO
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+
+MOST_WIDTH = 10_000  # characters: no terminal is wider
 
 
 def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
@@ -16,6 +19,12 @@ def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
 def wide_enough(console: Console, width: int) -> Console:
     """A file has room for so many characters; a terminal has what it has."""
     return console if console.is_terminal else plain(console.file, max(width, console.width))
+
+
+def width_of(console: Console, made: Table) -> int:
+    """Characters that it needs."""
+    options = console.options.update(width=MOST_WIDTH)
+    return Measurement.get(console, options, made).maximum
 
 
 def table(*headings: str, left: Collection[str] = ()) -> Table:

@@ -8,21 +8,20 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ringdp.cli.console import width_of
 from ringdp.cli.record import MEMORY, Record
 from ringdp.cli.verdict import differences, equal_bits, loss_bound
-
-MOST_WIDTH = 10_000  # characters: no terminal is wider
 
 
 def final_table(runs: Sequence[Record], reference: Record | None, console: Console) -> Table:
     """The wide form where it fits, else the narrow one."""
     wide = _table(runs, reference, beside=True)
-    needs = Measurement.get(console, console.options.update(width=MOST_WIDTH), wide).maximum
-    return wide if needs <= console.width else _table(runs, reference, beside=False)
+    return (
+        wide if width_of(console, wide) <= console.width else _table(runs, reference, beside=False)
+    )
 
 
 def _table(runs: Sequence[Record], reference: Record | None, *, beside: bool) -> Table:

@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ringdp.cli.bench.cases import CASES, itemsize
 from ringdp.cli.bench.rows import Report, Row, best_peer
-from ringdp.cli.console import table, wide_enough
-
-MOST_WIDTH = 10_000  # characters: no terminal is wider
+from ringdp.cli.console import table, wide_enough, width_of
 
 
 class Column(NamedTuple):
@@ -74,7 +71,7 @@ def show(console: Console, report: Report, op: str) -> None:
     """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
     rows = report.rows
     wide = rows_shown(rows, op, wide=True)
-    needs = Measurement.get(console, console.options.update(width=MOST_WIDTH), wide).maximum
+    needs = width_of(console, wide)
     console = wide_enough(console, needs)
     first = rows[0]
     peers = any(not row.ours for row in rows)
