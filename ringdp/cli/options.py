@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringdp.comm.tracing import unwritable
 from ringdp.errors import RingdpError, UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -80,11 +81,8 @@ def check(options: Options) -> None:
     if options.trace is not None:
         if options.modes:
             raise UsageError("--trace is given with --mode; allowed: with --stage")
-        if options.trace.exists() and not (options.trace.is_file() or options.trace.is_dir()):
-            raise UsageError(  # the trace would take its place
-                f"--trace: {options.trace} is a device or a pipe; allowed: a file"
-            )
-        check_writable(options.trace, "--trace")
+        if complaint := unwritable("--trace", options.trace):
+            raise UsageError(complaint)
         if options.json is not None and options.json.resolve() == options.trace.resolve():
             raise UsageError(f"--json and --trace are both {options.trace}; allowed: two files")
 

@@ -56,7 +56,7 @@ class Trace:
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store("trace")
         self._meeting = Meeting(store, rank, ranks, host(), has_ended)
-        complaint = _unwritable(self.path) if rank == 0 else None
+        complaint = unwritable("trace", self.path) if rank == 0 else None
         self._opened = self._meeting.open(complaint, str(self.path.absolute()))
         self._recorder = recorder.start()
         return self
@@ -146,7 +146,8 @@ class Trace:
             raise _unwritten(self.path, e) from None
 
 
-def _unwritable(path: Path) -> str | None:
+def unwritable(asked: str, path: Path) -> str | None:
+    """Why no trace can be written there, which was `asked` for; None if one can be."""
     existed = path.exists()
     why = None
     if existed and not (path.is_file() or path.is_dir()):
@@ -160,8 +161,8 @@ def _unwritable(path: Path) -> str | None:
             why = getattr(e, "strerror", None) or str(e)
     if why is not None:
         return (
-            f"trace: cannot write {path}: {why}; allowed: a file in a directory that exists and is "
-            "writable"
+            f"{asked}: cannot write {path}: {why}; allowed: a file in a directory that exists and "
+            "is writable"
         )
     if not existed:
         path.unlink()

@@ -25,7 +25,7 @@ REFUSED = {
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
     "trace nowhere": (["--trace", "/nowhere/run.json"], "--trace: cannot write /nowhere/run.json"),
     "trace of modes": (["--trace", "run.json", "--mode", "ddp"], "--trace is given with --mode"),
-    "trace a device": (["--trace", "/proc/self/fd/0"], "fd/0 is a device or a pipe"),
+    "trace a device": (["--trace", "/proc/self/fd/0"], "fd/0: it is a device or a pipe"),
     "trace and json": (
         ["--trace", "/tmp/ringdp-1", "--json", "/tmp/../tmp/ringdp-1"],
         "--json and --trace are both /tmp/ringdp-1; allowed: two files",
