@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bench.results import RESULTS
 from ringdp.cli.bench.cases import CASES
 from ringdp.cli.bench.command import bench
 from ringdp.cli.bench.options import Options, parse_bytes
 from ringdp.cli.bench.peers import PEERS
+from ringdp.cli.console import plain
 from ringdp.cli.main import exit_code
 from ringdp.errors import UsageError
 
@@ -50,7 +50,7 @@ def main(
         if name not in RUNS:
             raise UsageError(f"no run {name!r}; there are {', '.join(RUNS)}")
         options = replace(RUNS[name], rounds=rounds, max=most, json=RESULTS / f"{name}.json")
-        codes.append(bench(options, Console(highlight=False)))
+        codes.append(bench(options, plain()))
     return sorted(codes)[-1]
 
 
