@@ -1,9 +1,9 @@
 """What it costs that every call can be explained: an all_reduce with its guard, and without.
 
-    torchrun --nproc-per-node 2 -m bench.guard --json bench/results/guard.json
+    python -m bench.guard --json bench/results/guard.json
 
 With: `comm.all_reduce(x)`, as a user calls it. Without: the same call, but for the user's line that
-it looks up. Both take turns in short rounds on ranks that are pinned to a core each. What csrc
+it looks up. Both take turns in short rounds on two ranks, pinned to a core each. What csrc
 writes into the rank's record cannot be left out of a call, so it is timed by itself (guard.cpp)
 and added:
 
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 import ringdp
-from bench.pinned import pin
+from bench import jobs
 from bench.program import compiled
 from bench.results import parser, write
 
+RANKS = 2
 BYTES = (4 << 10, 64 << 10, 1 << 20)
 ROUNDS, SECONDS = 200, 0.02  # of each at each length; a round's length
 
@@ -49,17 +50,19 @@ class Row:
 
 def main() -> None:
     arguments = parser(__doc__).parse_args()
+    rows = jobs.run(RANKS, measured)
+    for row in rows:
+        print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
+    write(arguments.json, rows)
+
+
+def measured() -> list[Row]:
     comm = ringdp.init()
-    pin(comm.rank)
     record = record_us() if comm.rank == 0 else 0.0
-    rows = [measured(comm, size, record) for size in BYTES]
-    if comm.rank == 0:
-        for row in rows:
-            print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
-        write(arguments.json, rows)
+    return [of_size(comm, size, record) for size in BYTES]
 
 
-def measured(comm: ringdp.Communicator, size: int, record: float) -> Row:
+def of_size(comm: ringdp.Communicator, size: int, record: float) -> Row:
     x, ready = torch.zeros(size // 4), comm._ready
     assert ready, "an older torch: every call goes through Python"
     calls = max(20, int(SECONDS / seconds(comm, x, 200)))

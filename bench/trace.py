@@ -1,8 +1,8 @@
 """What a trace costs: training steps and small collectives with one running and without, in turn.
 
-    torchrun --nproc-per-node 2 -m bench.trace --json bench/results/trace.json
+    python -m bench.trace --json bench/results/trace.json
 
-Ranks are pinned to a core each. A round is STEPS steps of every stage with a trace, and as many
+Two ranks are pinned to a core each. A round is STEPS steps of every stage with a trace, and as many
 without; a step's time is the slowest rank's. Off, nothing in Python is added to a call: methods of
 the engine are wrapped only while a trace runs. csrc looks at one flag of its thread for each row or
 tile, and at one of the communicator for each call.
@@ -19,11 +19,12 @@ from collections.abc import Callable
 import torch
 
 import ringdp
-from bench.pinned import pin
+from bench import jobs
 from bench.results import parser, write
 from ringdp.cli import gpt
 from ringdp.tape import recorder
 
+RANKS = 2
 SHAPE = gpt.Shape(context=128)  # the demo's model: little to compute for each collective
 ROWS = 4
 STAGES = (0, 3)
@@ -32,16 +33,18 @@ ROUNDS, STEPS, CALLS = 14, 4, 2000  # the first round warms up
 
 def main() -> None:
     arguments = parser(__doc__, ROUNDS).parse_args()
+    rows = jobs.run(RANKS, measured, arguments.rounds)
+    for name, row in rows.items():
+        print(name, json.dumps(row, ensure_ascii=False))
+    write(arguments.json, {"ranks": RANKS, "rounds": arguments.rounds, "rows": rows})
+
+
+def measured(rounds: int) -> dict[str, dict[str, float]]:
     comm = ringdp.init()
-    pin(comm.rank)
     work = {f"step of stage {stage}, ms": (stepper(stage, comm), STEPS, 1e3) for stage in STAGES}
     small = torch.ones(1024)
     work["all_reduce of 4 KiB, µs"] = (lambda: calls(comm, small), 1, 1e6 / CALLS)
-    found = compared(comm, work, arguments.rounds)
-    if comm.rank == 0:
-        for name, row in found.items():
-            print(name, json.dumps(row, ensure_ascii=False))
-        write(arguments.json, {"ranks": comm.size, "rounds": arguments.rounds, "rows": found})
+    return compared(comm, work, rounds)
 
 
 def stepper(stage: int, comm: ringdp.Communicator) -> Callable[[], object]:
