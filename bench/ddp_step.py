@@ -123,9 +123,8 @@ def overlapped(rounds: int) -> list[Overlap]:
             both(net)
         return net
 
-    copies: list[float] = []  # s of CPU
-
-    def communicate(net: nn.Module) -> None:
+    def communicate(net: nn.Module, copies: list[float]) -> None:
+        """`copies`: the seconds of CPU that it takes come here."""
         start = time.process_time()
         for finish in [bucket.start() for bucket in net.reducer.buckets]:
             finish()
@@ -137,13 +136,13 @@ def overlapped(rounds: int) -> list[Overlap]:
     sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * elements(model)
     link = Link(LATENCY, sent / backward)
     net = over(ringdp.init(link=link), None)
-    whole = statistics.median(interleaved({"": lambda: communicate(net)}, rounds)[""])
+    whole = statistics.median(interleaved({"": lambda: communicate(net, [])}, rounds)[""])
     link = Link(LATENCY, link.bandwidth * whole / backward)
-    copies.clear()
     steps: dict[str, Callable[[], object]] = {"silent": partial(both, over(single, None))}
+    copies: dict[float | None, list[float]] = {cap: [] for cap in CAPS}
     for cap in CAPS:
         together = over(ringdp.init(link=link), cap)
-        steps[f"communication {cap}"] = partial(communicate, together)
+        steps[f"communication {cap}"] = partial(communicate, together, copies[cap])
         steps[f"together {cap}"] = partial(both, together)
     times = interleaved(steps, rounds)
     found = []
@@ -155,7 +154,7 @@ def overlapped(rounds: int) -> list[Overlap]:
         ms["silent"] = 1e3 * statistics.median(times["silent"])
         exposed = 1e3 * longer(times[f"together {cap}"], times["silent"])
         hidden = ms["communication"] - exposed
-        ms |= {"backward": 1e3 * backward, "copies": 1e3 * statistics.median(copies)}
+        ms |= {"backward": 1e3 * backward, "copies": 1e3 * statistics.median(copies[cap])}
         ms |= {"exposed": exposed, "hidden": hidden}
         found.append(
             Overlap(
