@@ -16,8 +16,10 @@ LEAST bytes), on two cores at once. Where ranks share a core, that core does the
 what one has fetched the next finds near: no pass is then priced above `copy`.
 
 Counts bytes only, as if a reader could reach a private buffer (the kernel can, by cross-memory
-attach). Leaves out the crossing of a flag (some 0.1 µs), calls, and Python: below some 16 KiB it is
-far from what can be reached.
+attach). All ranks are taken to move at once, by numpy's copies and sums: where fewer do, as in a
+broadcast, or something is faster, the best call is below the bound, and is named. Leaves out the
+crossing of a flag (some 0.1 µs), calls, and Python: below some 16 KiB it is far from what can be
+reached.
 """
 
 from __future__ import annotations

@@ -60,6 +60,10 @@ class Row:
         return self.modelled and (self.collective, _named(self.algorithm)) in CLOSED
 
     @property
+    def beats_bound(self) -> bool:
+        return self.bound_us is not None and self.min_us < self.bound_us
+
+    @property
     def label(self) -> str:
         return self.algorithm + (" reg" if self.registered else "")
 

@@ -83,6 +83,9 @@ def show(console: Console, report: Report, op: str) -> None:
         soft_wrap=True,
     )
     console.print(wide if needs <= console.width else rows_shown(rows, op, wide=False))
+    if beaten := [f"{r.label} at {r.bytes:,} bytes" for r in rows if r.beats_bound]:
+        says = f"Faster than the bound at its best: {', '.join(beaten)}."
+        console.print(Text(says), soft_wrap=True)
     for row in rows:
         if row.wrong:
             says = f"WRONG: {row.label} at {row.bytes:,} bytes: {row.wrong:,} elements"

@@ -43,6 +43,14 @@ def test_a_narrow_terminal_shows_what_matters() -> None:
     assert " ".join(cells(text, "auto")) == "1,048,576 auto 100.0 10.49 0 99.0 50.0 50 1.50"
 
 
+def test_what_is_faster_than_the_bound_is_said() -> None:
+    faster = [replace(ROWS[0], min_us=49.9), replace(ROWS[1], min_us=50.0)]
+    assert "Faster than the bound at its best: auto at 1,048,576 bytes." in shown(
+        faster, 160, terminal=False
+    )
+    assert "Faster than the bound" not in shown(ROWS, 160, terminal=False)
+
+
 def test_a_wrong_result_is_said() -> None:
     text = shown([replace(ROWS[0], wrong=7)], 160, terminal=False)
     assert "WRONG: auto at 1,048,576 bytes: 7 elements" in text
