@@ -7,7 +7,6 @@ A part of README between `<!-- name -->` and `<!-- /name -->` is replaced by wha
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,21 +17,14 @@ from bench.guard import Row
 from bench.kernel_table import table as kernels
 from bench.markdown import markdown
 from bench.predictions import error, link, plan
-from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, reached
-from bench.results import RESULTS
+from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, of_suite, reached
+from bench.results import RESULTS, load
 from bench.small import Small
 from ringdp.cli.bench.rows import read
 from ringdp.schedule import schedule, svg
 
 ROOT = Path(__file__).parent.parent
 FIGURE = RESULTS / "ring.svg"
-ALL_REDUCE = RESULTS / "all_reduce.json"
-TORCH_BACKEND = RESULTS / "torch_backend.json"
-DDP_STEP = RESULTS / "ddp_step.json"
-ZERO_STEP = RESULTS / "zero_step.json"
-GUARD = RESULTS / "guard.json"
-SMALL = RESULTS / "small.json"
-TRACE = RESULTS / "trace.json"
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
     "all_gather": "the same for all_gather",
@@ -46,7 +38,7 @@ def figure() -> str:
 
 def stages() -> str:
     """Bytes per rank of the demo, from `ringdp train --json bench/results/train.json`."""
-    runs = json.loads((RESULTS / "train.json").read_text())
+    runs = load("train")
     names = ("parameters", "gathered_peak", "gradients", "buckets", "optimizer")
     lines = []
     for run in runs:
@@ -56,12 +48,14 @@ def stages() -> str:
 
 
 def ratios() -> str:
-    """Required and reached, at the worst size of each case."""
+    """Promised and reached, at the worst size of each case."""
     times = (median, minimum)
     lines = [[r.case, f"{r.ratio}", *(_cell(reached(r, t)) for t in times)] for r in REQUIRED]
     everything = "everything measured, 2 to 8 ranks, gloo alone"
     lines.append([everything, "1.0", *(_cell(beside_gloo(t)) for t in times)])
-    return markdown(["case", "at least", "by medians", "by minima"], lines)
+    table = markdown(["case", "promised, by medians", "by medians", "by minima"], lines)
+    loads = sorted(float(found.machine["load"].split()[0]) for found in of_suite())
+    return f"{table}\n\nThe load was {loads[0]:.1f} to {loads[-1]:.1f} when these runs began."
 
 
 def _cell(found: Reached | None) -> str:
@@ -74,17 +68,23 @@ def _bytes(size: int) -> str:
 
 def all_reduce() -> str:
     """Medians in µs."""
-    if not ALL_REDUCE.exists():
-        return "Not measured."
-    rows = read(ALL_REDUCE).rows
+    rows = read(RESULTS / "all_reduce.json").rows
     labels = list(dict.fromkeys((r.transport, r.label) for r in rows))
     lines = []
     for size in sorted({r.bytes for r in rows}):
         here = {(r.transport, r.label): r for r in rows if r.bytes == size}
         cells = [f"{here[label].p50_us:,.1f}" for label in labels]
-        bound = min(r.bound_us for r in here.values())
-        lines.append([f"{size:,}", *cells, f"{bound:,.1f}"])
-    return markdown(["bytes", *(_heading(*label) for label in labels), "bound"], lines, left=())
+        bounds = {r.registered: r.bound_us for r in here.values()}
+        lines.append([f"{size:,}", *cells, *(_bound(bounds[where]) for where in (False, True))])
+    names = (*(_heading(*label) for label in labels), "bound", "bound, registered")
+    beaten = [f"{r.min_us:,.0f} µs at {_bytes(r.bytes)}" for r in rows if r.beats_bound]
+    says = f"\n\nThe best call is below its bound here: {', '.join(beaten)}." if beaten else ""
+    return markdown(["bytes", *names], lines, left=()) + says
+
+
+def _bound(us: float | None) -> str:
+    assert us is not None
+    return f"{us:.3g}" if us < 100 else f"{us:,.1f}"
 
 
 def _heading(transport: str, label: str) -> str:
@@ -102,18 +102,14 @@ def plots() -> str:
 
 def guard() -> str:
     """From `python -m bench.guard`."""
-    if not GUARD.exists():
-        return "`bench/guard.py` measures what that takes of a call; not yet for this version."
-    rows = [Row(**row) for row in json.loads(GUARD.read_text())]
+    rows = [Row(**row) for row in load("guard")]
     costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {_bytes(r.bytes)}" for r in rows]
     return f"What that takes of a call (`bench/guard.py`): {', '.join(costs)}."
 
 
 def small() -> str:
     """From `python -m bench.small`."""
-    if not SMALL.exists():
-        return "`bench/small.py` measures what a small call is made of; not yet for this version."
-    found = Small(**json.loads(SMALL.read_text()))
+    found = Small(**load("small"))
     parts = [f"{us:.2f} µs of {_bytes(int(size))}" for size, us in found.exchange_us.items()]
     return (
         f"What a small call is made of (`bench/small.py`): the exchange, in a loop of C++ on two "
@@ -125,9 +121,7 @@ def small() -> str:
 
 
 def machine() -> str:
-    if not ALL_REDUCE.exists():
-        return "Not measured."
-    found = read(ALL_REDUCE)
+    found = read(RESULTS / "all_reduce.json")
     on = found.machine
     with_ = "; ".join(found.contenders.values())
     return (
@@ -138,9 +132,7 @@ def machine() -> str:
 
 def torch_backend() -> str:
     """Medians in ms, and by how much they differ, from `python -m bench.torch_backend`."""
-    if not TORCH_BACKEND.exists():
-        return "Not measured."
-    rows = json.loads(TORCH_BACKEND.read_text())["rows"]
+    rows = load("torch_backend")["rows"]
     ways = ("ringdp", "gloo", f"gloo{KEPT}")
     lines = []
     found = {(row["case"], row["backend"]): row for row in rows}
@@ -157,9 +149,7 @@ def torch_backend() -> str:
 
 def ddp_step() -> str:
     """Milliseconds of a step, and what a slow link leaves, from `python -m bench.ddp_step`."""
-    if not DDP_STEP.exists():
-        return "Not measured."
-    found = json.loads(DDP_STEP.read_text())
+    found = load("ddp_step")
     default = found["slow_link"][0]
     ms = default["ms"]
     return (
@@ -174,9 +164,7 @@ def ddp_step() -> str:
 
 def zero_step() -> str:
     """Milliseconds of a step, and what a slow link leaves, from `python -m bench.zero_step`."""
-    if not ZERO_STEP.exists():
-        return "Not measured."
-    found = json.loads(ZERO_STEP.read_text())
+    found = load("zero_step")
     default = found["slow_link"][0]
     return (
         _steps(found, "by_fsdp2", "FSDP2 over gloo") + "\n\n"
@@ -201,9 +189,7 @@ def _steps(found: dict[str, Any], peer: str, name: str) -> str:
 
 def trace() -> str:
     """From `python -m bench.trace`."""
-    if not TRACE.exists():
-        return "Not measured."
-    found = json.loads(TRACE.read_text())
+    found = load("trace")
     lines = []
     for name, row in found["rows"].items():
         times = [f"{row[when]:,.3g}" for when in ("off_median", "on_median")]

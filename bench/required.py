@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from bench.results import RESULTS
-from ringdp.cli.bench.rows import Row, read
+from ringdp.cli.bench.rows import Report, Row, read
 
 K, M = 1 << 10, 1 << 20
 
@@ -71,11 +71,16 @@ def reached(required: Required, time: Time) -> Reached | None:
 def beside_gloo(time: Time) -> Reached | None:
     """Over every collective, size, dtype and number of ranks measured, private buffers."""
     found = [
-        worst(read(file).rows, lambda r: not r.registered, lambda r: r.transport == "gloo", time)
-        for file in sorted(RESULTS.glob("*.json"))
-        if "contenders" in json.loads(file.read_text())  # else another bench has made it
+        worst(report.rows, lambda r: not r.registered, lambda r: r.transport == "gloo", time)
+        for report in of_suite()
     ]
     return min((f for f in found if f is not None), default=None)
+
+
+def of_suite() -> Iterator[Report]:
+    for file in sorted(RESULTS.glob("*.json")):
+        if "contenders" in json.loads(file.read_text()):  # else another bench has made it
+            yield read(file)
 
 
 def worst(

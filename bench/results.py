@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -17,6 +18,11 @@ def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
     if rounds is not None:
         made.add_argument("--rounds", type=int, default=rounds)
     return made
+
+
+def load(name: str) -> Any:
+    """What a bench has left in results/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def write(path: Path | None, found: object) -> None:
