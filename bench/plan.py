@@ -28,7 +28,7 @@ from bench.results import parser, write
 from bench.turns import ms, timed
 from ringdp.cli import gpt
 from ringdp.cli.bench.kernel_cases import CASES
-from ringdp.cli.bench.machine import describe
+from ringdp.cli.bench.machine import describe, load
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import of_module
 from ringdp.cli.plan.stages import FLOPS, Setting, row
@@ -100,6 +100,7 @@ def main() -> None:
         Timed(*key, key in seen, *ms(predicted(host[key[1]], *key), times[key])) for key in times
     ]
     runs = [run for n in ranks for run in jobs.run(n, trained, host)]
+    machine["load after"] = load()
     show(host, collectives, runs)
     found = {
         "machine": machine,

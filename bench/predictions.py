@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from statistics import median
 
 from bench.link import LinkRow
 from bench.markdown import markdown
 from bench.plan import COLLECTIVES, Run, Timed
-from bench.results import RESULTS
+from bench.results import load
 from ringdp.cli.bench.error import Row
-
-LINK, PLAN, ERROR = (RESULTS / f"{name}.json" for name in ("link", "plan", "error"))
 
 
 def link_rows() -> list[LinkRow]:
-    return [LinkRow(**row) for row in json.loads(LINK.read_text())["rows"]]
+    return [LinkRow(**row) for row in load("link")["rows"]]
 
 
 def link() -> str:
     """From `python -m bench.link`."""
-    found, rows = json.loads(LINK.read_text())["link"], link_rows()
+    found, rows = load("link")["link"], link_rows()
     ratios = sorted(row.ratio for row in rows)
     ranks = sorted({row.ranks for row in rows})
     return (
@@ -33,7 +30,7 @@ def link() -> str:
 
 
 def plan_runs() -> list[Run]:
-    return [Run(**run) for run in json.loads(PLAN.read_text())["runs"]]
+    return [Run(**run) for run in load("plan")["runs"]]
 
 
 def plan() -> str:
@@ -49,11 +46,14 @@ def plan() -> str:
         ]
         lines.append([f"{ranks}", network, *cells])
     table = markdown(["ranks", "over", *(f"stage {s}" for s in stages)], lines, left={1})
-    return f"{table}\n\n{_collectives()}"
+    began, ended = (load("plan")["machine"][when].split()[0] for when in ("load", "load after"))
+    return (
+        f"{table}\n\nThe load was {began} when it began and {ended} when it ended. {_collectives()}"
+    )
 
 
 def _collectives() -> str:
-    timed = [Timed(**row) for row in json.loads(PLAN.read_text())["collectives"]]
+    timed = [Timed(**row) for row in load("plan")["collectives"]]
     parts = []
     for name in COLLECTIVES:
         off = sorted(
@@ -65,7 +65,7 @@ def _collectives() -> str:
 
 def error() -> str:
     """From `ringdp bench error --json bench/results/error.json`."""
-    rows = [Row(**row) for row in json.loads(ERROR.read_text())]
+    rows = [Row(**row) for row in load("error")]
 
     def greatest(algorithm: str, dtype: str) -> float:
         (row,) = (

@@ -22,8 +22,13 @@ def describe(cores: int) -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "load": load(),
     }
+
+
+def load() -> str:
+    """Of the last one, five and fifteen minutes."""
+    return " ".join(f"{average:.2f}" for average in os.getloadavg())
 
 
 def _field(file: Path, name: str) -> str:

@@ -18,7 +18,7 @@ from ringdp.cli.bench.bound import LEAST, Speeds, bound
 from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
 from ringdp.cli.bench.contender import Round
 from ringdp.cli.bench.groups import Groups, probe_ranks
-from ringdp.cli.bench.machine import describe
+from ringdp.cli.bench.machine import describe, load
 from ringdp.cli.bench.options import Options, has_own
 from ringdp.cli.bench.peers import MPIS, launch
 from ringdp.cli.bench.rows import LIBRARYS, Report, Row, measured, predicted
@@ -70,7 +70,7 @@ def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
             note = partial(_note, on_step, size, place, len(options.sizes))
             samples = _interleave(groups, entries, options.rounds, note)
             rows += _rows(options, count, len(cores), samples)
-    machine["load after"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    machine["load after"] = load()
     return Report(machine, contenders, predicted(rows))
 
 
