@@ -37,7 +37,9 @@ LEAST = 10.0  # s: with less left a part is not begun
 LOG = ROOT / "build" / "gpu.log"
 # Kernels compile for each dtype and alignment, which several processes do sooner.
 SIDE_BY_SIDE = ("-n", "8") if find_spec("xdist") else ()
-PYTEST = (sys.executable, "-m", "pytest", "-vv", "-rs", "--tb=short", "--durations=5", "-m", "gpu")
+FEW_THREADS = ("env", "OMP_NUM_THREADS=2")  # in each of them
+OPTIONS = ("-vv", "-rs", "--tb=short", "--durations=5", "-m", "gpu")
+PYTEST = (*FEW_THREADS, sys.executable, "-m", "pytest", *OPTIONS)
 MAIN = (sys.executable, "-c", "import sys; from ringdp.cli.main import main; sys.exit(main())")
 PEER_BYTES = (1 << 20, 16 << 20, 64 << 20)  # of a rank's buffer
 ROUNDS = 8  # of which two warm up; 8 ranks' ones come to 8^8, which float32 has exactly
@@ -51,7 +53,7 @@ def tests(name: str, limit: float, *where: str) -> Part:
 
 
 def over_nccl(least: str, most: str) -> tuple[str, ...]:
-    options = ("--transport", "nccl", "--algorithm", "ring,direct,nccl", "--rounds", "4")
+    options = ("--transport", "nccl", "--algorithm", "ring,direct,nccl", "--rounds", "2")
     sizes = ("--min", least, "--max", most, "--json", "{out}")
     return (*MAIN, "bench", "all_reduce", *options, *sizes)
 

@@ -17,7 +17,7 @@ if(NOT newest)
 endif()
 execute_process(
   # no contraction, as on the host: a reduction rounds as the simulator's does
-  COMMAND ${NVCC} -std=c++17 -O3 --fmad=false -fatbin ${targets}
+  COMMAND ${NVCC} -std=c++17 -O3 --fmad=false --threads 0 -fatbin ${targets}
           -gencode arch=compute_${newest},code=compute_${newest} -o ${OUT} ${SOURCE}
   RESULT_VARIABLE failed)
 if(failed)
