@@ -93,7 +93,4 @@ def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
         sums.append(partial.sum())
     if not sums:
         return torch.zeros((), dtype=torch.float64, device=device)
-    first, *others = sums  # others only where dtypes are mixed: a launch costs microseconds
-    for other in others:
-        first += other
-    return first
+    return sum(sums[1:], sums[0])  # several only where dtypes are mixed

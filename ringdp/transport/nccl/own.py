@@ -55,14 +55,9 @@ class Own(NamedTuple):
 
     def run(self, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
         """On the buffers at those addresses. Returns the payload bytes that this rank has sent."""
-        acts: dict[Direct, Callable[[Nccl, int, int, int, int], int]] = {
-            "all_reduce": self._all_reduce,
-            "reduce_scatter": self._reduce_scatter,
-            "all_gather": self._all_gather,
-            "all_to_all": self._all_to_all,
-        }
+        act: Callable[[Nccl, int, int, int, int], int] = getattr(self, f"_{self.collective}")
         with nccl.streams.moving(0):
-            return acts[self.collective](nccl, whole, part, rank, ranks)
+            return act(nccl, whole, part, rank, ranks)
 
     @property
     def _even(self) -> bool:

@@ -32,88 +32,28 @@ class End(Protocol):
     def query(self) -> bool: ...
 
 
-class Streams(Protocol):
-    device: torch.device
-    room: int  # bytes of a tile, over all ranks' chunks
-
-    @property
-    def handle(self) -> int:
-        """The stream that NCCL is given."""
-        ...
-
-    def current(self) -> AbstractContextManager[object]:
-        """For a thread: allocate and launch on this device."""
-        ...
-
-    def arrival(self) -> object:
-        """What the caller has put in its stream so far."""
-        ...
-
-    def follow(self, arrival: object) -> None:
-        """Let what comes wait for that."""
-        ...
-
-    def moving(self, chain: int) -> AbstractContextManager[object]: ...
-
-    def folding(self, chain: int) -> AbstractContextManager[object]: ...
-
-    def end(self) -> End:
-        """Of all that has been put in the streams."""
-        ...
-
-    def settle(self, end: End) -> None:
-        """Let the caller's stream wait for that."""
-        ...
-
-    def meet(self) -> None:
-        """Let all that comes wait for all that has been put in the streams."""
-        ...
-
-    def drain(self) -> None:
-        """Wait until all has been done."""
-        ...
-
-    def empty(self, size: int) -> Tensor:
-        """Bytes for groups to use: what the allocator gives is free in the order of their stream,
-        which the caller's is not."""
-        ...
-
-    def sent(self, data: Tensor) -> Tensor:
-        """A CPU tensor, on the device."""
-        ...
-
-    def fetched(self, data: Tensor) -> Tensor:
-        """What a group has brought, on the CPU once the work so far has been done."""
-        ...
-
-    def capturing(self) -> bool:
-        """Whether what the caller launches becomes part of a CUDA graph."""
-        ...
-
-    def watch(self) -> None:
-        """For a thread that asks for ends, before it does: see Note [asking during a capture]."""
-        ...
-
-
 class _Past:
     def query(self) -> bool:
         return True
 
 
-class HostStreams:
-    """No stream at all."""
+class Streams:
+    """No stream at all: those of the host."""
 
     device = torch.device("cpu")
-    room = 1 << 20
-    handle = 0
+    room = 1 << 20  # bytes of a tile, over all ranks' chunks
+    handle = 0  # the stream that NCCL is given
 
     def current(self) -> AbstractContextManager[object]:
+        """For a thread: allocate and launch on this device."""
         return nullcontext()
 
     def arrival(self) -> object:
+        """What the caller has put in its stream so far."""
         return None
 
-    def follow(self, arrival: object) -> None: ...
+    def follow(self, arrival: object) -> None:
+        """Let what comes wait for that."""
 
     def moving(self, chain: int) -> AbstractContextManager[object]:
         return nullcontext()
@@ -122,30 +62,40 @@ class HostStreams:
         return nullcontext()
 
     def end(self) -> End:
+        """Of all that has been put in the streams."""
         return _Past()
 
-    def settle(self, end: End) -> None: ...
+    def settle(self, end: End) -> None:
+        """Let the caller's stream wait for that."""
 
-    def meet(self) -> None: ...
+    def meet(self) -> None:
+        """Let all that comes wait for all that has been put in the streams."""
 
-    def drain(self) -> None: ...
+    def drain(self) -> None:
+        """Wait until all has been done."""
 
     def empty(self, size: int) -> Tensor:
+        """Bytes for groups to use: what the allocator gives is free in the order of their stream,
+        which the caller's is not."""
         return torch.empty(size, dtype=torch.uint8)
 
     def sent(self, data: Tensor) -> Tensor:
+        """A CPU tensor, on the device."""
         return data
 
     def fetched(self, data: Tensor) -> Tensor:
+        """What a group has brought, on the CPU once the work so far has been done."""
         return data
 
     def capturing(self) -> bool:
+        """Whether what the caller launches becomes part of a CUDA graph."""
         return False
 
-    def watch(self) -> None: ...
+    def watch(self) -> None:
+        """For a thread that asks for ends, before it does: see Note [asking during a capture]."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Two streams beside those of the caller.
 
     Note [asking during a capture]
@@ -164,10 +114,7 @@ class CudaStreams:
             self._comm = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             self._reduce = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._events = _events()
-
-    @property
-    def handle(self) -> int:
-        return int(self._comm.cuda_stream)
+        self.handle = int(self._comm.cuda_stream)
 
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device)
@@ -185,18 +132,18 @@ class CudaStreams:
         self._comm.wait_event(arrival)
         self._reduce.wait_event(arrival)
 
-    @contextmanager
-    def moving(self, chain: int) -> Iterator[None]:
-        self._comm.wait_event(self._events[chain])
-        yield
-        self._events[chain].record(self._comm)
+    def moving(self, chain: int) -> AbstractContextManager[object]:
+        return self._next(chain, self._comm)
+
+    def folding(self, chain: int) -> AbstractContextManager[object]:
+        return self._next(chain, self._reduce)
 
     @contextmanager
-    def folding(self, chain: int) -> Iterator[None]:
-        self._reduce.wait_event(self._events[chain])
-        with torch.cuda.stream(self._reduce):
+    def _next(self, chain: int, stream: torch.cuda.Stream) -> Iterator[None]:
+        stream.wait_event(self._events[chain])
+        with torch.cuda.stream(stream):
             yield
-        self._events[chain].record(self._reduce)
+        self._events[chain].record(stream)
 
     def end(self) -> End:
         folded, last = _events()
@@ -246,7 +193,7 @@ def _events() -> list[torch.cuda.Event]:
 
 
 def streams(device: torch.device) -> Streams:
-    return HostStreams() if device.type == "cpu" else CudaStreams(device)
+    return Streams() if device.type == "cpu" else CudaStreams(device)
 
 
 def device_of(*, host: bool) -> torch.device:

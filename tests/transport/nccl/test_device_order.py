@@ -14,7 +14,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
-from ringdp.transport.nccl.streams import End, HostStreams
+from ringdp.transport.nccl.streams import End, Streams
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.test_transport import over_nccl
 
@@ -32,7 +32,7 @@ class Later:
         return asked and self._passed.is_set()
 
 
-class BehindStreams(HostStreams):
+class BehindStreams(Streams):
     """A device on which stamps are exchanged at once and collectives end when they are told to."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def test_what_is_queued_when_a_communicator_fails_is_not_begun(ranks) -> None:
     ranks(2)(queued)
 
 
-class Hanging(HostStreams):
+class Hanging(Streams):
     def drain(self) -> None:
         raise AssertionError("this waits for a device that may hang")
 
