@@ -81,6 +81,7 @@ WEIGHT = "parameter/0.weight"
 STATE = "optimizer/exp_avg/0.weight"
 SINGLE = "optimizer/mu_product/0.weight"
 A_STATE = {"dtype": "float32", "shape": [9, 9], "parts": [[0, 0, 81]], "single": None}
+A_NUMBER = {"dtype": "float32", "shape": [], "parts": [[0, 0, 1]], "single": None}
 
 
 def put(*keys: Any, value: Any) -> Callable[[Any], Any]:
@@ -112,6 +113,8 @@ FORGED = {
     "backwards": put("tensors", WEIGHT, "parts", 0, 2, value=-1),
     "too short": put("tensors", WEIGHT, "shape", value=[10, 10]),
     "no shape": put("tensors", WEIGHT, "shape", value="99"),
+    "no list for a shape": put("tensors", "extra/0/x", value=A_NUMBER | {"shape": {}}),
+    "no list for single values": put("tensors", SINGLE, "single", value={}),
     "options": put("groups", 0, "options", "params", value=[]),
     "names": put("groups", 0, "names", value=[[]]),
     "extra": put("extra", value=3),

@@ -169,6 +169,8 @@ def _check_entry(index: Index, key: str, entry: Entry) -> None:
     kept = key.startswith("optimizer/")  # then a rank may have kept nothing
     if not isinstance(entry.dtype, str):
         raise ValueError(f"{key} has dtype {entry.dtype!r}")
+    if not (isinstance(entry.shape, list) and isinstance(entry.single, list | None)):
+        raise ValueError(f"{key} has shape {entry.shape!r}, and single {entry.single!r}")
     _check_ints(key, *entry.shape, *itertools.chain(*entry.parts), *(entry.single or []))
     if kept:
         _check_parameter(index, key, entry.shape)
