@@ -113,6 +113,7 @@ FORGED = {
     "backwards": put("tensors", WEIGHT, "parts", 0, 2, value=-1),
     "too short": put("tensors", WEIGHT, "shape", value=[10, 10]),
     "no shape": put("tensors", WEIGHT, "shape", value="99"),
+    "no modules": lambda index: {k: v for k, v in index.items() if k != "modules"},
     "no list for a shape": put("tensors", "extra/0/x", value=A_NUMBER | {"shape": {}}),
     "no list for single values": put("tensors", SINGLE, "single", value={}),
     "options": put("groups", 0, "options", "params", value=[]),

@@ -72,7 +72,7 @@ class Index:
     scalars: dict[str, list[Any]]  # an optimizer's beside tensors: [begin, end, value] of each part
     groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
     extra: dict[str, Any]
-    modules: dict[str, Any] = field(default_factory=dict)  # their extra state, see `extra`
+    modules: dict[str, Any]  # their extra state, see `extra`
     format: str = FORMAT
 
 
@@ -207,6 +207,7 @@ def parts_of(key: str) -> tuple[str, str, str]:
 
 def _renew(values: dict[str, Any]) -> None:
     """Make it this format: before, a single value stood for all ranks, and had shape []."""
+    values.setdefault("modules", {})
     tensors = values["tensors"]
     shapes = {key: entry["shape"] for key, entry in tensors.items()}
     for key, entry in tensors.items():
