@@ -235,12 +235,12 @@ def commits(comm: Communicator, path: str) -> None:
     def no_replace(*_: Any) -> None:
         raise OSError("no rename today")
 
-    real = os.replace
-    os.replace = no_replace
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"not written; rank 0: OSError: no rename today"):
-            save(path, engine, optimizer, extra={"save": 2})
-    os.replace = real
+    told = r"not written; rank 0: OSError: no rename today"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", no_replace)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=told):
+                save(path, engine, optimizer, extra={"save": 2})
     comm.barrier()
     assert sorted(os.listdir(path)) == before
     comm.barrier()
@@ -260,10 +260,10 @@ def commits(comm: Communicator, path: str) -> None:
         if of == Path(path):
             raise OSError("no sync today")
 
-    sync, index.sync_directory = index.sync_directory, no_sync
-    with pytest.raises(CheckpointError, match="is written, but what it replaces could not"):
-        save(path, engine, optimizer, extra={"save": 3})
-    index.sync_directory = sync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "sync_directory", no_sync)
+        with pytest.raises(CheckpointError, match="is written, but what it replaces could not"):
+            save(path, engine, optimizer, extra={"save": 3})
     comm.barrier()
     assert ringdp.load(path, engine, optimizer) == {"save": 3}
     assert len(list(Path(path).glob("data-*"))) == 2, "either may be what the disk has"
