@@ -1,9 +1,9 @@
 """Models built on the meta device get their values here, unit by unit, just before they are cut.
 
 So that at no time more than about one unit is whole. A module's parameters and buffers are made
-together, and then `init(module)` has to fill them; by default its `reset_parameters`, as torch's
-layers have. Every rank draws, and rank 0's values count. They are
-on the device whose tensors the communicator moves best.
+together, on the device whose tensors the communicator moves best, and then `init(module)` has to
+fill them; by default its `reset_parameters`, as torch's layers have. Every rank draws, and rank 0's
+values count.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ names go after that.
 Why torch's distributed checkpoint does not do it all: its index, `.metadata`, and what its ranks
 tell each other are pickles, which may run anything when they are loaded. Of this index whatever is
 read is checked, and it leads to no other directory. The files are its own: any program can load the
-directory by its HuggingFaceStorageReader, each tensor flat, under its key.
+directory by its HuggingFaceStorageReader, each tensor flat, under its key: of single values
+only one rank's, as all write them at one place, and with a hole where a rank kept nothing.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ def load(
     `save` wrote.
 
     Any number of ranks, stage, units and precision will do; values are cast to the dtypes here.
+    What an optimizer kept on some ranks alone may need as many again, in a stage from 1 up; of
+    single values that differ, a rank takes the first of its part.
     Collective. Returns the checkpoint's `extra`. Raises CheckpointError, on every rank and with
     nothing changed, if it is of another model or optimizer, or any rank cannot read its part.
     """
