@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from ringdp.comm.backend import futures
 from ringdp.comm.backend.buckets import Buckets
 from ringdp.comm.backend.calls import (
     Begin,
@@ -48,6 +49,11 @@ class Reductions(Calls):
     ) -> GroupWork:
         tensor = only(tensors, "allreduce: tensors")
         options = chosen(AllreduceOptions, opts, _fields(opts, op, timeout))
+        if futures.is_read_in_cpp(tensor):
+            options.asyncOp = True
+            work = self._all_reduce(options, [tensor])
+            work.is_read_in_cpp = True
+            return work
         self._buckets.move(tensor)
         return self._all_reduce(options, [tensor])
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
+from ringdp.comm.backend import futures
 from ringdp.comm.messages import Received
 from ringdp.comm.work import Work
 from ringdp.transport.threads import spawn
@@ -71,6 +72,7 @@ class GroupWork(TorchWork):
         self._limit, self._watcher = limit, watcher
         self._finishing = threading.Lock()  # two threads may wait
         self._future: torch._C.Future[Any] | None = None
+        self.is_read_in_cpp = False  # see `futures`
 
     def wait(self, timeout: timedelta = UNLIMITED) -> bool:
         """Block until the results are there. Raises CommunicationError as the communicator does."""
@@ -127,6 +129,9 @@ class GroupWork(TorchWork):
 
     def get_future(self) -> torch._C.Future[Any]:  # type: ignore[override]
         """Of `result()`. Who asks it for the value of a work that failed gets a RuntimeError."""
+        if self.is_read_in_cpp:
+            self.wait()
+            return futures.of(self.result())
         with self._finishing:
             if self._future is not None:
                 return self._future

@@ -58,6 +58,12 @@ def power_sgd(rank: int) -> list[float]:
     return backwards(model, rank, 4)
 
 
+def compressed_in_cpp(rank: int) -> list[float]:
+    model = DistributedDataParallel(net())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return backwards(model, rank, 3)
+
+
 def in_a_callback(rank: int) -> list[float]:
     """As that does, where the first one has not ended when the callback is added."""
     if rank == 1:
@@ -80,7 +86,7 @@ def compiled(rank: int) -> list[float]:
     return backwards(model, rank, 3)
 
 
-CASES = {f.__name__: f for f in (joined, power_sgd, in_a_callback, compiled)}
+CASES = {f.__name__: f for f in (joined, power_sgd, compressed_in_cpp, in_a_callback, compiled)}
 
 
 def both(comm: Communicator, say: Say) -> None:
@@ -137,9 +143,12 @@ def at_home(comm: Communicator, say: Say) -> None:
     for backend in ("gloo", "ringdp"):
         with world(comm, backend) as group:
             model = wide()
+            places = []
             for _ in range(3):  # the second one has the buckets that stay
                 grad = stepped(model, comm.rank)
+                places.append(grad.data_ptr())
                 say((backend, grad.sum().item(), backend == "gloo" or lies_shared(group, grad)))
+            assert places[1] == places[2]
 
 
 @pytest.mark.skipif(not SWAPS, reason="this torch cannot move a storage")
