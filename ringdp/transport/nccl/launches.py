@@ -5,14 +5,17 @@ two communicators launch: where one rank launches A's before B's and another B's
 may wait for ever. So communicators of one device share a queue, and the order of the calls, which
 must then be that of all ranks over all communicators, is the order of the launches.
 
+Two things launch beside the queue: the replay of a graph, on its caller's thread, and the making of
+a communicator. So whoever does either first waits for what is async, on all ranks.
+
 A launch does not wait for the device, so nobody's work holds up another's; where NCCL itself waits
-for a rank that is gone, for as long as it takes that communicator to be aborted. On the host a call
+for a rank that is gone, until that communicator has been aborted. An abort can hang as well: then
+communicators that are made afterwards have another queue. On the host a call
 returns when it has been done: there every communicator has a thread of its own, and no such order.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -45,8 +48,9 @@ class Launches:
             try:
                 job()
             except BaseException:
-                shown = (*sys.exc_info(), threading.current_thread())
-                threading.excepthook(threading.ExceptHookArgs(shown))
+                threading.excepthook(  # under no name, which would keep all that the job held
+                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                )
             del job  # and the buffers that it holds
 
 
@@ -54,6 +58,3 @@ class Launches:
 def launches(device: torch.device) -> Launches:
     """This process's."""
     return Launches()
-
-
-os.register_at_fork(after_in_child=launches.cache_clear)  # a child has no thread of its parent's

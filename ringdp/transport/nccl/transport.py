@@ -177,6 +177,7 @@ class NcclTransport(C10dTransport):
         if self._streams.capturing():
             return self._capture(act)
         ticket, arrival = self._ticket(), self._streams.arrival()
+        self._does.begin(ticket, call)  # not as late as its launch: others may end before that
         job = partial(self._run_nccl, ticket, ours, arrival, act, kept)
         self._launches.put(partial(self._attempt, job))
         return ticket
@@ -187,7 +188,6 @@ class NcclTransport(C10dTransport):
         if self._told.failure is not None:
             return  # its communicator is being aborted
         until = time.monotonic() + self.timeout
-        self._does.begin(ticket, ours.call)
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
             theirs = exchanged(self._nccl, ours, self.rank, self.ranks)
@@ -262,8 +262,7 @@ class NcclTransport(C10dTransport):
         ours, theirs = work.ours, unpacked(work.theirs)
         if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
             return
-        before = (self.rank - 1) % self.ranks
-        raise Failed(FailureKind.MISMATCH, before, (ours.short, theirs.short))
+        raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, (ours.short, theirs.short))
 
     @contextmanager
     def _translated(self, ours: Stamped | None) -> Iterator[None]:
@@ -289,9 +288,8 @@ class NcclTransport(C10dTransport):
                     )
             self._streams.drain()
         except self._nccl.binding.NcclError as e:
-            raise CommunicationError(
-                f"rank {self.rank} cannot reach all others by NCCL: {e}"
-            ) from e
+            why = f"rank {self.rank} cannot reach all others by NCCL: {e}"
+            raise CommunicationError(why) from e
 
     # --- on the thread that watches
 
@@ -321,7 +319,7 @@ class NcclTransport(C10dTransport):
         for work in list(self._under_way):
             if not work.agreed and work.met.query():
                 self._compare(work)
-            if work.end is not None and work.end.query():
+            if work.agreed and work.end is not None and work.end.query():
                 self._does.end(work.ticket)
                 with self._told.changed:
                     self._under_way.remove(work)
@@ -331,7 +329,21 @@ class NcclTransport(C10dTransport):
 
     def _leave(self) -> None:
         """Abort, which ends what hangs, or hangs itself; destroy only what has nothing to do."""
-        end = self._nccl.comm.abort if self._busy() else self._nccl.comm.destroy
+        hangs = self._busy()
+        end = self._nccl.comm.abort if hangs else self._nccl.comm.destroy
         ending = threading.Thread(target=end, daemon=True, name="ringdp-nccl")
         ending.start()
         ending.join(PATIENCE)
+        if not ending.is_alive():
+            self._let_go()
+        elif hangs:
+            launches.cache_clear()  # its queue may never move again: new communicators have another
+
+    def _let_go(self) -> None:
+        """Of the device's memory: a thread that waits for a peer's end keeps this object."""
+        with self._streams.current():
+            self._streams.drain()  # folds may have been behind what was aborted
+            self._captured.clear()
+            self._staging = self._streams.empty(0)
+        for work in list(self._under_way):
+            work.kept = None

@@ -90,6 +90,37 @@ def test_ranks_that_disagree_hear_it_though_the_device_never_ends(ranks) -> None
     ranks(2)(mistaken)
 
 
+class Twice:
+    """The end of what passes between two questions: it is not there at the first two."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def query(self) -> bool:
+        self._asked += 1
+        return self._asked > 2
+
+
+class PassingStreams(BehindStreams):
+    """A device that has met and ended when it is asked for the end, not when asked for stamps."""
+
+    def end(self) -> End:
+        self._ends += 1
+        return Twice() if self._ends % 2 else super(BehindStreams, self).end()
+
+
+@over_nccl
+def mistaken_at_the_end(comm: Communicator) -> None:
+    comm._transport._streams = PassingStreams()
+    comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
+    with pytest.raises(CollectiveMismatch, match="all_reduce"):
+        barriers(comm)
+
+
+def test_stamps_are_compared_though_the_end_is_seen_before_them(ranks) -> None:
+    ranks(2)(mistaken_at_the_end)
+
+
 @over_nccl
 def late(comm: Communicator) -> None:
     behind(comm)
@@ -125,17 +156,24 @@ def test_what_is_queued_when_a_communicator_fails_is_not_begun(ranks) -> None:
     ranks(2)(queued)
 
 
-class Hanging(Streams):
+class Asked(Streams):
+    def __init__(self) -> None:
+        self.asked = list[str]()
+
+    def meet(self) -> None:
+        self.asked.append("meet")
+
     def drain(self) -> None:
-        raise AssertionError("this waits for a device that may hang")
+        self.asked.append("drain")
 
 
 @over_nccl
 def grown(comm: Communicator) -> None:
-    comm._transport._streams = Hanging()
+    streams = comm._transport._streams = Asked()
     for elements in (5, 50_000, 500_000):
         comm.all_reduce(x := torch.ones(elements), algorithm="direct")
         assert torch.all(x == comm.size)
+    assert set(streams.asked) == {"meet"}  # and not "drain": the device may hang
 
 
 def test_a_larger_staging_waits_for_no_device(ranks) -> None:
@@ -200,3 +238,29 @@ def replayed(comm: Communicator) -> None:
 
 def test_the_staging_of_a_graph_is_kept_for_its_replays(ranks) -> None:
     ranks(2)(replayed)
+
+
+@over_nccl
+def closed(comm: Communicator) -> None:
+    other = comm.duplicate()
+    transport = other._transport
+    streams = transport._streams = BehindStreams()
+    streams.ended.set()
+    for streams.captures in (False, True):
+        other.all_reduce(torch.ones(4), algorithm="direct")
+    streams.captures = False
+    x = torch.ones(4)
+    gone = [weakref.ref(transport._staging), weakref.ref(x)]
+    streams.ended.clear()
+    other.all_reduce(x, async_op=True)
+    del x
+    comm.barrier()
+    other.abort()
+    until = time.monotonic() + 60
+    while any(ref() is not None for ref in gone) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_what_has_closed_keeps_nothing_on_the_device(ranks) -> None:
+    ranks(2)(closed)

@@ -92,6 +92,20 @@ def test_a_collective_in_a_cuda_graph(fresh_ranks):
 
 
 @on_gpu
+def duplicated(comm: Communicator) -> None:
+    with comm.duplicate() as other:
+        assert other._transport._launches is comm._transport._launches
+        xs = [torch.ones(1000, device="cuda") for _ in range(2)]
+        for c, x in zip((other, comm), xs, strict=True):
+            c.all_reduce(x)
+        assert all(torch.all(x == comm.size) for x in xs)
+
+
+def test_communicators_of_a_device_share_a_queue(fresh_ranks):
+    fresh_ranks(2, timeout=LIMIT)(duplicated)
+
+
+@on_gpu
 def beside(comm: Communicator) -> None:
     store = dist.PrefixStore("beside", comm._connect.args[0])
     dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)

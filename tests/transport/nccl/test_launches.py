@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from ringdp import Communicator
+from ringdp.transport.base import FailureKind
+from ringdp.transport.nccl import transport
 from ringdp.transport.nccl.launches import Launches, launches
 from tests.comm.failing import hear
 from tests.transport.nccl.faults import STALL, fault, only_with_host_nccl
+from tests.transport.nccl.test_device_order import Spied
 from tests.transport.nccl.test_transport import over_nccl
 
 only_with_host_nccl()
@@ -40,6 +46,71 @@ def test_jobs_run_in_order_and_one_that_raises_ends_no_other(
     assert ran == [1, 2]
     assert shown == [error]
     queue.end()
+
+
+def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    queue, x = Launches(), torch.ones(3)
+    gone = weakref.ref(x)
+
+    def fail(kept: torch.Tensor) -> None:
+        raise RuntimeError(f"of one job, which holds {len(kept)} elements")
+
+    queue.put(partial(fail, x))
+    del x
+    until = time.monotonic() + 60
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert gone() is None
+    queue.end()
+
+
+@over_nccl
+def stuck(comm: Communicator) -> None:
+    """As by a GPU's, whose abort hangs."""
+    device = torch.device("cuda", 0)
+    other, before, passed = comm.duplicate(), launches(device), threading.Event()
+    launched, spied = threading.Event(), Spied(other)
+    spied.abort = passed.wait  # type: ignore[method-assign]
+    other._transport._jobs.put(launched.wait)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "PATIENCE", 0.1)
+        other.all_reduce(torch.ones(3), async_op=True)
+        other._transport.fail(FailureKind.ABORTED, comm.rank)
+        until = time.monotonic() + 60
+        while launches(device) is before and time.monotonic() < until:
+            time.sleep(0.01)
+    assert launches(device) is not before
+    for event in (passed, launched):
+        event.set()
+    for queue in (before, launches(device)):
+        queue.end()
+    launches.cache_clear()
+
+
+def test_after_an_abort_that_hangs_a_device_has_another_queue(ranks) -> None:
+    ranks(2)(stuck)
+
+
+@over_nccl
+def mixed(comm: Communicator) -> None:
+    """A collective of the CPU ends while one of the device waits in the queue."""
+    queue, passed, end = Launches(), threading.Event(), comm._transport
+    end._launches, device = queue, end.device
+    first = end.record(comm.rank).finished
+    queue.put(passed.wait)
+    work = comm.all_reduce(torch.ones(3), async_op=True)
+    end.device = torch.device("meta")  # so that those of the CPU go beside it
+    comm.all_reduce(torch.ones(3))
+    end.device = device
+    assert end.record(comm.rank)[1:3] == (first + 1, first)  # begun, finished
+    passed.set()
+    work.wait()
+    queue.end()
+
+
+def test_a_collective_in_the_queue_counts_as_begun(ranks) -> None:
+    ranks(2)(mixed)
 
 
 @over_nccl
