@@ -12,7 +12,6 @@ Note [what may be moved]
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 from weakref import WeakSet
 
@@ -42,14 +41,9 @@ class Buckets:
         self._moves = SWAPS and comm.size > 1 and comm.device.type == "cpu"
 
     def move(self, tensor: Tensor) -> None:
-        """When it comes for the first time, and if it is a bucket: see Note [what may be moved].
-
-        To be called by what torch calls.
-        """
+        """A bucket that `comes_from_autograd`, when it comes for the first time."""
         dense = tensor.is_cpu and tensor.layout is torch.strided
         if not (dense and tensor.nbytes >= LEAST and self._moves):
-            return
-        if not comes_from_autograd(sys._getframe(1)):
             return
         storage = tensor.untyped_storage()
         if storage in self._seen or storage.nbytes() != tensor.nbytes:

@@ -7,7 +7,6 @@ TorchScript alone makes such a future, and not before the tensors are there.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -16,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdp.comm.backend.buckets import comes_from_autograd
-
 ALONE = 2  # who look at the storage of one tensor: the tensor, and the Python object that we make
 
 
-def is_read_in_cpp(tensor: Tensor) -> bool:
-    """Whether such a hook reduces it. To be called by what torch calls, before anything else."""
-    if not comes_from_autograd(sys._getframe(1)) or tensor.layout is not torch.strided:
+def is_of_hook(tensor: Tensor) -> bool:
+    """Whether what `comes_from_autograd` is such a hook's tensor, and no bucket."""
+    if tensor.layout is not torch.strided:
         return False
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= ALONE
 

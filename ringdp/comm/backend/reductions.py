@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import (
 )
 
 from ringdp.comm.backend import futures
-from ringdp.comm.backend.buckets import Buckets
+from ringdp.comm.backend.buckets import Buckets, comes_from_autograd
 from ringdp.comm.backend.calls import (
     Begin,
     Calls,
@@ -49,13 +50,15 @@ class Reductions(Calls):
     ) -> GroupWork:
         tensor = only(tensors, "allreduce: tensors")
         options = chosen(AllreduceOptions, opts, _fields(opts, op, timeout))
-        if futures.is_read_in_cpp(tensor):
+        if not comes_from_autograd(sys._getframe()):
+            return self._all_reduce(options, [tensor])
+        if of_hook := futures.is_of_hook(tensor):
             options.asyncOp = True
-            work = self._all_reduce(options, [tensor])
-            work.is_read_in_cpp = True
-            return work
-        self._buckets.move(tensor)
-        return self._all_reduce(options, [tensor])
+        else:
+            self._buckets.move(tensor)
+        work = self._all_reduce(options, [tensor])
+        work.is_read_in_cpp |= of_hook
+        return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         options = chosen(AllreduceCoalescedOptions, opts, _fields(opts, None, None))
