@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -12,11 +12,13 @@ from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import (
     TORCHS,
     Branches,
+    Wrap,
     backward,
     equal,
     gradients,
     loss,
     mlp,
+    of_both,
     rows,
     says,
 )
@@ -124,3 +126,18 @@ def thrown(comm: Communicator) -> str:
 def test_uneven_inputs_can_be_an_error_on_every_rank(ranks):
     for text in ranks(2)(thrown):
         assert "Detected at least one rank that exhausted inputs: [0]" in text
+
+
+def even(comm: Communicator) -> None:
+    """That all ranks end together is no early end."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        net = wrap(mlp())
+        with net.join(throw_on_early_termination=True):
+            return [g for step in range(2) for g in backward(net, step, comm.rank)]
+
+    assert equal(*of_both(found))
+
+
+def test_even_inputs_are_no_error(ranks):
+    ranks(2)(even)

@@ -50,7 +50,7 @@ class Uneven:
         self.comm.all_gather(rows, torch.tensor(mine))
         found = [Status(*row) for row in rows.view(self.comm.size, -1).tolist()]
         training = [rank for rank, status in enumerate(found) if status.trains]
-        if self.throw and len(training) < self.comm.size:
+        if self.throw and 0 < len(training) < self.comm.size:
             ended = [rank for rank, status in enumerate(found) if not status.trains]
             raise ModelError(f"Detected at least one rank that exhausted inputs: {ended}")
         self.root = max(training, default=self.root)
