@@ -12,6 +12,7 @@ other batch sizes than the rest, or none.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Self
 
 import torch
@@ -58,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
         y, mean, m2, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, comm
         )
-        if self.track_running_stats and self.running_mean is not None:
+        if self.track_running_stats and self.running_mean is not None and count > 0:
             assert self.running_var is not None
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
@@ -69,6 +70,13 @@ class SyncBatchNorm(_BatchNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         out: Tensor = y
         return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Over the same ranks."""
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # a communicator belongs to its process
@@ -116,25 +124,26 @@ class _Normalize(torch.autograd.Function):
         comm.all_gather(found, torch.cat([mean, m2, count]))
         means, m2s, counts = torch.split(found.view(comm.size, -1), [channels, channels, 1], 1)
         total = counts.sum(0)
-        mean = (counts * means).sum(0) / total
+        rows = total.clamp(min=1)  # there may be none anywhere
+        mean = (counts * means).sum(0) / rows
         m2 = (m2s + counts * (means - mean).square()).sum(0)
-        invstd = torch.rsqrt(m2 / total + eps)
+        invstd = torch.rsqrt(m2 / rows + eps)
         normal = (wide - _along(mean, x)) * _along(invstd, x)
         y = normal if weight is None else normal * _along(weight, x)
         y = y if bias is None else y + _along(bias, x)
-        ctx.save_for_backward(normal, invstd, weight, total)
+        ctx.save_for_backward(normal, invstd, weight, rows)
         ctx.comm, ctx.over, ctx.biased = comm, over, bias is not None
         ctx.mark_non_differentiable(mean, m2, total)
         return y.to(x.dtype), mean, m2, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        normal, invstd, weight, total = ctx.saved_tensors
+        normal, invstd, weight, rows = ctx.saved_tensors
         wide = dy.to(normal.dtype)
         sums = torch.stack([wide.sum(ctx.over), (wide * normal).sum(ctx.over)])
         dbias, dweight = sums[0].clone(), sums[1].clone()
         ctx.comm.all_reduce(sums)
-        dx = wide - _along(sums[0] / total, dy) - normal * _along(sums[1] / total, dy)
+        dx = wide - _along(sums[0] / rows, dy) - normal * _along(sums[1] / rows, dy)
         dx = dx * _along(invstd if weight is None else invstd * weight, dy)
         return (
             dx.to(dy.dtype),

@@ -108,6 +108,42 @@ def test_it_tracks_nothing_where_torchs_does_not(ranks):
     ranks(2)(untracked)
 
 
+def empty(comm: Communicator) -> None:
+    """No rank has rows: nothing is learned of them, nor lost."""
+    norm = SyncBatchNorm(CHANNELS, process_group=comm)
+    norm(batch(0, comm.rank, (3,)))
+    before = [b.clone() for b in norm.buffers()]
+    x = torch.ones(0, CHANNELS, 3, requires_grad=True)
+    norm(x).sum().backward()
+    assert x.grad.shape == x.shape
+    for p in norm.parameters():
+        assert p.grad.tolist() == [0] * CHANNELS
+    for a, b in zip(norm.buffers(), before, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_ranks_without_any_rows_learn_nothing(ranks):
+    ranks(2)(empty)
+
+
+def copied(comm: Communicator) -> None:
+    """A copy is over the same ranks, here this one alone, not over those that ringdp.init made."""
+    alone = comm.split(comm.rank)
+    net = nn.Sequential(SyncBatchNorm(CHANNELS, process_group=alone))
+    twin = copy.deepcopy(net)
+    assert twin[0].process_group is alone
+    assert twin[0].weight is not net[0].weight
+    x = batch(0, comm.rank, (3,))
+    assert torch.equal(twin(x), net(x))
+    for a, b in zip(twin.buffers(), net.buffers(), strict=True):
+        assert a is not b
+        assert torch.equal(a, b)
+
+
+def test_a_copy_is_over_the_same_ranks(ranks):
+    ranks(2)(copied)
+
+
 def wrong(comm: Communicator) -> None:
     norm = SyncBatchNorm(3, process_group=comm)
     for shape in ((3,), (2, 4)):
