@@ -15,7 +15,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import ModelError
 
 PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goes alone
-Facts = Sequence[tuple[str, str]]  # of every parameter: its name, what must be equal
+Facts = Sequence[tuple[str, dict[str, Any]]]  # of every parameter: its name, what must be equal
 
 
 def check_equal(comm: Communicator, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -24,7 +24,7 @@ def check_equal(comm: Communicator, parameters: Iterable[tuple[str, Tensor]]) ->
     Collective.
     """
     mine = [
-        (name, f"sizes {list(p.shape)}, strides {list(p.stride())}, {p.dtype}")
+        (name, {"sizes": [*p.shape], "strides": [*p.stride()], "dtype": str(p.dtype)})
         for name, p in parameters
     ]
     first, *others = gather_json(comm, mine)
@@ -51,11 +51,13 @@ def _difference(first: Facts, facts: Facts, rank: int) -> str | None:
                 f"Rank 0 has {len(first)} params, while rank {rank} has inconsistent {len(facts)} "
                 f"params: {(zero or here)[0]!r} is on one of them only"
             )
-        if zero[1] != here[1]:
-            return (
-                f"params[{index}], {here[0]!r} with {here[1]} on rank {rank}, appears not to match "
-                f"sizes of the same param in process 0: {zero[0]!r} with {zero[1]}"
-            )
+        for what, value in here[1].items():
+            if value != zero[1][what]:
+                return (
+                    f"params[{index}], {here[0]!r} with {what} {value} on rank {rank}, appears not "
+                    f"to match {what} of the same param in process 0: {zero[0]!r} with {what} "
+                    f"{zero[1][what]}"
+                )
     return None
 
 

@@ -72,22 +72,27 @@ def test_a_wrong_model_or_argument_is_told(ranks):
         assert word in text
 
 
+FORMATS = torch.contiguous_format, torch.channels_last
+
+
 def unequal(comm: Communicator) -> list[str]:
     models = [
         nn.Sequential(nn.Linear(2, 3 + comm.rank)),
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + comm.rank))),
         nn.Sequential(nn.Linear(2, 2).to([torch.float32, torch.float64][comm.rank])),
+        nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=FORMATS[comm.rank])),
     ]
     return [says(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models]
 
 
 def test_models_that_differ_are_told_on_every_rank(ranks):
-    for shapes, counts, dtypes in ranks(2)(unequal):
+    for shapes, counts, dtypes, strides in ranks(2)(unequal):
         assert "params[0], '0.weight' with sizes [4, 2]" in shapes
-        assert "on rank 1, appears not to match" in shapes
+        assert "on rank 1, appears not to match sizes of" in shapes
         assert "process 0: '0.weight' with sizes [3, 2]" in shapes
         assert "Rank 0 has 2 params, while rank 1 has inconsistent 4 params: '1.weight'" in counts
-        assert "torch.float64" in dtypes
+        assert "with dtype torch.float64 on rank 1, appears not to match dtype of" in dtypes
+        assert "appears not to match strides of the same param in process 0" in strides
 
 
 def no_gradient(_: Tensor) -> Tensor:
