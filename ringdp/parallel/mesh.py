@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringdp.errors import ModelError
@@ -21,3 +22,13 @@ def of_mesh(group: Any, mesh: Any) -> Any:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ModelError(f"Only 1D device mesh is supported, but got {mesh!r}: give a part of it")
     return mesh.get_group(mesh_dim=0)
+
+
+def localize(module: nn.Module, mesh: Any) -> None:
+    """Outside its forwards the model holds this rank's parts of DTensors, as torch's DDP does it
+    where `mesh` is a part of one: tensor parallelism is along the others of its dimensions."""
+    if mesh is None or mesh._get_root_mesh() == mesh:
+        return
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # takes 0.5 s
+
+    _pre_dp_module_transform(module)

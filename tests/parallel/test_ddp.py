@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm, UsageError
@@ -25,11 +26,13 @@ from tests.parallel.ddp_cases import (
     WIDTH,
     Branches,
     Transformer,
+    Wrap,
     backward,
     equal,
     gradients,
     loss,
     mlp,
+    of_both,
     rows,
     says,
 )
@@ -212,9 +215,13 @@ def test_unused_parameters_with_several_forwards(ranks):
 # ---- copies and state
 
 
-def copied(comm: Communicator) -> None:
+def copied(comm: Communicator, named: bool) -> None:
+    """`named`: over torch's default group, as given."""
     gloo()
-    net, theirs = DistributedDataParallel(Transformer()), TORCHS(Transformer())
+    net = DistributedDataParallel(
+        Transformer(), process_group=dist.group.WORLD if named else None
+    )
+    theirs = TORCHS(Transformer())
     assert list(net.state_dict()) == list(theirs.state_dict())
     assert list(net.module.state_dict()) == list(theirs.module.state_dict())
     theirs.load_state_dict(net.state_dict())
@@ -230,8 +237,9 @@ def copied(comm: Communicator) -> None:
         assert equal(gradients(net), expected), "a copy has gradients of its own"
 
 
-def test_copies_and_states_are_as_torchs(ranks):
-    ranks(2)(copied)
+@pytest.mark.parametrize("named", [False, True])
+def test_copies_and_states_are_as_torchs(ranks, named):
+    ranks(2)(copied, named)
 
 
 # ---- whole loops
@@ -308,6 +316,26 @@ def alone(comm: Communicator) -> None:
 
 def test_one_rank_has_its_own_gradients(ranks):
     ranks(1)(alone)
+
+
+def two_dimensional(comm: Communicator) -> None:
+    """Tensor parallelism along the mesh's other dimension."""
+    def found(wrap: Wrap) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        whole = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        net = wrap(parallelize_module(whole, mesh["tensor"], plan), device_mesh=mesh["data"])
+        parameters, seen = list(net.parameters()), []
+        for step in range(2):
+            loss(net(rows(step, mesh["data"].get_local_rank()))).backward()
+            seen += [p.grad.clone() for p in parameters]
+        return seen
+
+    assert equal(*of_both(found))
+
+
+def test_a_part_of_a_mesh_leaves_the_other_to_tensor_parallelism(ranks):
+    ranks(4)(two_dimensional)
 
 
 def arguments(comm: Communicator) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import group
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -28,7 +29,7 @@ from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
-from ringdp.parallel.mesh import of_mesh
+from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.outputs import tensors
 
 
@@ -90,6 +91,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._hook: CommHook | BuiltIn | None = None
         self._uneven: Uneven | None = None
         process_group = of_mesh(process_group, device_mesh)
+        localize(module, device_mesh)
         self._group = process_group  # as given
         self._buffer_hook: BufferHook | None = None
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
@@ -248,13 +250,13 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._buffer_hook = BufferHook(state, hook, before)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None:
+        if self._group not in (None, group.WORLD):
             raise ModelError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group, that is without process_group=; so is deepcopy"
             )
         state = copy.copy(self.__dict__)
-        state["comm"] = state["reducer"] = state["_uneven"] = None
+        state["comm"] = state["reducer"] = state["_uneven"] = state["_group"] = None
         state["_join_config"] = ALONE
         return state
 
