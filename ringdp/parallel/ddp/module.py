@@ -24,6 +24,7 @@ from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook, checked
 from ringdp.parallel.ddp.joining import ALONE, Joining
 from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
+from ringdp.parallel.ddp.nested import Around
 from ringdp.parallel.ddp.profiled import span
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
@@ -31,6 +32,7 @@ from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
 from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.outputs import tensors
+from ringdp.parallel.taped import in_backward
 
 
 class DistributedDataParallel(nn.Module, Joining, Words):
@@ -88,6 +90,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._started = False  # with its first forward
+        self._reducing = False  # in a forward whose backward it reduces
         self._hook: CommHook | BuiltIn | None = None
         self._uneven: Uneven | None = None
         process_group = of_mesh(process_group, device_mesh)
@@ -95,6 +98,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._group = process_group  # as given
         self._buffer_hook: BufferHook | None = None
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
+        self._around = Around(self._trainable)
         self.reducer: Reducer | None = None
         comm = communicator_of(process_group)
         self.comm: Communicator | None = comm
@@ -153,7 +157,11 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     def _before_forward(self) -> bool:
         """Whether the backward of this forward shall reduce. Collective."""
         comm, reducer = self._reducer()
-        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._around.meet(_Torchs._active_ddp_module)
+        recomputed = reducer._running and in_backward()
+        self._reducing = reduces = (
+            self._averages and not recomputed and not self._around.reduces()
+        )
         if reduces:
             unheard.check_autograd()
             if not self._started or (reducer._armed and not reducer._running):
@@ -185,6 +193,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         _Torchs._active_ddp_module, seen = self._outer
         seen.__exit__(None, None, None)
         del self._outer
+        self._reducing = False
         if not torch.is_grad_enabled():
             self._mixed.raise_all(lowered)
 
@@ -194,7 +203,17 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         reducer.end_forward(tensors(output), reduces=reduces)
         if self._buffer_hook and self._syncs(before=False):
             reducer.guests += self._buffer_hook.run(self._named_buffers())
-        self.require_forward_param_sync, self._started = reduces, True
+        self.require_forward_param_sync, self._started = self._averages, True
+
+    @property
+    def _averages(self) -> bool:
+        """Whether the gradients of a forward now shall be the ranks' average."""
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the next backward does, of the forward that is under way or is through."""
+        return self._reducing or (self.reducer is not None and self.reducer._armed)
 
     def _syncs(self, *, before: bool) -> bool:
         """Whether buffers are brought together there: before the forward, or after it."""

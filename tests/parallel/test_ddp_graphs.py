@@ -1,0 +1,147 @@
+"""Where a DistributedDataParallel stands in a graph: within another one, recomputed, at its leaves.
+Gradients are torch's, at 2 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ringdp import Communicator, DistributedDataParallel
+from tests.parallel.ddp_cases import (
+    STATIC,
+    TINY,
+    TORCHS,
+    UNUSED,
+    WIDTH,
+    Branches,
+    Wrap,
+    backward,
+    equal,
+    gloo,
+    gradients,
+    loss,
+    mlp,
+    of_both,
+    rows,
+    says,
+)
+
+pytestmark = pytest.mark.process
+
+VIEWS = {"gradient_as_bucket_view": True}
+
+
+# ---- within another
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(WIDTH), mlp())
+
+
+def nested(comm: Communicator, options: dict[str, Any]) -> None:
+    """By turns the outer one reduces all, the inner one alone reduces, and is called alone.
+    torch's cannot nest views."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        taken = options if wrap is not TORCHS or options != VIEWS else {}
+        inner = wrap(norm(), **taken)
+        net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), **taken)
+        seen = []
+        for step in range(4):
+            seen += backward(net, 2 * step, comm.rank)
+            net.zero_grad()
+            with net.no_sync():
+                loss(net(rows(step, comm.rank))).backward()
+            seen += gradients(net) + backward(inner, 2 * step + 1, comm.rank)
+            seen += [b.clone() for b in net.buffers()]
+        return seen
+
+    assert equal(*of_both(found))
+
+
+@pytest.mark.parametrize("options", [{}, TINY, UNUSED, VIEWS])
+def test_gradients_are_reduced_once_by_the_outermost(ranks, options):
+    ranks(2)(nested, options)
+
+
+def apart(comm: Communicator) -> None:
+    """The outer one leaves the inner one's parameters to it."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        inner = wrap(mlp())
+        whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
+        ours = [name for name, _ in whole.named_parameters() if name.startswith("1.")]
+        TORCHS._set_params_and_buffers_to_ignore_for_model(whole, ours)
+        net = wrap(whole)
+        return [g for step in range(3) for g in backward(net, step, comm.rank)]
+
+    assert equal(*of_both(found))
+
+
+def test_an_inner_one_reduces_what_the_outer_leaves_to_it(ranks):
+    ranks(2)(apart)
+
+
+def recomputed(comm: Communicator, outer: bool) -> None:
+    """The inner one's forward is recomputed in backward."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        inner = wrap(mlp())
+        again = Again(inner)
+        net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), again)) if outer else again
+        return [g for step in range(3) for g in backward(net, step, comm.rank)]
+
+    assert equal(*of_both(found))
+
+
+class Again(nn.Module):
+    """`inner`, without keeping what it computes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_an_inner_one_may_be_recomputed(ranks, outer):
+    ranks(2)(recomputed, outer)
+
+
+def mismatched(comm: Communicator) -> list[str]:
+    gloo()
+    within_torchs = TORCHS(nn.Sequential(DistributedDataParallel(mlp())))
+    whole = nn.Sequential(DistributedDataParallel(mlp()))
+    name = "0.module.0.weight"
+    TORCHS._set_params_and_buffers_to_ignore_for_model(whole, [name])
+    shared = DistributedDataParallel(whole)
+    return [says(lambda net=net: net(rows(0, comm.rank))) for net in (within_torchs, shared)]
+
+
+def test_what_two_would_reduce_is_told(ranks):
+    for torchs, shared in ranks(2)(mismatched):
+        assert "torch.nn.parallel.distributed.DistributedDataParallel" in torchs
+        assert "would reduce 0.weight, 0.bias, 2.weight" in torchs
+        assert "would reduce 0.bias, 2.weight" in shared
+
+
+# ---- recomputed as a whole
+
+
+def checkpointed(comm: Communicator, options: dict[str, Any]) -> None:
+    def found(wrap: Wrap) -> list[Tensor]:
+        net = wrap(mlp() if not options else Branches(0, differ=False), **options)
+        again = Again(net)
+        return [g for step in range(4) for g in backward(again, step, comm.rank)]
+
+    assert equal(*of_both(found))
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
+def test_all_of_it_may_be_recomputed(ranks, options):
+    ranks(2)(checkpointed, options)
