@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -12,10 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """Those in containers and, as torch's DDP finds them, in dataclasses."""
+    """Those in containers and, as torch's DDP finds them, in dataclasses and in containers of a
+    class derived from dict, list or tuple."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
+        elif isinstance(leaf, dict):
+            yield from tensors([*leaf.values()])
+        elif isinstance(leaf, list | tuple):
+            yield from tensors([*leaf])
         elif is_dataclass(leaf):
             yield from tensors([getattr(leaf, field.name) for field in fields(leaf)])
 
@@ -26,6 +32,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor):
             return function(x)
+        if isinstance(x, dict | list | tuple) and next(tensors(x), None) is not None:
+            elements = x.values() if isinstance(x, dict) else x
+            return _refilled(x, [map_tensors(function, y) for y in elements])
         if is_dataclass(x) and not isinstance(x, type):
             return replace(
                 x,
@@ -34,6 +43,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return x
 
     return tree_map(leaf, value)
+
+
+def _refilled(container: Any, elements: Iterable[Any]) -> Any:
+    """Of the same class and attributes, with other elements."""
+    if isinstance(container, tuple):
+        made = tuple.__new__(type(container), elements)
+        if attributes := getattr(container, "__dict__", None):
+            vars(made).update(attributes)
+        return made
+    new = copy(container)
+    keys = list(container) if isinstance(container, dict) else range(len(container))
+    for key, element in zip(keys, elements, strict=True):
+        new[key] = element
+    return new
 
 
 def lasting(output: Any, freed: Iterable[Tensor]) -> Any:

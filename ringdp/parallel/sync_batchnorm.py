@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         """Over the same ranks."""
         memo[id(self.process_group)] = self.process_group
         memo[id(self)] = new = type(self).__new__(type(self))
-        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
         return new
 
     def __getstate__(self) -> dict[str, Any]:

@@ -218,9 +218,7 @@ def test_unused_parameters_with_several_forwards(ranks):
 def copied(comm: Communicator, named: bool) -> None:
     """`named`: over torch's default group, as given."""
     gloo()
-    net = DistributedDataParallel(
-        Transformer(), process_group=dist.group.WORLD if named else None
-    )
+    net = DistributedDataParallel(Transformer(), process_group=dist.group.WORLD if named else None)
     theirs = TORCHS(Transformer())
     assert list(net.state_dict()) == list(theirs.state_dict())
     assert list(net.module.state_dict()) == list(theirs.module.state_dict())
@@ -320,6 +318,7 @@ def test_one_rank_has_its_own_gradients(ranks):
 
 def two_dimensional(comm: Communicator) -> None:
     """Tensor parallelism along the mesh's other dimension."""
+
     def found(wrap: Wrap) -> list[Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         whole = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringdp import Communicator, DistributedDataParallel
+from ringdp.parallel.outputs import map_tensors, tensors
 from tests.parallel.ddp_cases import (
     STATIC,
     TINY,
@@ -145,3 +147,58 @@ def checkpointed(comm: Communicator, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
 def test_all_of_it_may_be_recomputed(ranks, options):
     ranks(2)(checkpointed, options)
+
+
+# ---- what it returns
+
+
+class Dict(dict):  # type: ignore[type-arg]
+    pass
+
+
+class List(list):  # type: ignore[type-arg]
+    pass
+
+
+class Tuple(tuple):  # type: ignore[type-arg]
+    pass
+
+
+class Derived(nn.Module):
+    """Its tensors are in containers of classes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Dict:
+        return Dict(out=[Tuple([List([self.used(x)])])])
+
+
+def derived(comm: Communicator) -> None:
+    def found(wrap: Wrap) -> list[Tensor]:
+        net = wrap(Derived(), **UNUSED)
+        seen = []
+        for step in range(3):
+            net.zero_grad()
+            loss(net(rows(step, comm.rank))["out"][0][0][0]).backward()
+            seen += gradients(net)
+        return seen
+
+    assert equal(*of_both(found))
+
+
+def test_tensors_are_found_in_derived_containers(ranks):
+    ranks(2)(derived)
+
+
+def test_derived_containers_are_mapped():
+    value = Dict(a=Tuple([torch.ones(1), 2]), b=List([torch.ones(2), "c"]), c=Tuple([3]))
+    value["a"].note = "kept"
+    found = map_tensors(lambda t: t + 1, value)
+    assert [t.tolist() for t in tensors(found)] == [[2], [2, 2]]
+    assert [t.tolist() for t in tensors(value)] == [[1], [1, 1]]
+    assert [type(x) for x in (found, *found.values())] == [Dict, Tuple, List, Tuple]
+    assert found["a"].note == "kept"
+    assert found["b"][1:] == ["c"]
+    assert found["c"] is value["c"]

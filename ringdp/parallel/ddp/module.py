@@ -159,9 +159,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         comm, reducer = self._reducer()
         self._around.meet(_Torchs._active_ddp_module)
         recomputed = reducer._running and in_backward()
-        self._reducing = reduces = (
-            self._averages and not recomputed and not self._around.reduces()
-        )
+        self._reducing = reduces = self._averages and not recomputed and not self._around.reduces()
         if reduces:
             unheard.check_autograd()
             if not self._started or (reducer._armed and not reducer._running):

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
-
 from ringdp.errors import ModelError
 from ringdp.parallel.ddp.settings import Trainable
 
@@ -22,7 +20,7 @@ class Around:
 
     def __init__(self, trainable: Iterable[Trainable]) -> None:
         self._trainable = list(trainable)
-        self._train: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # its parameters, too
+        self._train: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # its parameters, too
 
     def __reduce__(self) -> tuple[type[Around], tuple[list[Trainable]]]:
         """A copy has been called in none."""
