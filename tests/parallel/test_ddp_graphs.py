@@ -3,6 +3,7 @@ Gradients are torch's, at 2 ranks."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -152,6 +153,45 @@ def test_all_of_it_may_be_recomputed(ranks, options):
 # ---- what it returns
 
 
+class Table(nn.Module):
+    """A parameter and its input are among what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3))
+        self.a, self.b = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.a(x), self.b(x), self.table, x
+
+
+def leaves(comm: Communicator, options: dict[str, Any]) -> None:
+    net: Any = DistributedDataParallel(Table(), process_group=comm, **options)
+    alone = copy.deepcopy(net.module)
+    for step in range(3):
+        averages, x = [], rows(step, comm.rank).requires_grad_()
+        for model in (net, alone):
+            model.zero_grad()
+            a, _, table, same = model(x)
+            assert same is x
+            (loss(a) + table.sum() + same.sum()).backward()
+            averages.append(gradients(model))
+        for average, own in zip(*averages, strict=True):
+            comm.all_reduce(own.div_(comm.size))
+            assert torch.equal(average, own)
+        assert not net.module.table._backward_hooks
+        assert not x._backward_hooks
+    with net.no_sync():
+        _, b, table, _ = net(x)
+        table.square().sum().backward()
+        loss(b).backward()
+
+
+@pytest.mark.parametrize("options", [UNUSED, STATIC])
+def test_leaves_that_are_returned_are_listened_to_for_one_backward(ranks, options):
+    ranks(2)(leaves, options)
+
+
 class Dict(dict):  # type: ignore[type-arg]
     pass
 
@@ -202,3 +242,22 @@ def test_derived_containers_are_mapped():
     assert found["a"].note == "kept"
     assert found["b"][1:] == ["c"]
     assert found["c"] is value["c"]
+
+
+# ---- distributed autograd
+
+
+def context(comm: Communicator, options: dict[str, Any]) -> str:
+    from torch.distributed import autograd
+
+    autograd._init(comm.rank)
+    net = DistributedDataParallel(mlp(), process_group=comm, **options)
+    with autograd.context() as here:
+        value = loss(net(rows(0, comm.rank)))
+        return says(lambda: autograd.backward(here, [value]), RuntimeError)
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
+def test_distributed_autograd_is_told(ranks, options):
+    for text in ranks(2)(context, options):
+        assert "distributed autograd" in text

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ringdp.errors import ModelError
 
 
 class Listens(Protocol):
@@ -39,10 +43,31 @@ def raiser(error: Exception) -> Callable[[], None]:
     return end
 
 
-def ender(ref: weakref.ref[Listens]) -> Callable[[Tensor], None]:
+def enders(ref: weakref.ref[Listens], outputs: Iterable[Tensor]) -> list[RemovableHandle]:
+    """Hang hooks on what forward returns. Given are those that no graph takes with it: of leaves,
+    such as parameters."""
+
     def end(_: Tensor) -> None:
         reducer = ref()
         if reducer is not None:
             reducer.end_later()
 
-    return end
+    trained = [t for t in outputs if t.requires_grad]
+    handles = [t.register_hook(end) for t in trained]  # type: ignore[no-untyped-call]
+    return [handle for t, handle in zip(trained, handles, strict=True) if t.is_leaf]
+
+
+def kept() -> ModelError | None:
+    """Where no gradient has come because distributed autograd keeps them. It says nothing of what
+    is raised in a hook but that it was a Python error."""
+    try:
+        backwards = torch._C._distributed_autograd._get_debug_info()
+    except (AttributeError, RuntimeError):  # it is not there, or not begun
+        return None
+    if not int(backwards["num_current_backward_passes"]):
+        return None
+    return ModelError(
+        "distributed autograd keeps gradients in its context, and p.grad None, where "
+        "DistributedDataParallel finds nothing to reduce: call loss.backward() instead of "
+        "torch.distributed.autograd.backward(), or reduce what get_gradients() gives"
+    )

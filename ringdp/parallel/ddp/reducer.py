@@ -43,7 +43,7 @@ from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
-from ringdp.parallel.ddp.listening import ender, listener, raiser
+from ringdp.parallel.ddp.listening import enders, kept, listener, raiser
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
 from ringdp.parallel.ddp.profiled import all_reduce, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
@@ -88,6 +88,7 @@ class Reducer(Asked, Taped):
         self._build(reversed(range(len(parameters))))
         self._nodes: dict[int, Any] = {}
         self._handles: list[RemovableHandle] = []
+        self._leaves: list[RemovableHandle] = []
         self.listen()
         recorder.join(self)
 
@@ -136,15 +137,13 @@ class Reducer(Asked, Taped):
         if self._stepping is None:
             self._stepping = taken_off(t.parameter for t in self.parameters)
         if reduces:
-            self.prepare_for_forward()
+            self.journal.begin()
+            self._let_go()
             self._rebuild_buckets()
 
     def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
         if reduces:
             self.prepare_for_backward(outputs)
-
-    def prepare_for_forward(self) -> None:
-        self.journal.begin()
 
     def _check_reducer_finalized(self) -> None:
         """Raise ModelError if the last backward is not through."""
@@ -159,7 +158,7 @@ class Reducer(Asked, Taped):
         Whether it did so. Raises ModelError if the last backward is not through.
         """
         self._check_reducer_finalized()
-        if self.rebuilt or not self._order or self._finds_unused:
+        if self.rebuilt or not self._order or self.settings.seeks_unused:
             return False
         everything = range(len(self.parameters))
         order = torch.tensor([*self._order, *(i for i in everything if i not in self._order)])
@@ -179,16 +178,19 @@ class Reducer(Asked, Taped):
             self._order.clear()
         for bucket in self.buckets:
             bucket.arm()
-        if self._learning or self._finds_unused:
-            for tensor in outputs:
-                if tensor.requires_grad:
-                    tensor.register_hook(ender(weakref.ref(self)))  # type: ignore[no-untyped-call]
+        if self._learning or self.settings.seeks_unused:
+            self._leaves += enders(weakref.ref(self), outputs)
+
+    def _let_go(self) -> None:
+        """Of what forward returned that is in no graph, such as a parameter."""
+        while self._leaves:
+            self._leaves.pop().remove()
 
     # ---- backward
 
     def made(self, index: int) -> None:
         """Called when a part of a gradient has been added to p.grad."""
-        if self._tells_unused and self.parameters[index].parameter.grad is None:
+        if self.settings.has_unused and self.parameters[index].parameter.grad is None:
             return  # autograd came by with nothing
         if not self._armed:
             if self._again and index in (self.unused or ()):
@@ -197,7 +199,7 @@ class Reducer(Asked, Taped):
             self.mixed.raise_(self.parameters[index].parameter)
             return
         if not self._running:
-            self._begin()
+            self._begin(index)
         if self._ordering:
             self._order.pop(index, None)
             self._order[index] = None
@@ -207,7 +209,9 @@ class Reducer(Asked, Taped):
         elif self._left[index] < 0 and not self._learning:
             raise ModelError(once_more(self.parameters[index].name, self.settings))
 
-    def _begin(self) -> None:
+    def _begin(self, first: int) -> None:
+        if self.parameters[first].parameter.grad is None and (error := kept()):
+            self._flights.append(raiser(error))
         self._running = True
         self.journal.mark(GRADIENT)
         for index, parts in enumerate(self._expected):
@@ -269,20 +273,22 @@ class Reducer(Asked, Taped):
 
     def _end(self) -> None:
         self.journal.mark(GRADIENTS)
-        with span("search_unused_parameters") if self._finds_unused else nullcontext():
+        with span("search_unused_parameters") if self.settings.seeks_unused else nullcontext():
             missing = self._missing()
         if self._learning:
             for index in self._order:
                 self._ready(index)
-        if self._learning or self._finds_unused:
+        if self._learning or self.settings.seeks_unused:
             for index in missing:
                 self._ready_unused(index)
             self._issue()
         if self._next < len(self.buckets):
             return  # the next forward tells of it
-        if self._learning or self._finds_unused:
+        if self._learning or self.settings.seeks_unused:
             self._untouched, any_came = self._ask_users(missing)()
             if not any_came and not self.joined:
+                if error := kept():
+                    raise error
                 self._land()
                 self.prepare_for_backward(())
                 return
@@ -297,6 +303,7 @@ class Reducer(Asked, Taped):
                 bucket, place = self._places[index]
                 bucket.hand_out(place)
         step(self._stepping or ())
+        self._let_go()
         self._used.clear()
         self._armed = self._running = self._learning = False
 
@@ -307,16 +314,6 @@ class Reducer(Asked, Taped):
             for i, (left, parts) in enumerate(zip(self._left, self._expected, strict=True))
             if parts == 0 or left == parts
         ]
-
-    @property
-    def _finds_unused(self) -> bool:
-        """In every backward anew."""
-        return self.settings.find_unused_parameters and not self.settings.static_graph
-
-    @property
-    def _tells_unused(self) -> bool:
-        """Parameters may have no gradient."""
-        return self.settings.find_unused_parameters or self.settings.static_graph
 
     def _ask_users(self, missing: Sequence[int]) -> Callable[[], tuple[set[int], bool]]:
         """What is returned waits, and gives the parameters that no rank has used, and whether any
@@ -344,7 +341,7 @@ class Reducer(Asked, Taped):
             bucket.arm()
             bucket.blank()
             self._start(bucket)
-        if self._learning or self._finds_unused:
+        if self._learning or self.settings.seeks_unused:
             self._flights.append(self._ask_users(range(len(self.parameters))))
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))

@@ -23,3 +23,13 @@ class Settings(NamedTuple):
     static_graph: bool
     gradient_as_bucket_view: bool
     skip_all_reduce_unused_params: bool = False
+
+    @property
+    def seeks_unused(self) -> bool:
+        """In every backward anew."""
+        return self.find_unused_parameters and not self.static_graph
+
+    @property
+    def has_unused(self) -> bool:
+        """Parameters may have no gradient."""
+        return self.find_unused_parameters or self.static_graph
