@@ -158,13 +158,18 @@ class Messages {
     }
   }
 
+  // A rank whose call differs may post its message instead.
   void read_lines(std::uint32_t flag, int r) {
     const Line* line = segment_.lines(r, lines_);
     std::byte* to = inbox_.data() + r * kTiny;
     from_[r] = to;
     // acquire: the data, written before the flag
+    auto there = [&] { return line->flag.load(std::memory_order_acquire) == flag; };
+    const Post& post = segment_.board(r).posts[posts_ % 2];
     auto await = [&] {
-      peers_.await(r, [&] { return line->flag.load(std::memory_order_acquire) == flag; });
+      // acquire: the heading, and any lines, were written before the count
+      peers_.await(r, [&] { return there() || post.count.load(std::memory_order_acquire) == posts_ + 1; });
+      if (!there()) throw Failed{Failure::mismatch, r, stamp(heading_), stamp(post.heading)};
     };
     await();
     Heading said;
@@ -198,7 +203,7 @@ class Messages {
     ++posts_;
   }
 
-  // Where the next message is laid out: none of the last two lies there. See Note [room].
+  // Where the next message is laid out: the last one does not lie there. See Note [room].
   std::size_t room_for(std::size_t bytes) {
     if (bytes <= kShort) return posts_ % 2 * kShort;
     if (next_ + bytes > kRoom) next_ = 2 * kShort;

@@ -15,6 +15,7 @@ from tests.comm.failing import Heard, by_turns, fallible, hear
 pytestmark = pytest.mark.process
 
 PART = 6  # elements of a part, where all is even
+LINES = 64  # the most that a small message has
 LARGE = 50_000  # and where it takes several slabs
 
 Sizes = list[int]
@@ -67,11 +68,12 @@ WHATS = ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
 
 
 @pytest.mark.parametrize(
-    ("odd", "what", "n"), by_turns(product((moved, fewer, none), WHATS), (2, 3, 4))
+    ("odd", "part", "what", "n"),
+    by_turns(product((moved, fewer, none), (PART, LINES), WHATS), (2, 3, 4)),
 )
-def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, n):
+def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, part, n):
     name = what.removesuffix("_v")
-    for h in ranks(n)(disagree, what, odd, PART):
+    for h in ranks(n)(disagree, what, odd, part):
         assert h.error == h.again == "CollectiveMismatch", h
         first, *calls = h.text.splitlines()[:4]
         assert re.fullmatch(r"ranks (1 and \d|\d and 1) called differently:", first), h
