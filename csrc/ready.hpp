@@ -40,7 +40,7 @@ class Prepared {
   }
 
   std::uint64_t kind() const { return kind_; }
-  bool failed() const { return core_.failed().has_value(); }
+  bool failed() const { return core_.peers().reported().has_value(); }
 
   bool keeps() const { return PyDict_Size(kept_.ptr()); }
 
@@ -78,7 +78,11 @@ class Prepared {
   }
 
   std::uint64_t kept(std::uint64_t ticket, Buffer whole, Buffer part, const nb::bytes& site) const {
-    return keep(kept_, ticket, nb::make_tuple(nb::find(*this), whole.owner, part.owner, site));
+    return keep(kept_, ticket, nb::make_tuple(nb::find(*this), memory(whole), memory(part), site));
+  }
+  // What keeps it, whatever the user does with the tensor: `x.data = y` lets go of x's.
+  static nb::object memory(Buffer buffer) {
+    return buffer.owner.is_none() ? nb::none() : buffer.owner.attr("untyped_storage")();
   }
 
   Progress& core_;
@@ -140,7 +144,7 @@ class Ready {
     const Known* const found = find({collective, all->dtype, all->elements, letters, label});
     if (!found) return {};
     const Known what = *found;
-    if (later && what.prepared->failed()) return {};  // there the call raises, not its wait
+    if (what.prepared->failed()) return {};  // there it raises, and keeps nothing for what never ends
     const auto site = sites_.here();
     const auto number = issued++;
     const auto ticket = later ? what.prepared->start(buffer, piece, number, site)

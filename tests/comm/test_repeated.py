@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp import Communicator, Work
+from ringdp import Communicator, PeerLost, Work
 from ringdp.comm.call import named, place
 from ringdp.comm.job import How, Job
 from tests.comm.failing import Heard, fallible, hear
@@ -155,6 +155,43 @@ def test_a_repeated_call_times_out(ranks, later: bool):
     assert heard.error == heard.again == "CollectiveTimeout"
     assert "rank 0 waited for all_reduce #2 (float32, sum) of 8 elements" in heard.text
     assert f"{os.path.basename(__file__)}:" in heard.text
+
+
+@fallible
+def kept_after_a_failure(comm: Communicator) -> int:
+    comm.all_reduce(torch.ones(8))
+    if comm.rank == 1:
+        comm.close()
+        return 0
+    for _ in range(10):
+        with pytest.raises(PeerLost):
+            comm.all_reduce(torch.ones(8))
+    return len(comm._transport.kept)
+
+
+def test_retries_after_a_failure_keep_nothing(ranks):
+    assert ranks(2)(kept_after_a_failure)[0] <= 1  # the call that failed may still be read
+
+
+def replaced(comm: Communicator) -> None:
+    """The tensor gets other memory while the call is under way, and others get its."""
+    with comm.duplicate() as other:
+        x = torch.ones(200_000)
+        for _ in range(2):
+            other.all_reduce(x)
+        if comm.rank == 0:
+            work = other.all_reduce(x, async_op=True)
+            x.data = torch.empty(0)
+        others = [torch.full((200_000,), 7.0) for _ in range(4)]
+        comm.barrier()
+        if comm.rank == 1:
+            work = other.all_reduce(x, async_op=True)
+        work.wait()
+        assert all(bool((y == 7).all()) for y in others)
+
+
+def test_a_call_keeps_the_memory_that_it_began_with(ranks):
+    ranks(2)(replaced)
 
 
 def recorded(comm: Communicator) -> None:
