@@ -8,6 +8,7 @@ other's, from a look at the records; and every rank can say what all the others 
 from __future__ import annotations
 
 import logging
+from copy import copy
 from typing import NoReturn
 
 from torch import dtype
@@ -44,6 +45,7 @@ class Guard:
     def __init__(self, transport: Transport, warn_after: float) -> None:
         """`warn_after`: seconds that a collective may last until it is told."""
         self.transport, self.warn_after = transport, warn_after
+        # Never raised itself: it would hold its callers' frames, and so their tensors.
         self.error: CommunicationError | None = None
 
     def check(self, call: Call) -> None:
@@ -51,7 +53,7 @@ class Guard:
         if self.error is None and (failure := self.transport.failure()):
             self.error = self._error(call, failure)
         if self.error is not None:
-            raise self.error
+            raise copy(self.error)
 
     def look(self, call: Call) -> None:
         """Raise if it cannot end: a failure, or a rank that is in another collective instead."""
@@ -95,7 +97,7 @@ class Guard:
             f"{self._here(call)} until the timeout of {waited:g} s; {self._missing(call, seen)}\n"
             f"{table(seen)}"
         )
-        raise self.error
+        raise copy(self.error)
 
     def farewell(self, issued: int) -> None:
         """Raise, if no call has, how the `issued` collectives failed elsewhere, as far as known."""

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 
 from ringdp.comm.guard import Guard
 from ringdp.comm.uncompiled import uncompiled
@@ -33,7 +34,7 @@ class Work:
         Raises PeerLost, CollectiveTimeout or CollectiveMismatch, each time it is called.
         """
         if self._error:
-            raise self._error
+            raise copy(self._error)
         if self._done:
             return
         allowed = self._guard.transport.timeout if timeout is None else timeout
@@ -44,11 +45,7 @@ class Work:
             while not self._guard.transport.wait(
                 self._ticket, max(0.0, min(SLICE, allowed - waited))
             ):
-                try:
-                    self._guard.look(self._call)
-                except CommunicationError:  # it may be of a later call, when this one had ended
-                    if not self._guard.transport.wait(self._ticket, 0.0):
-                        raise
+                if self._ended(self._guard.look):
                     break
                 waited = time.monotonic() - start
                 if waited >= allowed:
@@ -57,7 +54,7 @@ class Work:
                     self._guard.warn(self._call, waited)
                     tell = math.inf
         except CommunicationError as e:
-            self._error = e
+            self._error = copy(e)  # without its traceback: see Guard.error
             raise
         if waited:
             self._guard.over(self._call)
@@ -73,11 +70,20 @@ class Work:
         """The error that ended it, or None."""
         if not self._done and self._error is None:
             try:
-                self._guard.check(self._call)
+                self._ended(self._guard.check)
             except CommunicationError as e:
-                if not self._guard.transport.wait(self._ticket, 0.0):
-                    self._error = e
+                self._error = copy(e)
         return self._error
+
+    def _ended(self, look: Callable[[Call], None]) -> bool:
+        """Raise what `look` does, unless it is of a later call, and this one has ended."""
+        try:
+            look(self._call)
+        except CommunicationError:
+            if not self._guard.transport.wait(self._ticket, 0.0):
+                raise
+            return True
+        return False
 
     def _complete(self) -> None:
         if self._finish is not None:

@@ -160,7 +160,7 @@ class ShmTransport:
     ) -> int:
         self.check(buffer)
         number, kind, elements, site = call
-        cuts = _array(bounds) if bounds else _bounds(buffer.numel(), program)
+        cuts = np.array(bounds, np.int64) if bounds else _bounds(buffer.numel(), program)
         self.release()
         return self._core.start(
             program.rows.ctypes.data,
@@ -201,6 +201,7 @@ class ShmTransport:
         )
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._check_process()  # the parent's next tensor would lie there too
         return self.arena.empty(shape, dtype)
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
@@ -226,6 +227,7 @@ class ShmTransport:
         )
 
     def wait(self, ticket: int, timeout: float) -> bool:
+        self._check_process()
         if not (self._mail if ticket < 0 else self._core).wait(ticket, timeout):
             return False
         self.release()
@@ -244,20 +246,20 @@ class ShmTransport:
         return Failure(FailureKind(kind), rank, reporter, found[3:6], found[6:9])
 
     def fail(self, kind: FailureKind, rank: int) -> None:
+        self._check_process()
         self._core.fail(kind.value, rank)
 
     def survey(self) -> Observed:
         return self
 
     def record(self, rank: int) -> RankRecord | None:
-        return read_record(self._core, rank) if os.getpid() == self._process else None
+        return None if self._forked else read_record(self._core, rank)
 
     def call(self, rank: int, number: int) -> Call | None:
-        known = number >= 0 and os.getpid() == self._process
-        return self._core.call(rank, number) if known else None
+        return None if self._forked or number < 0 else self._core.call(rank, number)
 
     def message(self, rank: int) -> Call | None:
-        return self._core.message(rank) if os.getpid() == self._process else None
+        return None if self._forked else self._core.message(rank)
 
     def tell(self, call: Call | None) -> None:
         if call is None:
@@ -279,8 +281,13 @@ class ShmTransport:
             raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
         self._check_process()
 
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a child of its process, which has neither the threads nor the memory."""
+        return os.getpid() != self._process
+
     def _check_process(self) -> None:
-        if os.getpid() != self._process:
+        if self._forked:
             raise UsageError(
                 f"this communicator belongs to process {self._process}; process {os.getpid()}, "
                 "forked from it, cannot use it"
@@ -324,8 +331,3 @@ def _mail_size(ranks: int, depth: int) -> int:
 @lru_cache(maxsize=4096)
 def _bounds(elements: int, program: Program) -> NDArray[np.int64]:
     return np.array(chunk_bounds(elements, program), dtype=np.int64)
-
-
-@lru_cache(maxsize=4096)
-def _array(bounds: tuple[int, ...]) -> NDArray[np.int64]:
-    return np.array(bounds, dtype=np.int64)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 import ringdp
-from ringdp import CommunicationError, Communicator
+from ringdp import CommunicationError, Communicator, PeerLost
 from tests.comm.failing import Heard, fallible, hear, held, leaves_nothing
 from tests.ranks import TIMEOUT
 
@@ -181,20 +183,61 @@ def test_ctrl_c_as_a_call_begins_leaves_what_it_uses(ranks):
     assert ranks(2)(interrupted_at_the_end) == [[1, 2, 3], []]
 
 
+class Held:
+    pass
+
+
+@fallible
+def outlived(comm: Communicator, later: bool) -> bool:
+    """Whether what a failed call's caller held is gone, though the error is raised again."""
+    comm.barrier()
+    if comm.rank == 1:
+        comm.close()
+        return True
+    works, seen = [], []
+
+    def caller() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        if works:
+            works[0].wait()
+        works.append(comm.all_reduce(torch.ones(8), async_op=later))
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            with suppress(PeerLost):
+                caller()
+    finally:
+        gc.enable()
+    return not any(ref() for ref in seen)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_error_holds_nothing_of_its_callers(ranks, later: bool):
+    assert all(ranks(2)(outlived, later))
+
+
 @fallible
 def forked(comm: Communicator) -> tuple[int, bool]:
     """A child, as of a data loader: it is refused, and its exit harms nobody. It has the arena,
     where tensors of its own may lie, but not the segment that ranks talk through."""
+    message = comm.irecv(torch.ones(3), 1 - comm.rank)
+    calls = (comm.barrier, lambda: comm.empty(3), message.wait, comm.abort)
     pid = os.fork()
     if pid == 0:
         maps = Path("/proc/self/maps").read_text()
         try:
-            comm.barrier()
-        except ringdp.UsageError:
+            for call in calls:
+                with pytest.raises(ringdp.UsageError, match="forked"):
+                    call()
             comm.close()
-            os._exit(int("memfd:ringdp " in maps))
-        os._exit(2)
+        except BaseException:
+            os._exit(2)
+        os._exit(int("memfd:ringdp " in maps))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    comm.send(torch.ones(3), 1 - comm.rank)
+    message.wait()
     comm.barrier()
     return status, "memfd:ringdp " in Path("/proc/self/maps").read_text()
 
