@@ -87,14 +87,15 @@ class Making:
         allowed: float = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
         pause = FIRST_PAUSE
         self._look([])  # what is there may be of a rank that has given up since
-        while missing := self._missing(keys):
+        while not self._store.check(list(keys.values())):
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             if (now := time.monotonic()) < looked + LOOK:
                 continue
-            looked, ended = now, self._ended(missing)
-            self._look(set(ended) & set(self._missing(keys)))  # it may have come before its end
-            if now > start + allowed:
+            looked, ended = now, self._ended(self._missing(keys))
+            missing = self._missing(keys)
+            self._look(set(ended) & set(missing))  # it may have come before its end
+            if missing and now > start + allowed:
                 self._told.fail(FailureKind.TIMEOUT, self._rank)
                 late = ", ".join(map(str, missing))
                 raise CollectiveTimeout(
