@@ -91,6 +91,12 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
+def apart(source: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
+    """The source; or a copy, if it shares memory with what will be written, and is not `in_place`
+    there."""
+    return source.clone() if overlap(source, out) and not in_place else source
+
+
 def shaped(buffer: Tensor, like: Tensor) -> Tensor:
     """The buffer's elements, in the shape and (real or complex) dtype of `like`."""
     if like.is_complex():
@@ -105,6 +111,11 @@ def same(buffer: Tensor, tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
     )
+
+
+def form_of(tensor: Tensor) -> str:
+    """What tensors that exchange elements must have in common, as errors say it."""
+    return f"{tensor.dtype} on {tensor.device}"
 
 
 def width(tensor: Tensor) -> int:

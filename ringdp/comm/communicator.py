@@ -122,6 +122,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
         one, a reduce_scatter or broadcast if its input is, an all_gather if this rank's part is.
         Its storage cannot be resized.
         """
+        if min(shape, default=0) < 0:
+            raise UsageError(f"empty: the shape is {shape}; allowed: lengths that are 0 or more")
         return self._transport.empty(shape, dtype)
 
     def duplicate(self) -> Communicator:

@@ -11,6 +11,7 @@ Job to the communicator's `_issue`. For all of them:
 - `algorithm` is a name (`ringdp show --list`) or a function n -> Schedule, proved like ours before
   it moves a byte. The default, `direct`, adds in rank order, so that an element's bits depend
   neither on where in the buffer it is nor on the root.
+- The tensors of one call lie on one device.
 - `tag` says what is moved: ranks whose tags differ raise CollectiveMismatch.
 - A bad argument raises UsageError before anything is sent. PeerLost, CollectiveTimeout and
   CollectiveMismatch are raised by the call, or with async_op by `wait`.
@@ -30,7 +31,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ringdp.comm.buffers import width
+from ringdp.comm.buffers import form_of, width
 from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
@@ -135,7 +136,7 @@ class Issuer(ABC):
 
         Raises UsageError unless `part` is this rank's share, and `whole` (if it is here) all.
         """
-        count, dtype = part.tensor.numel(), part.tensor.dtype
+        count, form = part.tensor.numel(), form_of(part.tensor)
         if sizes is None:
             shards = (count,) * self.size
             needs = f"{self.size} (ranks) x {count} ({part.name})"
@@ -147,10 +148,10 @@ class Issuer(ABC):
                     f"{collective}: {part.name} has {count} elements; sizes[{self.rank}] is "
                     f"{shards[self.rank]}"
                 )
-        if whole and (whole.tensor.numel() != sum(shards) or whole.tensor.dtype != dtype):
+        if whole and (whole.tensor.numel() != sum(shards) or form_of(whole.tensor) != form):
             raise UsageError(
                 f"{collective}: {whole.name} has {whole.tensor.numel()} elements of "
-                f"{whole.tensor.dtype}; it needs {needs} of {dtype}"
+                f"{form_of(whole.tensor)}; it needs {needs} of {form}"
             )
         return tuple(s * width(part.tensor) for s in shards)
 

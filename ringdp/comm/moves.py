@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringdp.comm.buffers import empty, fill, flat, flat_output, overlap, same
+from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
-from ringdp.comm.programs import own_bounds, own_part, pair_bounds, shard_bounds, whole_bounds
+from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
-from ringdp.transport.base import shard_bounds as even_bounds
+from ringdp.transport.base import bounds_of, shard_bounds
 from ringdp.transport.repeated import repeated
 
 
@@ -96,11 +96,9 @@ class Moves(Issuer):
             fill(out.data[part], input)
             run = Run(program, out.data, whole_bounds(program, shards))
             return self._issue(Job("all_gather", run, out.settle), how)
-        piece = flat(input).data
-        if overlap(out.data, piece) and not same(out.data[part], input):
-            piece = piece.clone()
+        piece = apart(flat(input).data, out.data, same(out.data[part], input))
         again = sizes is None and not input.is_complex()
-        what = Exchange("all_gather", shard_bounds(shards), out.data, piece, again)
+        what = Exchange("all_gather", bounds_of(shards), out.data, piece, again)
         return self._issue(Job("all_gather", what, out.settle), how)
 
     def gather(
@@ -166,13 +164,12 @@ class Moves(Issuer):
     def _gather_exchange(
         self, name: str, whole: Named | None, input: Tensor, shards: tuple[int, ...], how: How
     ) -> Work:
-        piece = flat(input).data
-        out = None if whole is None else flat_output(whole.tensor, f"{name}: output")
-        if out and overlap(out.data, piece) and not same(out.data[self._part(shards)], input):
-            piece = piece.clone()
-        buffer, finish = (out.data, out.settle) if out else (None, None)
-        bounds = shard_bounds(shards)
-        what = Exchange("all_gather", bounds, buffer, piece, root=how.root)
+        piece, buffer, finish = flat(input).data, None, None
+        if whole is not None:
+            out = flat_output(whole.tensor, f"{name}: output")
+            buffer, finish = out.data, out.settle
+            piece = apart(piece, buffer, same(buffer[self._part(shards)], input))
+        what = Exchange("all_gather", bounds_of(shards), buffer, piece, root=how.root)
         return self._issue(Job("gather", what, finish, elements=sum(shards)), how)
 
     def scatter(
@@ -220,10 +217,8 @@ class Moves(Issuer):
         program = self._program_or_exchange("scatter", how)
         out = flat_output(output, f"{name}: output")
         if program is None:
-            source = None if whole is None else flat(whole.tensor).data
-            if source is not None and overlap(source, out.data):
-                source = source.clone()
-            what = Exchange("all_to_all", shard_bounds(shards), source, out.data, root=how.root)
+            source = None if whole is None else apart(flat(whole.tensor).data, out.data)
+            what = Exchange("all_to_all", bounds_of(shards), source, out.data, root=how.root)
             return self._issue(Job("scatter", what, out.settle, elements=sum(shards)), how)
         bounds = own_bounds(program, shards)
         part = own_part(program, bounds)
@@ -257,18 +252,17 @@ class Moves(Issuer):
         """
         how = self._how("all_to_all", input, algorithm, async_op, tag)
         count = input.numel()
-        if output.numel() != count or output.dtype != input.dtype or count % self.size:
+        if output.numel() != count or form_of(output) != form_of(input) or count % self.size:
             raise UsageError(
-                f"all_to_all: input has {count} elements of {input.dtype}, output "
-                f"{output.numel()} of {output.dtype}; allowed: equally many of one dtype, a "
-                f"multiple of {self.size} (ranks)"
+                f"all_to_all: input has {count} elements of {form_of(input)}, output "
+                f"{output.numel()} of {form_of(output)}; allowed: equally many of one dtype on one "
+                f"device, a multiple of {self.size} (ranks)"
             )
         program = self._program_or_exchange("all_to_all", how)
         out = flat_output(output, "all_to_all: output")
         if program is None:
-            source = flat(input).data
-            source = source.clone() if overlap(source, out.data) else source
-            bounds = even_bounds(out.data.numel(), self.size)
+            source = apart(flat(input).data, out.data)
+            bounds = shard_bounds(out.data.numel(), self.size)
             what = Exchange("all_to_all", bounds, source, out.data)
             return self._issue(Job("all_to_all", what, out.settle), how)
         fill(out.data, input)
@@ -292,10 +286,10 @@ class Moves(Issuer):
         how = self._how(name, input, "direct", async_op, tag)
         sent = self._cuts(name, Named("input", input), "input_sizes", input_sizes)
         received = self._cuts(name, Named("output", output), "output_sizes", output_sizes)
-        if output.dtype != input.dtype or received[me] != sent[me]:
+        if form_of(output) != form_of(input) or received[me] != sent[me]:
             raise UsageError(
-                f"{name}: rank {me} sends itself {input_sizes[me]} elements of {input.dtype} and "
-                f"expects {output_sizes[me]} of {output.dtype}; allowed: the same"
+                f"{name}: rank {me} sends itself {input_sizes[me]} elements of {form_of(input)} "
+                f"and expects {output_sizes[me]} of {form_of(output)}; allowed: the same"
             )
         program = self._program("all_to_all_v", how)
         bounds = pair_bounds(me, sent, received)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from ringdp.errors import ScheduleError
@@ -22,7 +22,7 @@ from ringdp.schedule import (
     proved,
 )
 from ringdp.schedule.own import name_of
-from ringdp.transport.base import uneven_bounds
+from ringdp.transport.base import bounds_of, uneven_bounds
 
 
 class Origin(NamedTuple):
@@ -90,15 +90,9 @@ def origin_of(rows: int) -> Origin | None:
 
 
 @lru_cache(maxsize=4096)
-def shard_bounds(shards: tuple[int, ...]) -> Bounds:
-    """Rank r's shard is [bounds[r], bounds[r+1])."""
-    return _bounds(shards)
-
-
-@lru_cache(maxsize=4096)
 def whole_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
     """Where rank r's shard has shards[r] elements."""
-    return tuple(uneven_bounds(shards, program.chunks))
+    return uneven_bounds(shards, program.chunks)
 
 
 @lru_cache(maxsize=4096)
@@ -107,7 +101,7 @@ def own_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
     each = program.chunks // program.ranks
     mine = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
     sizes = _sizes(whole_bounds(program, shards))
-    return _bounds([size if c in mine else 0 for c, size in enumerate(sizes)])
+    return bounds_of(size if c in mine else 0 for c, size in enumerate(sizes))
 
 
 def own_part(program: Program, bounds: Bounds) -> slice:
@@ -126,12 +120,8 @@ def pair_bounds(rank: int, sent: Sequence[int], received: Sequence[int]) -> Boun
     sizes = [0] * (n * n)
     sizes[rank::n] = received
     sizes[rank * n : (rank + 1) * n] = sent
-    return _bounds(sizes)
+    return bounds_of(sizes)
 
 
 def _sizes(bounds: Bounds) -> list[int]:
     return [end - begin for begin, end in pairwise(bounds)]
-
-
-def _bounds(sizes: Sequence[int]) -> Bounds:
-    return (0, *accumulate(sizes))

@@ -23,15 +23,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.buffers import Flat, fill, flat, flat_output, overlap, same
+from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
-from ringdp.comm.programs import shard_bounds, whole_bounds
+from ringdp.comm.programs import whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
-from ringdp.transport.base import REDUCE_OPS, ReduceOp
-from ringdp.transport.base import shard_bounds as even_bounds
+from ringdp.transport.base import REDUCE_OPS, ReduceOp, bounds_of, shard_bounds
 from ringdp.transport.repeated import repeated
 
 BITWISE = ("band", "bor", "bxor")
@@ -61,7 +60,7 @@ class Reductions(Issuer):
             out.data.mul_(factor)
         what: Exchange | Run
         if program is None:
-            bounds = even_bounds(out.data.numel(), self.size)
+            bounds = shard_bounds(out.data.numel(), self.size)
             again = factor == 1 and not tensor.is_complex()
             what = Exchange("all_reduce", bounds, out.data, None, again)
         else:
@@ -160,10 +159,9 @@ class Reductions(Issuer):
         elif factor != 1:
             buffer.mul_(factor)
         if program is None:
-            if not (copied or in_place) and overlap(buffer, out.data):
-                buffer = buffer.clone()
+            buffer = apart(buffer, out.data, in_place)
             again = factor == 1 and sizes is None and not input.is_complex()
-            what = Exchange("reduce_scatter", shard_bounds(shards), buffer, out.data, again)
+            what = Exchange("reduce_scatter", bounds_of(shards), buffer, out.data, again)
             return self._issue(Job("reduce_scatter", what, out.settle, op), how)
         buffer = buffer if copied or in_place else buffer.clone()
         home = self._home(Flat(buffer[part], None), program, op)

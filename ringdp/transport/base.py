@@ -6,7 +6,7 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import accumulate
 from types import FrameType
@@ -278,12 +278,17 @@ class Transport(Observed, Protocol):
     def close(self) -> None: ...
 
 
+def bounds_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Piece p, of sizes[p], is [bounds[p], bounds[p+1]) where they lie one behind the other."""
+    return (0, *accumulate(sizes))
+
+
 def shard_bounds(elements: int, ranks: int) -> tuple[int, ...]:
     """Rank r's shard of `elements` is [bounds[r], bounds[r+1]); the first are larger by one."""
-    return (0, *accumulate(_cut(elements, ranks)))
+    return bounds_of(_cut(elements, ranks))
 
 
-def chunk_bounds(elements: int, program: Program) -> list[int]:
+def chunk_bounds(elements: int, program: Program) -> tuple[int, ...]:
     """Chunk c of a buffer is [bounds[c], bounds[c+1]).
 
     Where every rank owns equally many chunks, the buffer is first cut into a shard for each rank
@@ -294,10 +299,9 @@ def chunk_bounds(elements: int, program: Program) -> list[int]:
     return uneven_bounds(_cut(elements, shards), program.chunks)
 
 
-def uneven_bounds(shards: Sequence[int], chunks: int) -> list[int]:
+def uneven_bounds(shards: Sequence[int], chunks: int) -> tuple[int, ...]:
     """The same for shards of these sizes."""
-    cuts = [_cut(size, chunks // len(shards)) for size in shards]
-    return [0, *accumulate(size for cut in cuts for size in cut)]
+    return bounds_of(size for shard in shards for size in _cut(shard, chunks // len(shards)))
 
 
 def _cut(elements: int, pieces: int) -> list[int]:

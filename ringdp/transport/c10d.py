@@ -109,7 +109,7 @@ class C10dTransport(Answering):
         bounds: tuple[int, ...] | None = None,
     ) -> int:
         self.check(buffer)
-        cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
+        cuts = bounds or chunk_bounds(buffer.numel(), program)
         ticket, digest = self._ticket(), self._digested(call[1])
         job = _Job(ticket, program, buffer, cuts, op, call, digest)
         self._jobs.put(partial(self._run, job))

@@ -53,6 +53,13 @@ def refusals(comm: Communicator) -> list[str]:
         lambda: comm.all_reduce(torch.zeros(3, dtype=torch.complex64), "max"),
         lambda: comm.all_reduce(torch.zeros(3, dtype=torch.uint16)),
         lambda: comm.all_reduce(torch.eye(3).to_sparse()),
+        lambda: comm.all_gather(six, three.to("meta")),
+        lambda: comm.all_gather(six.to("meta"), three, algorithm="ring"),
+        lambda: comm.reduce_scatter(three.to("meta"), six),
+        lambda: comm.all_to_all(six, six.to("meta")),
+        lambda: comm.all_to_all_v(six, six.to("meta"), [3, 3], [3, 3]),
+        lambda: comm.empty(4, -1),
+        lambda: comm.empty(-1),
     ]
     said = []
     for call in calls:
@@ -99,6 +106,13 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
         ("complex64", "sum and avg"),
         ("uint16", "bfloat16"),
         ("sparse", "dense"),
+        ("on cpu", "on meta"),
+        ("on cpu", "on meta"),
+        ("on cpu", "on meta"),
+        ("on meta", "one device"),
+        ("on meta", "the same"),
+        ("(4, -1)", "0 or more"),
+        ("(-1,)", "0 or more"),
     ]
     for said in ranks(2)(refusals):
         for text, words in zip(said, allowed, strict=True):

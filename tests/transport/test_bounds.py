@@ -31,4 +31,4 @@ def test_every_rank_owns_the_same_elements_in_every_algorithm(each, program):
         return
     bounds = chunk_bounds(each * program.ranks, program)
     own = program.chunks // program.ranks
-    assert bounds[::own] == [r * each for r in range(program.ranks + 1)]
+    assert list(bounds[::own]) == [r * each for r in range(program.ranks + 1)]

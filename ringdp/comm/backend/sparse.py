@@ -10,7 +10,7 @@ for, asynchronous or not.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import ENDED, Work
 from ringdp.errors import UsageError
-from ringdp.transport.base import ReduceOp
+from ringdp.transport.base import ReduceOp, bounds_of
 
 
 def all_reduce_sparse(
@@ -43,7 +43,7 @@ def all_reduce_sparse(
     comm.all_gather_v(all_indices, indices.t(), [n * indices.shape[0] for n in each])
     comm.all_gather_v(all_values, values, [n * row for n in each])
     total = torch.zeros_like(mine)
-    for begin, end in pairwise((0, *accumulate(each))):
+    for begin, end in pairwise(bounds_of(each)):
         total += torch.sparse_coo_tensor(
             all_indices[begin:end].t(), all_values[begin:end], tensor.shape, is_coalesced=True
         )

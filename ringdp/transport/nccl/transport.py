@@ -111,7 +111,7 @@ class NcclTransport(C10dTransport):
         self.check(buffer)
         if buffer.device != self.device:
             return super().start(program, buffer, op, call, background=background, bounds=bounds)
-        cuts = bounds or tuple(chunk_bounds(buffer.numel(), program))
+        cuts = bounds or chunk_bounds(buffer.numel(), program)
         return self._issue(call, partial(self._execute, program, buffer, cuts, op), buffer)
 
     def issue_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
