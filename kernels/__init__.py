@@ -3,8 +3,10 @@
 `flatten` fills a gradient bucket and `unflatten` empties it, `fold` sums what the ranks sent,
 `unscale` averages and looks for inf and nan, `squared_norm` is for clipping, `adamw` steps a flat
 shard, `stochastic_round` makes bfloat16 of float32 without bias. All work on the tensors they are
-given and pick their path by device. Importing this package imports torch only; Triton is imported
-by the first launch on a GPU.
+given and pick their path by device. ringdp itself calls `flatten` when it shards a model, `adamw`
+in its optimizer and `fold` in the NCCL transport; the others are for users, and in
+`ringdp bench kernels`. Importing this package imports torch only; Triton is imported by the first
+launch on a GPU.
 """
 
 from .adamw import adamw

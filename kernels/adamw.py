@@ -15,7 +15,8 @@ own AdamW gives neither promise: with `fused=True` the last elements of a range,
 SIMD vector, get other bits than the rest, and the other variants fuse multiply-adds where the CPU
 can and take a square root that is up to 0.75 ulp off [measured: torch 2.13, AVX512].
 Must move 28 bytes an element, reading p, g, m, v and writing p, m, v; 30 with a copy. Leaves out:
-amsgrad, maximize, and parameters that are not float32. Reference: `adamw_torch`.
+amsgrad, maximize, parameters that are not float32, and CUDA graph capture (a graph would repeat one
+step). Reference: `adamw_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -100,11 +101,11 @@ def adamw(
         correction=math.sqrt(1 - betas[1] ** step),
         eps=eps,
     )
-    with torch.no_grad():
-        launch = adamw_triton if param.is_cuda else adamw_torch
-        launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
+    launch = adamw_triton if param.is_cuda else adamw_torch
+    launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
 
 
+@torch.no_grad()
 def adamw_torch(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
@@ -124,7 +125,7 @@ def adamw_torch(
             copy[first : first + size].copy_(p)
 
 
-@jit
+@jit(num_warps=4)
 def adamw_kernel(
     param: tl.tensor,
     grad: tl.tensor,
@@ -162,14 +163,8 @@ def adamw_kernel(
 def adamw_triton(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
-    for first, last in sixteens(param.numel()):  # See Note [16-byte accesses]
-        out = param if copy is None else copy
-        adamw_kernel[(-(-(last - first) // BLOCK),)](
-            *(x[first:last] for x in (param, grad, avg, avg_sq, out)),
-            last - first,
-            *k,
-            COPIES=copy is not None,
-            BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
+    # See Note [16-byte accesses]
+    for _, elems, parts in sixteens(param, grad, avg, avg_sq, param if copy is None else copy):
+        adamw_kernel.launch(
+            -(-elems // BLOCK), *parts, elems, *k, COPIES=copy is not None, BLOCK=BLOCK
         )

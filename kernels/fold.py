@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import jit, sixteens, triton_dtype
+from .jit import jit, sixteens
 from .precision import wide_dtype
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def fold(parts: Tensor, out: Tensor) -> None:
         wide = out.dtype
     else:
         wide = wide_dtype(parts.dtype, out.dtype)
-    with torch.no_grad():
-        (fold_triton if out.is_cuda else fold_torch)(parts, out, wide)
+    (fold_triton if out.is_cuda else fold_torch)(parts, out, wide)
 
 
+@torch.no_grad()
 def fold_torch(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -85,7 +85,7 @@ def fold_torch(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
         torch.add(total, rows[-1], out=target)
 
 
-@jit
+@jit(capturable=True, num_warps=4)
 def fold_kernel(
     parts: tl.tensor,  # [RANKS, elems], rows `stride` elements apart
     out: tl.tensor,
@@ -104,15 +104,8 @@ def fold_kernel(
 
 
 def fold_triton(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
-    for first, last in sixteens(len(out)):  # See Note [16-byte accesses]
-        fold_kernel[(-(-(last - first) // BLOCK),)](
-            parts[:, first:last],
-            out[first:last],
-            last - first,
-            parts.stride(0),
-            RANKS=len(parts),
-            WIDE=triton_dtype(wide),
-            BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
+    ranks, stride = len(parts), parts.stride(0)
+    for _, elems, (x, target) in sixteens(parts, out):  # See Note [16-byte accesses]
+        fold_kernel.launch(
+            -(-elems // BLOCK), x, target, elems, stride, RANKS=ranks, WIDE=wide, BLOCK=BLOCK
         )

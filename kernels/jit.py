@@ -1,24 +1,42 @@
-"""`triton.jit` put off to the first launch: a kernel can stand beside its torch reference.
+"""`triton.jit` put off to the first launch, and launches after it that cost the host little.
 
 A decorated function is plain Python until it is launched, so a machine without Triton can import
-its module. Leaves out: helpers. A kernel may call `tl` only, not another decorated function.
+its module. Triton asks at each launch which compiled variant its arguments need, which takes longer
+than launching it; here the answer is kept. Leaves out: helpers. A kernel may call `tl` only, not
+another decorated function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-class jit:  # noqa: N801  a decorator
-    """`kernel[grid](*args)` launches; `kernel.function` is Triton's own object, for compilers."""
+class Kernel:
+    """`launch(...)` launches it; `function` is Triton's own object, for compilers.
 
-    def __init__(self, fn: Callable[..., None]) -> None:
-        self.fn = fn
+    `unspecialized`: integers that get no variant of their own where they are multiples of 16.
+    `capturable`: whether a CUDA graph may hold it, which repeats the arguments of today.
+    `options`: those of the compiler, `num_warps` for one. It fuses nothing that the references
+    round one by one.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., None],
+        unspecialized: tuple[str, ...],
+        options: dict[str, int],
+        *,
+        capturable: bool,
+    ) -> None:
+        self.fn, self.unspecialized, self.capturable = fn, unspecialized, capturable
+        self.options = {"enable_fp_fusion": False} | options
         self.__doc__ = fn.__doc__
+        self._compiled: dict[tuple[Any, ...], Callable[[tuple[int, int, int]], Any]] = {}
 
     @cached_property
     def function(self) -> Any:
@@ -27,28 +45,74 @@ class jit:  # noqa: N801  a decorator
         import triton.language as tl
 
         self.fn.__globals__["tl"] = tl
-        return triton.jit(self.fn)
+        return triton.jit(self.fn, do_not_specialize=self.unspecialized)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.function[grid]
+    def launch(self, programs: int, *args: Any, **constants: Any) -> None:
+        """On the first argument's device, whichever is the current one, and its current stream.
+
+        `args` begin with a tensor; integers are not negative. `constants` are all the `constexpr`
+        parameters in order, a dtype being torch's. Raises RuntimeError in the capture of a CUDA
+        graph that may not hold it.
+        """
+        device = args[0].get_device()  # -1: the interpreter
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.launch(programs, *args, **constants)
+            return
+        if device >= 0 and not self.capturable and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.fn.__name__} was launched in the capture of a CUDA graph, which would "
+                "repeat its step, its seed or its table of addresses; call it outside the graph"
+            )
+        key = (device, *map(_variant, args), *constants.values())
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled((programs, 1, 1))(*args, *constants.values())
+            return
+        named = {name: triton_dtype(x) for name, x in constants.items()}
+        launched = self.function[(programs,)](*args, **named, **self.options)
+        if launched is not None:  # not the interpreter
+            self._compiled[key] = launched.__getitem__
 
 
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name for a torch dtype, to be passed as a `tl.constexpr`."""
+def jit(
+    *, unspecialized: tuple[str, ...] = (), capturable: bool = False, **options: int
+) -> Callable[[Callable[..., None]], Kernel]:
+    """A decorator: see Kernel."""
+    return lambda fn: Kernel(fn, unspecialized, options, capturable=capturable)
+
+
+def _variant(x: Any) -> Any:
+    """Equal only where Triton would compile the same: it looks at no more of an argument."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, int):
+        return x % 16 == 0, x == 1, x >> 31 > 0, x >> 63
+    return type(x)
+
+
+def triton_dtype(constant: Any) -> Any:
+    """Triton's name for a torch dtype, and any other constant as it is."""
+    if not isinstance(constant, torch.dtype):
+        return constant
     import triton.language as tl
 
-    return getattr(tl, str(dtype).removeprefix("torch."))
+    return getattr(tl, str(constant).removeprefix("torch."))
 
 
-def sixteens(elems: int) -> Iterator[tuple[int, int]]:
+def sixteens(*tensors: Tensor) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
     """Note [16-byte accesses]
 
     A masked access stays 16 bytes wide only if Triton knows that the mask changes at multiples of
-    16 elements, which it does if the length is one. Any other length is two launches, of the
-    elements [first, last) of each: the part that is, and fewer than 16 elements. Flat buffers are
-    padded, so the second is rare.
+    16 elements, which it does if the length is one. Any other length is two launches: the part that
+    is, and fewer than 16 elements. Yields for each the first element, how many there are, and those
+    of the tensors [..., elems]. Flat buffers are padded, so the second is rare.
     """
+    elems = tensors[0].shape[-1]
     body = elems - elems % 16
+    if body == elems > 0:
+        yield 0, elems, tensors  # as they are: slices would cost as much as the launch
+        return
     for first, last in ((0, body), (body, elems)):
         if first < last:
-            yield first, last
+            yield first, last - first, [x[..., first:last] for x in tensors]

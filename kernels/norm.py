@@ -5,15 +5,18 @@
 A float32 has 24 bits, so its square is exact in float64, and none overflows: the only rounding is
 that of the sum, at most (elements − 1)·2⁻⁵³ of it (Higham 2002, §4.2; all terms are positive). Its
 last bits depend on how tensors are cut among ranks; those of a float32 norm made of it hardly ever
-do. The order is fixed for given lengths, so a repetition has the same bits on the same machine.
+do. On a GPU the order is fixed for given lengths and alignments to 16 bytes, on a CPU for given
+lengths and machine, so a repetition has the same bits.
 The global norm is the root of the sum of all ranks' results.
-Must move elements · bytes of x. Leaves out: other norms. Reference: `squared_norm_torch`.
+Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten`.
+Reference: `squared_norm_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -21,13 +24,14 @@ import torch
 from torch import Tensor
 
 from .batches import batches
-from .jit import jit, triton_dtype
+from .jit import jit
 from .precision import FLOATS
-from .spans import BLOCK, tables
+from .spans import BLOCK, stream_of, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+PROGRAMS = 768  # at most: six run at once on each of an H200's 132 multiprocessors
 CACHED = 262144  # elements per torch call: fewer are slower, more leave the caches
 
 
@@ -37,18 +41,22 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     They may have any shape, strides and float dtype. Raises ValueError on another dtype or where
     they are on several devices.
     """
-    devices = {x.device for x in tensors} or {torch.device("cpu")}
+    on_gpu = len(tensors) > 0 and tensors[0].is_cuda
+    return (squared_norm_triton if on_gpu else squared_norm_torch)(tensors)
+
+
+def check(tensors: Sequence[Tensor]) -> None:
+    devices = {x.device for x in tensors}
     if len(devices) > 1:
         raise ValueError(f"tensors must be on one device, not on {sorted(map(str, devices))}")
     for i, x in enumerate(tensors):
         if x.dtype not in FLOATS:
             raise ValueError(f"tensor {i} is {x.dtype}; supported are {FLOATS}")
-    with torch.no_grad():
-        on_gpu = next(iter(devices)).type == "cuda"
-        return (squared_norm_triton if on_gpu else squared_norm_torch)(tensors)
 
 
+@torch.no_grad()
 def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
+    check(tensors)
     total = torch.zeros((), dtype=torch.float64)
     places = [0, *accumulate(x.numel() for x in tensors)][:-1]
     wide = torch.empty(min(CACHED, sum(x.numel() for x in tensors)), dtype=torch.float64)
@@ -61,36 +69,63 @@ def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-@jit
+@jit(num_warps=8)
 def squared_norm_kernel(
-    chunks: tl.tensor,  # int64[programs, 3], rows are Spans of at most BLOCK elements
-    partial: tl.tensor,  # float64[programs]
+    chunks: tl.tensor,  # int64[count, 3], rows are Spans of at most BLOCK elements
+    count: tl.tensor,
+    scratch: tl.tensor,  # float64[1 + PROGRAMS]: how many programs are done, and their sums
+    total: tl.tensor,  # float64[]
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     program = tl.program_id(0).to(tl.int64)
-    address = tl.load(chunks + program * 3)
-    count = tl.load(chunks + program * 3 + 2)
+    programs = tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
-    source = address.to(tl.pointer_type(SOURCE))
-    if (count == BLOCK) & ((address & 15) == 0):  # 16-byte accesses: known alignment and no mask
-        x = tl.load(tl.multiple_of(source, 16) + lane).to(tl.float64)
-        tl.store(partial + program, tl.sum(x * x, 0))
-    else:
-        x = tl.load(source + lane, mask=lane < count, other=0).to(tl.float64)
-        tl.store(partial + program, tl.sum(x * x, 0))
+    mine = tl.full((), 0, tl.float64)
+    # Rows that are neighbours, so that the first brings the next ones into the cache.
+    for row in range(program * count // programs, (program + 1) * count // programs):
+        address = tl.load(chunks + row * 3)
+        elems = tl.load(chunks + row * 3 + 2)
+        source = address.to(tl.pointer_type(SOURCE))
+        if (elems == BLOCK) & ((address & 15) == 0):  # 16-byte accesses: known alignment, no mask
+            x = tl.load(tl.multiple_of(source, 16) + lane).to(tl.float64)
+            part = tl.sum(x * x, 0)
+        else:
+            x = tl.load(source + lane, mask=lane < elems, other=0).to(tl.float64)
+            part = tl.sum(x * x, 0)
+        mine += part
+    tl.store(scratch + 1 + program, mine)
+    tl.debug_barrier()  # one thread has stored, maybe another releases
+    if tl.atomic_add(scratch, 1.0, sem="acq_rel") == programs - 1:  # the last adds, in fixed order
+        sums = tl.load(scratch + 1 + lane, mask=lane < programs, other=0, volatile=True)
+        tl.store(total, tl.sum(sums, 0))
+        tl.store(scratch, 0.0)  # for the next launch
+
+
+@cache
+def _scratch(device: torch.device, stream: int) -> Tensor:
+    """Launches on one stream take turns, so they share it."""
+    return torch.zeros(1 + PROGRAMS, dtype=torch.float64, device=device)
 
 
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
-    dense = [x.contiguous() for x in tensors]
-    device = dense[0].device if dense else torch.device("cpu")
-    sums = []
-    for dtype, chunks in tables(dense, [0] * len(dense), torch.float32, device).items():
-        partial = torch.empty(len(chunks), dtype=torch.float64, device=device)
-        squared_norm_kernel[(len(chunks),)](
-            chunks, partial, SOURCE=triton_dtype(dtype), BLOCK=BLOCK, num_warps=8
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if not all(map(Tensor.is_contiguous, tensors)):
+        tensors = [x.contiguous() for x in tensors]
+    totals = []
+    for dtype, chunks in tables(tensors, device, check=lambda: check(tensors)).items():
+        if not len(chunks):
+            continue
+        totals.append(torch.empty((), dtype=torch.float64, device=device))
+        squared_norm_kernel.launch(
+            min(len(chunks), PROGRAMS),
+            chunks,
+            len(chunks),
+            _scratch(*stream_of(device)),
+            totals[-1],
+            SOURCE=dtype,
+            BLOCK=BLOCK,
         )
-        sums.append(partial.sum())
-    if not sums:
+    if not totals:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return sum(sums[1:], sums[0])  # several only where dtypes are mixed
+    return sum(totals[1:], totals[0])  # several only where dtypes are mixed

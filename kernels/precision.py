@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
+@cache  # every launch asks
 def wide_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     """float32, or float64 where either side is float64.
 
@@ -26,9 +27,14 @@ def wide_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
 
 def check_scale(scale: float, source: torch.dtype, target: torch.dtype) -> None:
     """Raise ValueError unless it is finite in the dtype of the product; as `wide_dtype`, too."""
-    limit = torch.finfo(wide_dtype(source, target)).max
-    if not math.isfinite(scale) or abs(scale) > limit:
+    limit = _largest(source, target)
+    if not abs(scale) <= limit:  # nor is a nan
         raise ValueError(f"scale must be finite and at most {limit:g}, not {scale}")
+
+
+@cache
+def _largest(source: torch.dtype, target: torch.dtype) -> float:
+    return torch.finfo(wide_dtype(source, target)).max
 
 
 def scaled_copy(source: Tensor, out: Tensor, scale: float) -> None:

@@ -6,15 +6,17 @@ program, and a table says of each where it lies. The table is small: 24 bytes a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 4096  # elements per program
+_dtype = attrgetter("dtype")
 
 
 class Span(NamedTuple):
@@ -25,61 +27,81 @@ class Span(NamedTuple):
     elems: int
 
 
+Tables = dict[torch.dtype, Tensor]  # see `tables`
+
+KEPT = 64  # tables
+KEPT_BYTES = 16 << 20  # of their memory on devices; the one made last is kept in any case
+_kept: dict[tuple[Any, ...], Tables] = {}  # the one made last is last
+
+
 def tables(
     tensors: Sequence[Tensor],
-    offsets: Sequence[int],
-    default: torch.dtype,
     device: torch.device,
+    offsets: tuple[int, ...] | None = None,
     *,
-    padded: int = 0,
-) -> dict[torch.dtype, Tensor]:
+    elems: int = 0,
+    padding: torch.dtype | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Tables:
     """A chunk table for each dtype among contiguous tensors, on the device: one launch each.
 
-    `padded`: elements of the flat buffer, for what no tensor covers of it to be chunks of the first
-    table, or of one for `default`. To be read by kernels on the current stream only.
+    `padding`: what no tensor covers of the flat buffer's `elems` becomes chunks of the first table,
+    or of one for this dtype. `check` is called once for the same addresses, sizes, dtypes, offsets
+    and elems. To be read by kernels on the current stream only.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _tables(
-        tuple(x.data_ptr() for x in tensors),
-        tuple(x.numel() for x in tensors),
-        tuple(x.dtype for x in tensors),
-        tuple(offsets),
-        default,
-        padded,
-        device,
-        stream,
-    )
+    # An allocator gives gradients the same addresses step after step.
+    places = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors))
+    key = (*places, tuple(map(_dtype, tensors)), offsets, elems, padding, stream_of(device))
+    made = _kept.get(key)
+    if made is None:
+        check()
+        made = _made(tensors, offsets or [0] * len(tensors), elems, padding, device)
+        _make_room(_bytes(made))
+        _kept[key] = made
+    return made
 
 
-# An allocator gives gradients the same addresses step after step. What is dropped here goes back to
-# the allocator of the stream that its kernels are on.
-@lru_cache(maxsize=64)
-def _tables(
-    addresses: tuple[int, ...],
-    sizes: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    offsets: tuple[int, ...],
-    default: torch.dtype,
-    padded: int,
+def _make_room(needed: int) -> None:
+    """What is dropped goes back to the allocator of the stream that its kernels are on."""
+    for count, (key, made) in enumerate(reversed(list(_kept.items())), start=1):
+        needed += _bytes(made)
+        if count >= KEPT or needed > KEPT_BYTES:
+            _kept.pop(key, None)
+
+
+def stream_of(device: torch.device) -> tuple[torch.device, int]:
+    """What is kept for kernels on this stream may be written to by them: they run by turns."""
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _made(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    elems: int,
+    padding: torch.dtype | None,
     device: torch.device,
-    stream: int,
-) -> dict[torch.dtype, Tensor]:
-    spans: dict[torch.dtype, list[Span]] = {d: [] for d in dtypes} or {default: []}
-    for address, elems, dtype, offset in zip(addresses, sizes, dtypes, offsets, strict=True):
-        if elems:
-            spans[dtype].append(Span(address, offset, elems))
-    if padded:
-        padding = [Span(0, first, last - first) for first, last in gaps(sizes, offsets, padded)]
-        next(iter(spans.values())).extend(padding)
+) -> Tables:
+    spans: dict[torch.dtype, list[Span]] = {x.dtype: [] for x in tensors}
+    if padding is not None:
+        first = spans.setdefault(next(iter(spans), padding), [])
+        sizes = [x.numel() for x in tensors]
+        first += [Span(0, begin, end - begin) for begin, end in gaps(sizes, offsets, elems)]
+    for x, offset in zip(tensors, offsets, strict=True):
+        if x.numel():
+            spans[x.dtype].append(Span(x.data_ptr(), offset, x.numel()))
     return {
-        dtype: _upload(chunk_table(rows, dtype.itemsize), device)
-        for dtype, rows in spans.items()
-        if rows
+        dtype: _upload(chunk_table(rows, dtype.itemsize), device) for dtype, rows in spans.items()
     }
 
 
 def _upload(table: Tensor, device: torch.device) -> Tensor:
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda" or not len(table):
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def _bytes(made: Tables) -> int:
+    return sum(table.nbytes for table in made.values())
 
 
 def chunk_table(spans: Sequence[Span], itemsize: int) -> Tensor:
@@ -87,7 +109,7 @@ def chunk_table(spans: Sequence[Span], itemsize: int) -> Tensor:
 
     `itemsize`: bytes of an element at an address.
     """
-    table = torch.tensor(spans, dtype=torch.int64)
+    table = torch.tensor(spans, dtype=torch.int64).view(-1, 3)
     pieces = (table[:, 2] + BLOCK - 1) // BLOCK
     skip = torch.arange(int(pieces.sum()))
     skip = (skip - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)) * BLOCK
@@ -106,10 +128,15 @@ def gaps(sizes: Sequence[int], offsets: Sequence[int], elems: int) -> list[tuple
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def check(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], name: str) -> None:
-    """Raise ValueError unless each tensor has its place in `flat`, which the user calls `name`."""
+def check_flat(flat: Tensor, name: str) -> None:
+    """Raise ValueError unless it is 1-D and contiguous."""
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"{name} must be 1-D and contiguous, not {_describe(flat)}")
+
+
+def check(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], name: str) -> None:
+    """Raise ValueError unless each tensor has its place in `flat`, which the user calls `name`."""
+    check_flat(flat, name)
     if len(offsets) != len(tensors):
         raise ValueError(f"{len(tensors)} tensors need as many offsets, not {len(offsets)}")
     device = flat.device

@@ -10,7 +10,8 @@ r of element e is a hash of (seed, offset + e) and of nothing else, so the bits 
 depend on the shard it is in, the block or the device. The hash is two rounds of xor-shift and
 multiply, the finisher of MurmurHash3 with the constants of Wellons' lowbias32, keyed before and
 between; it is for rounding, not for secrets.
-Must move 6 bytes an element. Reference: `stochastic_round_torch`.
+Must move 6 bytes an element. Leaves out: CUDA graph capture (a graph would repeat one seed).
+Reference: `stochastic_round_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -50,9 +51,8 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
         )
     if not 0 <= seed < 1 << 64 or not 0 <= offset <= (1 << 63) - 1 - x.numel():
         raise ValueError(f"seed is in [0, 2^64) and offset in [0, 2^63), not {seed} and {offset}")
-    with torch.no_grad():
-        launch = stochastic_round_triton if x.is_cuda else stochastic_round_torch
-        launch(x, out, keys(seed), offset)
+    launch = stochastic_round_triton if x.is_cuda else stochastic_round_torch
+    launch(x, out, keys(seed), offset)
 
 
 def keys(seed: int) -> tuple[int, int]:
@@ -64,6 +64,7 @@ def keys(seed: int) -> tuple[int, int]:
     return z >> 32, z & 0xFFFFFFFF
 
 
+@torch.no_grad()
 def stochastic_round_torch(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
     size = min(CACHED * torch.get_num_threads(), max(1, x.numel()))
     lanes, scratch = torch.arange(size, dtype=torch.int32), torch.empty(2, size, dtype=torch.int32)
@@ -98,10 +99,11 @@ def _signed(x: int) -> int:
     return x - (x >> 31 << 32)
 
 
-@jit
+# Other seeds and places in mid-training must not be a reason to compile.
+@jit(num_warps=4, unspecialized=("offset", "key0", "key1"))
 def stochastic_round_kernel(
     x: tl.tensor,
-    out: tl.tensor,  # bfloat16, as int16
+    out: tl.tensor,
     elems: tl.tensor,
     offset: tl.int64,
     key0: tl.uint32,
@@ -123,15 +125,16 @@ def stochastic_round_kernel(
     h = (h ^ (h >> 16)) & 0xFFFF
     bits = ((value.to(tl.uint32, bitcast=True) + h) >> 16).to(tl.int16)
     bits = tl.where(value == value, bits, tl.full((), NAN, tl.int16))
-    tl.store(out + where, bits, mask=inside)
+    tl.store(out + where, bits.to(tl.bfloat16, bitcast=True), mask=inside)
 
 
 def stochastic_round_triton(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
-    for first, last in sixteens(x.numel()):  # See Note [16-byte accesses]
-        stochastic_round_kernel[(-(-(last - first) // BLOCK),)](
-            x[first:last],
-            out[first:last].view(torch.int16),
-            last - first,
+    for first, elems, (source, target) in sixteens(x, out):  # See Note [16-byte accesses]
+        stochastic_round_kernel.launch(
+            -(-elems // BLOCK),
+            source,
+            target,
+            elems,
             offset + first,
             *key,
             HIGH=HIGH,
@@ -139,5 +142,4 @@ def stochastic_round_triton(x: Tensor, out: Tensor, key: tuple[int, int], offset
             SECOND=SECOND,
             NAN=NAN,
             BLOCK=BLOCK,
-            num_warps=4,
         )

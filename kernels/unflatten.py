@@ -6,23 +6,18 @@
 Must move n·(bytes of flat + bytes of x). Leaves out: CUDA graph capture, and tensors that overlap
 `flat` other than by being exactly their slice. Reference: `unflatten_torch`.
 """
-# ruff: noqa: N803  a Triton constant is upper case
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .batches import batches
-from .jit import jit, triton_dtype
-from .precision import check_scale, scaled_copy, wide_dtype
-from .spans import BLOCK, check, tables
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from .copying import copy
+from .precision import check_scale, scaled_copy
+from .spans import check
 
 
 def unflatten(
@@ -33,13 +28,16 @@ def unflatten(
     `flat` is [elems], contiguous; the tensors may have any shape, strides and float dtype. Raises
     ValueError if their parts overlap, reach past its end, or a dtype or device is unsupported.
     """
+    if flat.is_cuda:
+        unflatten_triton(flat, tensors, scale, offsets)
+        return
     check(tensors, flat, offsets, "flat")
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, flat.dtype, dtype)
-    with torch.no_grad():
-        (unflatten_triton if flat.is_cuda else unflatten_torch)(flat, tensors, scale, offsets)
+    unflatten_torch(flat, tensors, scale, offsets)
 
 
+@torch.no_grad()
 def unflatten_torch(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
@@ -54,45 +52,14 @@ def unflatten_torch(
         torch._foreach_copy_(batch, scaled.split_with_sizes(sizes))
 
 
-@jit
-def unflatten_kernel(
-    chunks: tl.tensor,  # int64[programs, 3], rows are Spans of at most BLOCK elements
-    flat: tl.tensor,
-    scale: tl.float64,
-    TARGET: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    chunk = chunks + tl.program_id(0).to(tl.int64) * 3
-    address = tl.load(chunk)
-    source = flat + tl.load(chunk + 1)
-    count = tl.load(chunk + 2)
-    lane = tl.arange(0, BLOCK)
-    factor = tl.cast(scale, WIDE)
-    target = address.to(tl.pointer_type(TARGET))
-    aligned = ((address | source.to(tl.int64)) & 15) == 0
-    if (count == BLOCK) & aligned:  # 16-byte accesses: known alignment and no mask
-        x = tl.load(tl.multiple_of(source, 16) + lane).to(WIDE)
-        tl.store(tl.multiple_of(target, 16) + lane, (x * factor).to(TARGET))
-    else:
-        x = tl.load(source + lane, mask=lane < count).to(WIDE)
-        tl.store(target + lane, (x * factor).to(TARGET), mask=lane < count)
-
-
 def unflatten_triton(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
-    dense = [x if x.is_contiguous() else torch.empty_like(x).contiguous() for x in tensors]
-    for dtype, chunks in tables(dense, offsets, flat.dtype, flat.device).items():  # a launch each
-        unflatten_kernel[(len(chunks),)](
-            chunks,
-            flat,
-            scale,
-            TARGET=triton_dtype(dtype),
-            WIDE=triton_dtype(wide_dtype(flat.dtype, dtype)),
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
-    for x, filled in zip(tensors, dense, strict=True):
-        if x is not filled:
+    if all(map(Tensor.is_contiguous, tensors)):
+        copy(tensors, flat, scale, offsets, "flat", into_flat=False)
+        return
+    dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    copy(dense, flat, scale, offsets, "flat", into_flat=False)
+    with torch.no_grad():
+        for x, filled in zip(tensors, dense, strict=True):
             x.copy_(filled)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import jit, sixteens, triton_dtype
+from .jit import jit, sixteens
 from .precision import check_scale, scaled_copy, wide_dtype
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     if not x.device == out.device == found.device:
         raise ValueError(f"x is on {x.device}, out on {out.device}, found on {found.device}")
     check_scale(scale, x.dtype, out.dtype)
-    with torch.no_grad():
-        (unscale_triton if x.is_cuda else unscale_torch)(x, out, found, scale)
+    (unscale_triton if x.is_cuda else unscale_torch)(x, out, found, scale)
 
 
+@torch.no_grad()
 def unscale_torch(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
     size = CACHED * torch.get_num_threads()
     one = torch.ones(1)
@@ -57,7 +57,7 @@ def unscale_torch(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_([target], found, one)
 
 
-@jit
+@jit(capturable=True, num_warps=4)
 def unscale_kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -78,14 +78,7 @@ def unscale_kernel(
 
 
 def unscale_triton(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
-    for first, last in sixteens(out.numel()):  # See Note [16-byte accesses]
-        unscale_kernel[(-(-(last - first) // BLOCK),)](
-            x[first:last],
-            out[first:last],
-            found,
-            scale,
-            last - first,
-            WIDE=triton_dtype(wide_dtype(x.dtype, out.dtype)),
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+    wide = wide_dtype(x.dtype, out.dtype)
+    for _, elems, (source, target) in sixteens(x, out):  # See Note [16-byte accesses]
+        programs = -(-elems // BLOCK)
+        unscale_kernel.launch(programs, source, target, found, scale, elems, WIDE=wide, BLOCK=BLOCK)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 import torch
 
-from ringdp.kernels.adamw import adamw_kernel
-from ringdp.kernels.flatten import flatten_kernel
-from ringdp.kernels.fold import fold_kernel
-from ringdp.kernels.norm import squared_norm_kernel
-from ringdp.kernels.stochastic import stochastic_round_kernel
-from ringdp.kernels.unflatten import unflatten_kernel
-from ringdp.kernels.unscale import unscale_kernel
+import ringdp.kernels
+from ringdp.kernels.jit import Kernel
 
-KERNELS = (
-    adamw_kernel,
-    flatten_kernel,
-    fold_kernel,
-    squared_norm_kernel,
-    stochastic_round_kernel,
-    unflatten_kernel,
-    unscale_kernel,
-)
+KERNELS = [
+    found
+    for module in iter_modules(ringdp.kernels.__path__, "ringdp.kernels.")
+    for found in vars(import_module(module.name)).values()
+    if isinstance(found, Kernel)
+]
 # Triton's name of a dtype: torch's
 DTYPES = {
     "fp16": torch.float16,

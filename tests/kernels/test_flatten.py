@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -120,17 +122,54 @@ def test_chunk_table() -> None:
     ]
 
 
-def test_the_same_tensors_need_their_table_once(interpreted: None) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tables that were made, none being kept before."""
+    found = []
+
+    def noted(*args: Any) -> torch.Tensor:
+        found.append(chunk_table(*args))
+        return found[-1]
+
+    monkeypatch.setattr(spans, "chunk_table", noted)
+    monkeypatch.setattr(spans, "_kept", {})
+    return found
+
+
+def test_the_same_tensors_need_their_table_once(
+    interpreted: None, made: list[torch.Tensor]
+) -> None:
     """It is on the device then: an upload is a copy ahead of every launch."""
     x, out = torch.ones(5000), torch.empty(6000)
-    flatten_triton([x], out, 1.0, [3])
-    before = spans._tables.cache_info()
     for times in range(3):
         flatten_triton([x.fill_(times)], out, 1.0, [3])
         assert out.tolist() == [0.0] * 3 + [times] * 5000 + [0.0] * 997
+    assert len(made) == 1
     flatten_triton([x], out, 1.0, [4])
-    after = spans._tables.cache_info()
-    assert (after.hits - before.hits, after.misses - before.misses) == (3, 1)
+    flatten_triton([x], out[:5500], 1.0, [4])
+    assert len(made) == 3
+
+
+def test_tables_are_kept_up_to_a_number_and_a_size(
+    monkeypatch: pytest.MonkeyPatch, made: list[torch.Tensor]
+) -> None:
+    tensors = [torch.ones(1) for _ in range(6)]
+    place = {spans.tables([x], x.device)[x.dtype].data_ptr(): i for i, x in enumerate(tensors)}
+
+    def kept() -> list[int]:
+        return [
+            place[table.data_ptr()] for found in spans._kept.values() for table in found.values()
+        ]
+
+    assert kept() == [0, 1, 2, 3, 4, 5]
+    large = torch.ones(2 * spans.BLOCK)  # two rows
+    place[spans.tables([large], large.device)[large.dtype].data_ptr()] = 6
+    monkeypatch.setattr(spans, "KEPT", 3)
+    place[spans.tables([large[1:]], large.device)[large.dtype].data_ptr()] = 7
+    assert kept() == [5, 6, 7]
+    monkeypatch.setattr(spans, "KEPT_BYTES", made[0].nbytes)
+    place[spans.tables([large[2:]], large.device)[large.dtype].data_ptr()] = 8
+    assert kept() == [8]
 
 
 def test_parameters_that_require_grad() -> None:
@@ -169,8 +208,11 @@ def test_refuses(
     offsets: list[int],
     message: str,
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        flatten(tensors, out, scale=scale, offsets=offsets)
+    for _ in range(2):  # the kernel's launcher keeps what it has checked
+        with pytest.raises(ValueError, match=message):
+            flatten(tensors, out, scale=scale, offsets=offsets)
+        with pytest.raises(ValueError, match=message):
+            flatten_triton(tensors, out, scale, offsets)
 
 
 @pytest.mark.gpu

@@ -28,11 +28,12 @@ assert "triton" not in sys.modules
 """
 INTERPRET = """
 import torch
-from ringdp.kernels.flatten import flatten_kernel, flatten_triton
+from ringdp.kernels.copying import copy_kernel
+from ringdp.kernels.flatten import flatten_triton
 out = torch.empty(10)
 flatten_triton([torch.ones(8)], out, 0.5, [1])
 assert out.tolist() == [0] + [0.5] * 8 + [0], out
-assert type(flatten_kernel.function).__name__ == "InterpretedFunction"
+assert type(copy_kernel.function).__name__ == "InterpretedFunction"
 """
 
 

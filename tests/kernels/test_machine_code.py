@@ -18,16 +18,15 @@ from _pytest.mark import ParameterSet
 
 from ringdp.kernels.adamw import BLOCK as ADAMW_BLOCK
 from ringdp.kernels.adamw import Factors, adamw_kernel
-from ringdp.kernels.flatten import flatten_kernel
+from ringdp.kernels.copying import copy_kernel
 from ringdp.kernels.fold import BLOCK as FOLD_BLOCK
 from ringdp.kernels.fold import fold_kernel
-from ringdp.kernels.jit import jit, triton_dtype
+from ringdp.kernels.jit import Kernel, triton_dtype
 from ringdp.kernels.norm import squared_norm_kernel
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import BLOCK as SPAN_BLOCK
 from ringdp.kernels.stochastic import BLOCK as STOCHASTIC_BLOCK
 from ringdp.kernels.stochastic import FIRST, HIGH, NAN, SECOND, stochastic_round_kernel
-from ringdp.kernels.unflatten import unflatten_kernel
 from ringdp.kernels.unscale import BLOCK as UNSCALE_BLOCK
 from ringdp.kernels.unscale import unscale_kernel
 
@@ -54,12 +53,11 @@ class Code(NamedTuple):
 
 
 def compiled(
-    kernel: jit,
+    kernel: Kernel,
     arch: int,
     tmp_path: Path,
     arguments: dict[str, str],
     constants: dict[str, Any],
-    num_warps: int,
     odd: tuple[str, ...] = (),
 ) -> Code:
     """As for a launch on padded flat buffers: all but floats and `odd` are multiples of 16."""
@@ -67,14 +65,15 @@ def compiled(
     from triton.compiler import ASTSource
 
     signature = arguments | dict.fromkeys(constants, "constexpr")
+    constants = {name: triton_dtype(x) for name, x in constants.items()}
+    odd += kernel.unspecialized
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(arguments.items())
         if not kind.startswith("fp") and name not in odd
     }
     source = ASTSource(kernel.function, signature, constants, aligned)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=kernel.options)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(result.asm["cubin"])
     sass = subprocess.run(
@@ -112,9 +111,8 @@ def test_fold(
         "elems": "i32",
         "stride": "i32",
     }
-    wide = triton_dtype(wide_dtype(source, target))
-    constants = {"RANKS": ranks, "WIDE": wide, "BLOCK": FOLD_BLOCK}
-    code = compiled(fold_kernel, arch, tmp_path, arguments, constants, 4)
+    constants = {"RANKS": ranks, "WIDE": wide_dtype(source, target), "BLOCK": FOLD_BLOCK}
+    code = compiled(fold_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") == {128}
     assert not spills(code)
@@ -127,7 +125,7 @@ def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
     pointers["copy"] = f"*{SHORT[copy or F32]}"
     arguments = pointers | {"elems": "i32"} | dict.fromkeys(Factors._fields, "fp32")
     constants = {"COPIES": copy is not None, "BLOCK": ADAMW_BLOCK}
-    code = compiled(adamw_kernel, arch, tmp_path, arguments, constants, 4)
+    code = compiled(adamw_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") == {128}
     assert not spills(code)
@@ -140,34 +138,21 @@ def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "source", "target"),
-    by_turns((F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16), (F64, F64)),
+    ("arch", "apart", "flat", "into_flat"),
+    by_turns(
+        *((F32, F32, True), (F32, BF16, True), (BF16, F32, True)),
+        *((BF16, BF16, True), (F16, F16, True), (F64, F64, True)),
+        *((BF16, F32, False), (F32, BF16, False)),
+    ),
 )
-def test_flatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
-    arguments = {"chunks": "*i64", "out": f"*{SHORT[target]}", "scale": "fp64"}
-    constants = {
-        "SOURCE": triton_dtype(source),
-        "WIDE": triton_dtype(wide_dtype(source, target)),
-        "BLOCK": SPAN_BLOCK,
-    }
-    code = compiled(flatten_kernel, arch, tmp_path, arguments, constants, 8)
+def test_copy(
+    apart: torch.dtype, flat: torch.dtype, into_flat: bool, arch: int, tmp_path: Path
+) -> None:
+    arguments = {"chunks": "*i64", "flat": f"*{SHORT[flat]}", "scale": "fp64"}
+    constants = {"APART": apart, "WIDE": wide_dtype(apart, flat), "INTO_FLAT": into_flat}
+    code = compiled(copy_kernel, arch, tmp_path, arguments, constants | {"BLOCK": SPAN_BLOCK})
+    source, target = (apart, flat) if into_flat else (flat, apart)
     # The full chunk, in 256 threads of 16-byte accesses; the rest are tails and padding.
-    per_thread = SPAN_BLOCK // 256
-    assert count_128(code, "LDG") == per_thread * source.itemsize // 16
-    assert count_128(code, "STG") == per_thread * target.itemsize // 16
-    assert not spills(code)
-    assert ".ftz" not in code.ptx
-
-
-@pytest.mark.parametrize(("arch", "source", "target"), by_turns((F32, BF16), (BF16, F32)))
-def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
-    arguments = {"chunks": "*i64", "flat": f"*{SHORT[source]}", "scale": "fp64"}
-    constants = {
-        "TARGET": triton_dtype(target),
-        "WIDE": triton_dtype(wide_dtype(source, target)),
-        "BLOCK": SPAN_BLOCK,
-    }
-    code = compiled(unflatten_kernel, arch, tmp_path, arguments, constants, 8)
     per_thread = SPAN_BLOCK // 256
     assert count_128(code, "LDG") == per_thread * source.itemsize // 16
     assert count_128(code, "STG") == per_thread * target.itemsize // 16
@@ -177,12 +162,14 @@ def test_unflatten(source: torch.dtype, target: torch.dtype, arch: int, tmp_path
 
 @pytest.mark.parametrize(("arch", "source"), by_turns((F32,), (BF16,)))
 def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
-    arguments = {"chunks": "*i64", "partial": "*fp64"}
-    constants = {"SOURCE": triton_dtype(source), "BLOCK": SPAN_BLOCK}
-    code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, 8)
+    arguments = {"chunks": "*i64", "count": "i32", "scratch": "*fp64", "total": "*fp64"}
+    constants = {"SOURCE": source, "BLOCK": SPAN_BLOCK}
+    code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, odd=("count",))
     assert count_128(code, "LDG") == SPAN_BLOCK // 256 * source.itemsize // 16
     assert not spills(code)
     assert ".ftz" not in code.ptx
+    # What a program has stored is seen by the one that counts after it.
+    assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.acq_rel.add.f64"]
 
 
 @pytest.mark.parametrize(("arch", "source", "target"), by_turns((F32, F32), (BF16, F32)))
@@ -194,8 +181,8 @@ def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
         "scale": "fp64",
         "elems": "i32",
     }
-    constants = {"WIDE": triton_dtype(wide_dtype(source, target)), "BLOCK": UNSCALE_BLOCK}
-    code = compiled(unscale_kernel, arch, tmp_path, arguments, constants, 4)
+    constants = {"WIDE": wide_dtype(source, target), "BLOCK": UNSCALE_BLOCK}
+    code = compiled(unscale_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") == {32, 128}  # 32: the flag
     assert not spills(code)
@@ -204,13 +191,11 @@ def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_stochastic_round(arch: int, tmp_path: Path) -> None:
-    arguments = {"x": "*fp32", "out": "*i16", "elems": "i32", "offset": "i64"}
+    arguments = {"x": "*fp32", "out": "*bf16", "elems": "i32", "offset": "i64"}
     arguments |= {"key0": "u32", "key1": "u32"}
     constants = {"HIGH": HIGH, "FIRST": FIRST, "SECOND": SECOND, "NAN": NAN}
     constants |= {"BLOCK": STOCHASTIC_BLOCK}
-    code = compiled(
-        stochastic_round_kernel, arch, tmp_path, arguments, constants, 4, ("key0", "key1")
-    )
+    code = compiled(stochastic_round_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") <= {64, 128}
     assert not spills(code)
@@ -220,6 +205,6 @@ def test_stochastic_round(arch: int, tmp_path: Path) -> None:
 def test_an_odd_length_would_lose_wide_accesses(arch: int, tmp_path: Path) -> None:
     """See Note [16-byte accesses]: why launchers cut one in two. The check can fail."""
     arguments = {"parts": "*fp32", "out": "*fp32", "elems": "i32", "stride": "i32"}
-    constants = {"RANKS": 2, "WIDE": triton_dtype(F32), "BLOCK": FOLD_BLOCK}
-    code = compiled(fold_kernel, arch, tmp_path, arguments, constants, 4, odd=("elems",))
+    constants = {"RANKS": 2, "WIDE": F32, "BLOCK": FOLD_BLOCK}
+    code = compiled(fold_kernel, arch, tmp_path, arguments, constants, odd=("elems",))
     assert width(code, "LDG") == {32}

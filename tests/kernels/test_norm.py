@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from ringdp.kernels import squared_norm
 from ringdp.kernels.norm import CACHED, squared_norm_torch, squared_norm_triton
 from ringdp.kernels.precision import FLOATS
+from ringdp.kernels.spans import BLOCK
 from tests.kernels.inputs import LENGTHS, some
 
 U = 2.0**-53
@@ -84,6 +86,20 @@ def test_bits_repeat_and_more_than_one_call_is_summed() -> None:
     assert squared_norm([torch.ones(elems)]).item() == elems
 
 
+def test_programs_share_the_chunks_and_the_last_one_leaves_the_scratch_as_it_was(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[squared_norm_triton.__module__]
+    x = [torch.ones(n) for n in (5, 3 * BLOCK, BLOCK + 1, 0, 7)]  # 7 chunks
+    for programs in (1, 2, 3, 6, 7, 8):
+        monkeypatch.setattr(module, "PROGRAMS", programs)
+        scratch = torch.zeros(1 + programs, dtype=torch.float64)
+        monkeypatch.setattr(module, "_scratch", lambda *_, here=scratch: here)
+        for count in (5, 1, 3):
+            assert squared_norm_triton(x[:count]).item() == sum(map(len, x[:count]))
+            assert scratch[0] == 0
+
+
 def test_mixed_dtypes(interpreted: None) -> None:
     tensors = [torch.full((5,), 2.0, dtype=dtype) for dtype in FLOATS]
     assert squared_norm(tensors).item() == 80
@@ -91,10 +107,11 @@ def test_mixed_dtypes(interpreted: None) -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match=r"tensor 1 is torch\.int32"):
-        squared_norm([torch.ones(2), torch.ones(2).int()])
-    with pytest.raises(ValueError, match="one device"):
-        squared_norm([torch.ones(2), torch.ones(2, device="meta")])
+    for run in (squared_norm, squared_norm_triton):
+        with pytest.raises(ValueError, match=r"tensor 1 is torch\.int32"):
+            run([torch.ones(2), torch.ones(2).int()])
+        with pytest.raises(ValueError, match="one device"):
+            run([torch.ones(2), torch.ones(2, device="meta")])
 
 
 @pytest.mark.gpu

@@ -94,6 +94,9 @@ def test_mixed_dtypes_none_and_leaves(interpreted: None) -> None:
         run(flat, [a, b], 2.0, [1, 5])
         assert (a.tolist(), b.tolist()) == ([2, 4, 6], [10, 12])
         run(flat, [], 1.0, [])
+    strided = torch.zeros(2, 2, requires_grad=True).t()
+    unflatten_triton(flat, [strided], 1.0, [4])
+    assert strided.tolist() == [[4, 5], [6, 7]]
     leaf = torch.zeros(4, requires_grad=True)
     unflatten(flat, [leaf], scale=0.5, offsets=[4])
     assert leaf.tolist() == [2.0, 2.5, 3.0, 3.5]
@@ -115,6 +118,8 @@ def test_refuses(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         unflatten(flat, [tensor], scale=scale, offsets=[offset])
+    with pytest.raises(ValueError, match=message):
+        unflatten_triton(flat, [tensor], scale, [offset])
 
 
 @pytest.mark.gpu

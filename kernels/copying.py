@@ -1,0 +1,93 @@
+"""Between many tensors and their places in one flat buffer: copy, scale and cast in one launch.
+
+What `flatten` and `unflatten` are on a GPU, for any number of tensors of one dtype; a table of
+chunks says where each lies.
+"""
+# ruff: noqa: N803  a Triton constant is upper case
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .jit import jit
+from .precision import check_scale, wide_dtype
+from .spans import BLOCK, check, check_flat, tables
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@jit(num_warps=8)
+def copy_kernel(
+    chunks: tl.tensor,  # int64[programs, 3], rows are Spans of at most BLOCK elements
+    flat: tl.tensor,
+    scale: tl.float64,
+    APART: tl.constexpr,  # dtype of the tensors
+    WIDE: tl.constexpr,
+    INTO_FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    chunk = chunks + tl.program_id(0).to(tl.int64) * 3
+    address = tl.load(chunk)
+    place = flat + tl.load(chunk + 1)
+    count = tl.load(chunk + 2)
+    lane = tl.arange(0, BLOCK)
+    factor = tl.cast(scale, WIDE)
+    if INTO_FLAT:
+        source, target = address.to(tl.pointer_type(APART)), place
+    else:
+        source, target = place, address.to(tl.pointer_type(APART))
+    element = target.dtype.element_ty
+    aligned = ((address | place.to(tl.int64)) & 15) == 0
+    if address == 0:  # padding
+        tl.store(target + lane, tl.full((BLOCK,), 0, element), mask=lane < count)
+    elif (count == BLOCK) & aligned:  # 16-byte accesses: known alignment and no mask
+        x = tl.load(tl.multiple_of(source, 16) + lane).to(WIDE)
+        tl.store(tl.multiple_of(target, 16) + lane, (x * factor).to(element))
+    else:
+        x = tl.load(source + lane, mask=lane < count).to(WIDE)
+        tl.store(target + lane, (x * factor).to(element), mask=lane < count)
+
+
+def copy(
+    tensors: Sequence[Tensor],
+    flat: Tensor,
+    scale: float,
+    offsets: Sequence[int],
+    name: str,
+    *,
+    into_flat: bool,
+) -> None:
+    """Contiguous tensors into their places in `flat`, with zeros elsewhere, or back from there.
+
+    Raises ValueError as `check` and `check_scale`. `name` is the user's for `flat`.
+    """
+    check_flat(flat, name)
+    places = tuple(offsets)
+    made = tables(
+        tensors,
+        flat.device,
+        places,
+        elems=flat.numel(),
+        padding=flat.dtype if into_flat else None,
+        check=lambda: check(tensors, flat, places, name),
+    )
+    casts = {d: (d, flat.dtype) if into_flat else (flat.dtype, d) for d in made}
+    for cast in casts.values():
+        check_scale(scale, *cast)
+    for dtype, chunks in made.items():  # one launch, unless dtypes are mixed
+        if not len(chunks):
+            continue
+        copy_kernel.launch(
+            len(chunks),
+            chunks,
+            flat,
+            scale,
+            APART=dtype,
+            WIDE=wide_dtype(*casts[dtype]),
+            INTO_FLAT=into_flat,
+            BLOCK=BLOCK,
+        )

@@ -1,0 +1,179 @@
+"""What a launch asks of Triton, by its own dispatch but for the compiler, and on which device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ringdp.kernels.adamw import adamw_kernel
+from ringdp.kernels.fold import BLOCK, fold_kernel, fold_triton
+from ringdp.kernels.jit import Kernel, sixteens
+from ringdp.kernels.stochastic import keys, stochastic_round_kernel, stochastic_round_triton
+
+pytest.importorskip("triton")
+
+ELEMS = 4096
+
+
+class Compiled:
+    """In place of a CompiledKernel, with what JITFunction.run and we call of it."""
+
+    packed_metadata = function = None
+
+    def __init__(self, launched: list[tuple[Any, ...]]) -> None:
+        self.launched = launched
+
+    def launch_metadata(self, *_: Any) -> None: ...
+
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        self.launched.append(((x, y, z), *rest[6:]))
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: self.run(*grid, *[None] * 6, *args)
+
+
+class Dispatch:
+    """`asked`: how often Triton was asked for a variant; `compiled`: the keys of those it wanted;
+    `launched`: (grid, *arguments)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+
+        self.asked, self.compiled = 0, list[Any]()
+        self.launched: list[tuple[Any, ...]] = []
+        self.monkeypatch = monkeypatch
+        run = JITFunction.run
+
+        class Driver:
+            def get_current_target(self) -> Any:
+                return GPUTarget("cuda", 90, 32)
+
+            def get_current_device(self) -> int:
+                return 0
+
+            def get_current_stream(self, device: int) -> int:
+                return 0
+
+        def asked(function: Any, *args: Any, **options: Any) -> Any:
+            self.asked += 1
+            return run(function, *args, **options)
+
+        def compiled(function: Any, key: Any, signature: Any, device: int, *_: Any) -> Compiled:
+            self.compiled.append(key)
+            function.device_caches[device][0][key] = made = Compiled(self.launched)
+            return made
+
+        monkeypatch.setattr(driver, "_active", Driver())
+        monkeypatch.setattr(JITFunction, "run", asked)
+        monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+
+    def over(self, kernel: Kernel, module: str) -> Kernel:
+        """`module` launches a kernel like this one, which has no variants yet."""
+        fresh = Kernel(kernel.fn, kernel.unspecialized, kernel.options, capturable=True)
+        self.monkeypatch.setattr(sys.modules[module], kernel.fn.__name__, fresh)
+        return fresh
+
+
+@pytest.fixture
+def dispatch(monkeypatch: pytest.MonkeyPatch) -> Dispatch:
+    return Dispatch(monkeypatch)
+
+
+def test_triton_is_asked_once_for_a_variant(dispatch: Dispatch) -> None:
+    dispatch.over(fold_kernel, "ringdp.kernels.fold")
+    parts, out = torch.zeros(3, 2 * ELEMS), torch.zeros(2 * ELEMS)
+
+    def fold(parts: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
+        """How often Triton was asked, and compiled."""
+        asked, compiled = dispatch.asked, len(dispatch.compiled)
+        fold_triton(parts, out, torch.float32)
+        return dispatch.asked - asked, len(dispatch.compiled) - compiled
+
+    assert fold(parts, out) == (1, 1)
+    assert fold(parts, out) == (0, 0)
+    assert fold(parts[:, :ELEMS], out[ELEMS:]) == (0, 0)  # another place and length
+    assert fold(parts[:2], out) == (1, 1)
+    assert fold(parts, out.bfloat16()) == (1, 1)
+    assert fold(parts[:, 1 : ELEMS + 1], out[:ELEMS]) == (1, 1)
+    assert fold(parts[:, : ELEMS + 2], out[: ELEMS + 2]) == (1, 1)  # its last two elements
+    assert fold(parts[:, : ELEMS + 1], out[: ELEMS + 1]) == (1, 1)
+    assert fold(parts[:, : ELEMS + 3], out[: ELEMS + 3]) == (0, 0)
+
+
+def test_a_kept_variant_gets_all_arguments_in_order(dispatch: Dispatch) -> None:
+    dispatch.over(fold_kernel, "ringdp.kernels.fold")
+    for seed in range(3):
+        parts, out = torch.full((3, ELEMS), float(seed)), torch.zeros(ELEMS)
+        fold_triton(parts, out, torch.float32)
+        grid, x, target, elems, stride, ranks, wide, block = dispatch.launched[-1]
+        assert grid == (ELEMS // BLOCK, 1, 1)
+        assert x is parts  # no slice: the length is a multiple of 16
+        assert target is out
+        assert (elems, stride, ranks, block) == (ELEMS, ELEMS, 3, BLOCK)
+        assert str(wide).removeprefix("torch.") in ("fp32", "float32")
+    assert (dispatch.asked, len(dispatch.launched)) == (1, 3)
+
+
+def test_another_seed_and_place_is_no_reason_to_compile(dispatch: Dispatch) -> None:
+    dispatch.over(stochastic_round_kernel, "ringdp.kernels.stochastic")
+    x, out = torch.zeros(ELEMS), torch.zeros(ELEMS, dtype=torch.bfloat16)
+    for seed in range(100):
+        stochastic_round_triton(x, out, keys(seed), offset=seed)
+    for key in ((16, 1), (0, 32)):
+        stochastic_round_triton(x, out, key, offset=1 << 40)
+    assert len(dispatch.compiled) == 1
+
+
+def test_a_length_of_sixteens_is_not_sliced() -> None:
+    x, y = torch.zeros(3, 32), torch.zeros(32)
+    assert [(0, 32, (x, y))] == list(sixteens(x, y))
+    cut = [(f, n, [t.shape for t in parts]) for f, n, parts in sixteens(x[:, 1:], y[1:])]
+    assert cut == [(0, 16, [(3, 16), (16,)]), (16, 15, [(3, 15), (15,)])]
+    assert not list(sixteens(y[:0]))
+
+
+class Elsewhere(torch.Tensor):
+    """As if on the second GPU."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, ran = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernel = Kernel(lambda: None, (), {}, capturable=False)
+    there = torch.zeros(4).as_subclass(Elsewhere)
+    kernel.function = {(5,): lambda x, **_: ran.append((x, current[0]))}
+    kernel.launch(5, there)
+    assert current == [0]
+    assert ran == [(there, 1)]
+
+
+def test_a_cuda_graph_may_hold_only_what_it_may_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    there = torch.zeros(4).as_subclass(Elsewhere)
+    with pytest.raises(RuntimeError, match=r"adamw_kernel.*capture of a CUDA graph"):
+        adamw_kernel.launch(1, there)
+    ran = []
+    kernel = Kernel(fold_kernel.fn, (), {}, capturable=fold_kernel.capturable)
+    kernel.function = {(1,): lambda x, **_: ran.append(x)}
+    kernel.launch(1, there)
+    assert ran == [there]
