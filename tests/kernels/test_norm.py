@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringdp.kernels import squared_norm
-from ringdp.kernels.norm import CACHED, squared_norm_torch, squared_norm_triton
+from ringdp.kernels.norm import CACHED, PROGRAMS, squared_norm_torch, squared_norm_triton
 from ringdp.kernels.precision import FLOATS
 from ringdp.kernels.spans import BLOCK
 from tests.kernels.inputs import LENGTHS, some
@@ -123,3 +123,19 @@ def test_gpu_against_exact(dtype: torch.dtype) -> None:
     first = squared_norm(there)
     assert abs(first.item() - want) <= bound(tensors, want)
     assert squared_norm(there).item() == first.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_on_several_streams() -> None:
+    elems = 2 * PROGRAMS * BLOCK + 5  # several chunks for each program
+    ones = torch.ones(elems, device="cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    sums = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                sums.append(squared_norm([ones]))
+    torch.cuda.synchronize()
+    assert {x.item() for x in sums} == {elems}

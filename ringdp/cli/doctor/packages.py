@@ -20,14 +20,14 @@ def torch_() -> Check:
     import torch
 
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
-    oldest = (2, 6)
+    oldest = (2, 11)
     old = tuple(map(int, torch.__version__.split(".")[:2])) < oldest
-    advice = "pip install 'torch>=2.6'" if old else ""
+    advice = "pip install 'torch>=2.11'" if old else ""
     return Check("torch", f"{torch.__version__}, {built}", not old, needed=True, advice=advice)
 
 
 def triton() -> Check:
-    advice = "only for kernels on a GPU: pip install 'triton>=3.2'"
+    advice = "only for kernels on a GPU: pip install 'triton>=3.6'"
     return _package("Triton", ("triton",), "import triton", advice)
 
 
