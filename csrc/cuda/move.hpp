@@ -137,7 +137,7 @@ RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op) {
   if (aligned(m.value) && aligned(m.with) && aligned(m.sum) && aligned(m.store) && aligned(m.send))
     packs = m.count / K;
   move_packs<T, K, U>(team, m, op, 0, packs);
-  move_packs<T, 1, 1>(team, m, op, packs * K, m.count);
+  move_packs<T, 1, 8>(team, m, op, packs * K, m.count);  // all of it, where a chunk begins unaligned
 }
 
 }  // namespace ringdp

@@ -1,5 +1,6 @@
 // The kernels: grid (channels, ranks in this launch), a block for each. Launched cooperatively, so
-// that blocks which wait for one another all run, or the launch is refused.
+// that blocks which wait for one another all run, or the launch is refused. Two blocks fit a
+// multiprocessor: while the leader of one waits, the team of the other moves.
 #include "dtypes.hpp"
 #include "rows.hpp"
 
@@ -14,7 +15,7 @@ __device__ void rows(const Job* jobs) {
 }  // namespace ringdp
 
 #define RINGDP_KERNEL(name, T)                                                                   \
-  extern "C" __global__ void __launch_bounds__(512) rows_##name(const ringdp::Job* jobs) {       \
+  extern "C" __global__ void __launch_bounds__(256, 2) rows_##name(const ringdp::Job* jobs) {    \
     ringdp::rows<T>(jobs);                                                                       \
   }
 RINGDP_EACH_DTYPE(RINGDP_KERNEL)

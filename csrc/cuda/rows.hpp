@@ -9,18 +9,9 @@
 #include <new>
 
 #include "move.hpp"
-#include "window.hpp"
+#include "near.hpp"
 
 namespace ringdp {
-
-struct Held {  // what a scratch chunk holds
-  unsigned bytes, more;
-};
-
-constexpr i64 kLeader = 256;  // bytes of shared memory; behind it `Held`, `going` and `live`
-RINGDP_DEVICE inline i64 shared_bytes(const Job& job) {
-  return kLeader + job.scratch * i64(sizeof(Held)) + job.count + job.chunks + job.scratch;
-}
 
 // Lies in the team's shared memory; only its `move` is for others than its thread.
 template <class T>
@@ -29,15 +20,14 @@ class Leader {
   Move move;
   int ended = 0;
 
-  RINGDP_DEVICE Leader(const Job& job, i64 channel) : channel_{&job, channel, 0}, job_(job) {
+  RINGDP_DEVICE Leader(const Near& near, i64 channel)
+      : job_(near.job),
+        held_(near.held),
+        going_(near.going),
+        live_(near.live),
+        channel_{&job_, channel, 0},
+        left_(near.job.count) {
     static_assert(sizeof(Leader) <= kLeader, "the host counts on it");
-    held_ = reinterpret_cast<Held*>(reinterpret_cast<char*>(this) + kLeader);
-    going_ = reinterpret_cast<char*>(held_ + job.scratch);
-    live_ = going_ + job.count;
-    for (i64 i = 0; i < job.count; ++i) going_[i] = 1;
-    for (i64 i = 0; i < job.chunks + job.scratch; ++i) live_[i] = 0;
-    for (i64 i = 0; i < job.scratch; ++i) held_[i] = {0, 0};
-    left_ = job.count;
   }
 
   // Plans the next `move`, having told of what the last one moved; or sets `ended`.
@@ -45,7 +35,7 @@ class Leader {
     if (send_to_ >= 0) channel_.publish(send_to_, sent_bytes_, sent_more_);
     if (take_from_ >= 0) channel_.release(take_from_);
     send_to_ = take_from_ = -1;
-    ended = channel_.failed() || !advance();
+    ended = !advance();
   }
 
  private:
@@ -150,11 +140,12 @@ class Leader {
     if (live) move.store = nullptr;
   }
 
+  const Job job_;
+  Held* const held_;
+  char *const going_, *const live_;
   Channel channel_;
-  const Job& job_;
-  Held* held_;
-  char *going_, *live_;
-  i64 first_ = 0, row_ = 0, left_ = 0, chunk_ = 0;
+  i64 left_;  // rows that have more to do
+  i64 first_ = 0, row_ = 0, chunk_ = 0;
   int send_to_ = -1, take_from_ = -1;
   unsigned sent_bytes_ = 0, sent_more_ = 0;
 };
@@ -163,15 +154,18 @@ class Leader {
 template <class T>
 RINGDP_DEVICE void run_rows(const Team& team, const Job& job, i64 channel, char* memory) {
   auto* leader = reinterpret_cast<Leader<T>*>(memory);
-  if (team.thread == 0) new (leader) Leader<T>(job, channel);
+  const Near near = copy_near(team, job, channel, memory + kLeader);
+  team.meet();
+  if (team.thread == 0) new (leader) Leader<T>(near, channel);
   for (;;) {
     if (team.thread == 0) leader->next();
     team.meet();
-    if (leader->ended) return;
+    if (leader->ended) break;
     const Move planned = leader->move;
-    move_elements<T>(team, planned, Op(job.op));
+    move_elements<T>(team, planned, Op(near.job.op));
     team.meet();
   }
+  keep_counts(team, near, job, channel);
 }
 
 }  // namespace ringdp

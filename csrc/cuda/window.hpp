@@ -47,7 +47,8 @@ struct Stamp {
   unsigned bytes, more;  // more: whether the chunk goes on behind this slab
 };
 
-// One channel of one rank. Its methods are for one thread of the team, the leader.
+// One channel of one rank. Its methods are for one thread of the team, the leader. `job->counts` are
+// those of this channel: see near.hpp.
 struct Channel {
   const Job* job;
   i64 channel;
@@ -66,8 +67,8 @@ struct Channel {
     return reinterpret_cast<Stamp*>(job->windows[owner] + begin + index * (kLine + job->slab));
   }
   static RINGDP_DEVICE char* data(Stamp* stamp) { return reinterpret_cast<char*>(stamp) + kLine; }
-  RINGDP_DEVICE u64& sent(i64 peer) const { return job->counts[place(peer) * 2]; }
-  RINGDP_DEVICE u64& took(i64 peer) const { return job->counts[place(peer) * 2 + 1]; }
+  RINGDP_DEVICE u64& sent(i64 peer) const { return job->counts[peer * 2]; }
+  RINGDP_DEVICE u64& took(i64 peer) const { return job->counts[peer * 2 + 1]; }
 
   // The slot for the next message to `peer`; null after a failure.
   RINGDP_DEVICE char* outgoing(int peer) {
@@ -116,7 +117,6 @@ struct Channel {
       for (i64 r = 0; r < job->ranks; ++r) store_release(stop(r), u64(job->rank) + 1);
     return false;
   }
-  RINGDP_DEVICE bool failed() const { return load_relaxed(job->failure) != 0; }
 };
 
 }  // namespace ringdp

@@ -13,8 +13,10 @@ mapped by CUDA IPC; the kernel does not know the difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -28,10 +30,16 @@ from ringdp.schedule.program import Program
 from ringdp.transport.base import DTYPES, OPS, Op, chunk_bounds
 
 FATBIN = Path(_core.__file__).parent / "peer.fatbin"
-THREADS = 512  # of a block
-MOST_BLOCKS = 96  # of a launch, unless told: an A100 runs 108 of them at once
+THREADS = 256  # of a block
+TOGETHER = 2  # blocks of a multiprocessor, by their registers (the bounds in csrc's peer.cu)
 LINE = 128  # bytes between what different ranks write (csrc's kLine)
-LEADER = 256  # bytes of shared memory that do not depend on the program (csrc's kLeader)
+# A slab costs its leader the same trips to memory whatever its size, so slabs are large: the
+# largest power of two of which one for every block of a launch, written and soon read, fits the
+# second-level cache. That is by data sheet 40 MB for 2 · 108 blocks on an A100, 50 MB for 2 · 132
+# on an H100.
+SLAB = 128 << 10
+WORTH = 64 << 10  # bytes of a buffer that are worth a channel; a slab if that is less
+LEADER = 512  # bytes of shared memory that do not depend on the program (csrc's kLeader)
 SHARED = 48 << 10  # bytes of shared memory that a block may have without asking
 WIDE = (torch.float16, torch.bfloat16)  # summed in float32
 
@@ -80,10 +88,13 @@ class Kernels(Protocol):
 
 
 class CudaKernels:
-    """The fatbin's, on torch's current stream."""
+    """The fatbin's, on torch's current stream of the GPU on which the jobs are."""
 
-    def __init__(self) -> None:
-        """Raises UsageError, with what to do, where CuPy, a GPU or the fatbin is missing."""
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        """`device`: whose driver loads them now.
+
+        Raises UsageError, with what to do, where CuPy, a GPU or a fatbin that fits is missing.
+        """
         if not torch.cuda.is_available():
             raise UsageError(
                 "peer memory needs a CUDA GPU, and torch finds none here; shm serves the CPU"
@@ -102,13 +113,35 @@ class CudaKernels:
             )
         self._cupy = cupy
         self._module: Any = cupy.RawModule(path=str(FATBIN), enable_cooperative_groups=True)
-        for dtype in DTYPES:  # loading one while another spins would never end
-            self._module.get_function(kernel_name(dtype))
+        try:
+            with self._on(resolve(device)):
+                for dtype in DTYPES:  # loading one while another spins would never end
+                    self._module.get_function(kernel_name(dtype))
+        except cupy.cuda.driver.CUDADriverError as e:
+            raise UsageError(
+                f"the driver of {device} does not take {FATBIN}: {e}. It holds code for sm_80 and "
+                "later, of the nvcc that ringdp was built with: update the driver, or install "
+                "ringdp again with an nvcc that is no newer than it"
+            ) from e
 
     def launch(self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int) -> None:
-        kernel = self._module.get_function(name)
-        with self._cupy.cuda.Stream.from_external(_Current()):
-            kernel(grid, (THREADS,), (jobs.data_ptr(),), shared_mem=shared)
+        """Raises CommunicationError where the driver refuses."""
+        try:
+            with self._on(jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
+                kernel = self._module.get_function(name)
+                kernel(grid, (THREADS,), (jobs.data_ptr(),), shared_mem=shared)
+        except self._cupy.cuda.driver.CUDADriverError as e:
+            raise CommunicationError(
+                f"the driver of {jobs.device} refused {grid[0]} channels of {grid[1]} ranks, a "
+                f"block of {THREADS} threads for each, of kernel {name}: {e}. All blocks must run "
+                "at once: take fewer channels if they are too many"
+            ) from e
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
+        """Current for torch, and for CuPy, which keeps a module for each device."""
+        with torch.cuda.device(device), self._cupy.cuda.Device(device.index):
+            yield
 
 
 class _Current:
@@ -119,6 +152,14 @@ class _Current:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._stream.cuda_stream
+
+
+def resolve(device: torch.device | str) -> torch.device:
+    """With the number of the GPU, so that it stays the same one."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def kernel_name(dtype: torch.dtype) -> str:
@@ -138,12 +179,15 @@ class VirtualRanks:
         *,
         channels: int | None = None,
         depth: int = 4,
-        slab: int = 64 << 10,
+        slab: int = SLAB,
         timeout: float = 10.0,
-        device: str = "cuda",
+        device: torch.device | str = "cuda",
         kernels: Kernels | None = None,
     ) -> None:
-        """`channels`: blocks of a rank. `timeout`: seconds that a rank waits for another.
+        """`channels`: blocks of a rank, by default what the GPU runs at once over the ranks.
+
+        `timeout`: seconds that a rank waits for another. `device`: a GPU, by default torch's
+        current one, and for good.
 
         `kernels`: by default the fatbin's. Raises UsageError where there is no GPU, or a size is
         not possible.
@@ -153,16 +197,19 @@ class VirtualRanks:
                 f"ranks and depth are at least 1 and slab a multiple of {LINE} bytes, not {ranks}, "
                 f"{depth} and {slab}"
             )
-        self._kernels = CudaKernels() if kernels is None else kernels
-        self._channels = max(1, min(32, MOST_BLOCKS // ranks)) if channels is None else channels
-        self._ranks, self._depth, self._slab = ranks, depth, slab
-        self._timeout, self._device, self._number = timeout, device, 0
+        self._kernels = CudaKernels(device) if kernels is None else kernels
+        self._device = resolve(device)
+        if channels is None:
+            multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            channels = max(1, TOGETHER * multiprocessors // ranks)
+        self._ranks, self._channels, self._depth, self._slab = ranks, channels, depth, slab
+        self._timeout, self._number = timeout, 0
         places = self._channels * ranks
         window = LINE * (1 + 2 * places) + places * depth * (LINE + slab)
         self._windows = self._zeros(ranks, window, dtype=torch.uint8)
         self._counts = self._zeros(ranks, places, 2)
         self._failures = self._zeros(ranks)
-        self._table = torch.tensor([w.data_ptr() for w in self._windows], device=device)
+        self._table = torch.tensor([w.data_ptr() for w in self._windows], device=self._device)
         self._rows: WeakKeyDictionary[Program, Tensor] = WeakKeyDictionary()
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -189,20 +236,28 @@ class VirtualRanks:
         dtype = self._check(programs, buffers)
         if bounds is None:
             bounds = [chunk_bounds(b.numel(), p) for b, p in zip(buffers, programs, strict=True)]
-        active = max(1, min(self._channels, max(b.nbytes for b in buffers) // self._slab))
+        largest = max(b.nbytes for b in buffers)
+        active = max(1, min(self._channels, largest // min(WORTH, self._slab)))
         self._number += 1
-        kept: list[Tensor] = []
-        jobs = [
-            self._job(rank, program, buffers[rank], bounds[rank], OPS.index(op), active, kept)
-            for rank, program in enumerate(programs)
-        ]
         shared = max(_shared_bytes(p) for p in programs)
         if shared > SHARED:
             raise UsageError(
                 f"the programs need {shared} bytes of shared memory, more than {SHARED}"
             )
-        table = torch.tensor(jobs, device=self._device)
-        self._kernels.launch(kernel_name(dtype), (active, self._ranks), table, shared)
+        # One upload: the jobs, and behind them their bounds.
+        size = self._ranks * len(Job._fields)
+        table = self._room(8 * (size + sum(map(len, bounds)))).view(torch.int64)
+        begins = accumulate(map(len, bounds), initial=size)
+        kept: list[Tensor] = []
+        jobs = [
+            self._job(
+                rank, programs[rank], buffers[rank], table[begin:], OPS.index(op), active, kept
+            )
+            for rank, begin in zip(range(self._ranks), begins, strict=False)
+        ]
+        table.copy_(torch.tensor([*chain.from_iterable(jobs), *chain.from_iterable(bounds)]))
+        there = table[:size].view(self._ranks, -1)
+        self._kernels.launch(kernel_name(dtype), (active, self._ranks), there, shared)
         self._raise_failure()
 
     def _job(
@@ -210,20 +265,19 @@ class VirtualRanks:
         rank: int,
         program: Program,
         buffer: Tensor,
-        bounds: Sequence[int],
+        bounds: Tensor,
         op: int,
         active: int,
         kept: list[Tensor],
     ) -> Job:
         if program not in self._rows:
             self._rows[program] = torch.from_numpy(program.rows.copy()).to(self._device)
-        cuts = torch.tensor(bounds, dtype=torch.int64, device=self._device)
         chunks = program.chunks + program.scratch
         spare = self._room(active * program.scratch * self._slab)
         # a float32 for each 16-bit element of a slab
         wide = chunks if buffer.dtype in WIDE else 0
         sums = self._room(active * wide * self._slab * 2)
-        kept += [cuts, spare, sums]
+        kept += [spare, sums]
         return Job(
             rank=rank,
             ranks=self._ranks,
@@ -236,7 +290,7 @@ class VirtualRanks:
             op=op,
             rows=self._rows[program].data_ptr(),
             length=len(program.rows),
-            bounds=cuts.data_ptr(),
+            bounds=bounds.data_ptr(),
             chunks=program.chunks,
             scratch=program.scratch,
             buffer=buffer.data_ptr(),
@@ -253,13 +307,12 @@ class VirtualRanks:
                 f"{self._ranks} ranks take as many programs and buffers, not {len(programs)} and "
                 f"{len(buffers)}"
             )
-        here = torch.device(self._device).type
         for rank, buffer in enumerate(buffers):
             if buffer.dtype not in DTYPES or buffer.dtype != buffers[0].dtype:
                 raise UsageError(f"buffer {rank} is {buffer.dtype}; rank 0's is {buffers[0].dtype}")
-            if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device.type != here:
+            if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != self._device:
                 raise UsageError(
-                    f"buffers are flat, contiguous and on {here}; that of rank {rank} is "
+                    f"buffers are flat, contiguous and on {self._device}; that of rank {rank} is "
                     f"{list(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
                 )
         return buffers[0].dtype
@@ -286,4 +339,5 @@ class VirtualRanks:
 
 def _shared_bytes(program: Program) -> int:
     """csrc's shared_bytes."""
-    return LEADER + 9 * program.scratch + len(program.rows) + program.chunks
+    ranks, rows, chunks = program.ranks, len(program.rows), program.chunks
+    return LEADER + 24 * ranks + 8 * (chunks + 1) + 25 * rows + 9 * program.scratch + chunks

@@ -39,7 +39,7 @@ class HostKernels:
 
     def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
         table = ctypes.c_void_p(jobs.data_ptr())
-        assert self._library.launch(name.encode(), *grid, table) == 0
+        assert self._library.launch(name.encode(), *grid, table, shared) == 0
 
 
 class WithoutRank:

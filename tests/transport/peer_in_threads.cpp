@@ -24,7 +24,7 @@ struct alignas(16) Line {
 
 template <class T>
 void block(const Job& job, i64 channel) {
-  std::vector<Line> shared(shared_bytes(job) / i64(sizeof(Line)) + 1);
+  std::vector<Line> shared((shared_bytes(job) - 1) / i64(sizeof(Line)) + 1);
   pthread_barrier_t barrier;
   pthread_barrier_init(&barrier, nullptr, kTeam);
   std::vector<std::thread> team;
@@ -34,8 +34,10 @@ void block(const Job& job, i64 channel) {
   pthread_barrier_destroy(&barrier);
 }
 
-// As the driver would; 0, or 1 for a kernel that there is not.
-extern "C" int launch(const char* kernel, int channels, int ranks, const Job* jobs) {
+// As the driver would; 0, or 1 for a kernel that there is not, 2 where `shared` is too little.
+extern "C" int launch(const char* kernel, int channels, int ranks, const Job* jobs, int shared) {
+  for (int r = 0; r < ranks; ++r)
+    if (shared_bytes(jobs[r]) > shared) return 2;
   void (*run)(const Job&, i64) = nullptr;
 #define RINGDP_CHOOSE(name, T) \
   if (kernel == std::string_view("rows_" #name)) run = block<T>;
@@ -54,7 +56,7 @@ void check(bool right, const char* what) {
   std::_Exit(1);
 }
 
-constexpr i64 kChannels = 2, kDepth = 2, kSlab = 256;
+constexpr i64 kChannels = 2, kDepth = 2, kSlab = 256, kShared = 48 << 10;
 
 struct Rank {
   i64 chunks, scratch;
@@ -100,7 +102,7 @@ int main(int count, char** arguments) {
       std::vector<Job> jobs;
       for (int r = 0; r < n; ++r)
         jobs.push_back(ranks[r].job(r, windows.data(), n, number, 60'000'000'000, elements));
-      check(launch("rows_float32", kChannels, n, jobs.data()) == 0, "there is such a kernel");
+      check(launch("rows_float32", kChannels, n, jobs.data(), kShared) == 0, "there is such a kernel");
       for (auto& r : ranks) {
         check(r.failure == 0, "no failure");
         for (float x : r.buffer) check(x == float(n * (n + 1) / 2), "the sum");
@@ -114,7 +116,7 @@ int main(int count, char** arguments) {
   std::vector<Job> jobs;
   for (int r = 0; r < n; ++r)
     jobs.push_back(ranks[r].job(r, windows.data(), n, r == 0 && !dead, dead ? 100'000'000 : 60'000'000'000, 3000));
-  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead) == 0, "there is such a kernel");
+  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, kShared) == 0, "there is such a kernel");
   bool told = false;
   for (int r = dead; r < n; ++r) {
     const auto fault = Fault(ranks[r].failure & 0xffff);

@@ -1,0 +1,170 @@
+"""How the kernels over peer memory are launched, with fakes of CuPy and of the kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport import peer
+from ringdp.transport.peer import VirtualRanks
+from tests.transport.test_peer import SLAB, programs
+
+
+class Noted:
+    """Kernels that only note what they are asked for."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, int]] = []
+
+    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
+        self.grids.append(grid)
+        # One upload: what jobs refer to of the launch lies right behind them.
+        first, *others = (peer.Job(*words) for words in jobs.tolist())
+        assert first.bounds == jobs.data_ptr() + jobs.nbytes
+        assert [job.bounds - first.bounds for job in others] == [
+            8 * rank * (first.chunks + 1) for rank in range(1, first.ranks)
+        ]
+
+
+def test_a_launch_has_as_many_channels_as_run_at_once_and_are_worth_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    noted = Noted()
+    for n in (2, 8, 300):
+        ranks = VirtualRanks(n, slab=128, depth=1, device="cpu", kernels=noted)
+        ranks.run(programs("broadcast", "binomial", n), list(torch.ones(n, 1 << 13)))
+    for size in (1 << 10, 128 << 10, 1 << 20):  # of which 64 KiB are worth a channel
+        ranks = VirtualRanks(2, channels=4, device="cpu", kernels=noted)
+        ranks.run(programs("all_reduce", "ring", 2), list(torch.ones(2, size // 4)))
+    assert noted.grids == [(132, 2), (33, 8), (1, 300), (1, 2), (2, 2), (4, 2)]
+
+
+class Refused(RuntimeError):
+    pass
+
+
+class Cupy:
+    """What CuPy's documentation says of the names that are used of it; notes what is launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[object, ...]] = []
+        self.devices: list[object] = []  # entered, by either library
+        self.refuses: str | None = None  # to load, or to launch
+        self.cuda = SimpleNamespace(
+            Device=self.on,
+            Stream=SimpleNamespace(from_external=self._stream),
+            driver=SimpleNamespace(CUDADriverError=Refused),
+        )
+        self._current: list[int] = []
+
+    def RawModule(self, *, path: str, enable_cooperative_groups: bool) -> SimpleNamespace:  # noqa: N802
+        assert Path(path).exists()
+        assert enable_cooperative_groups
+        return SimpleNamespace(get_function=self._get)
+
+    def _get(self, name: str) -> partial[None]:
+        if self.refuses == "load":
+            raise Refused("CUDA_ERROR_NO_BINARY_FOR_GPU")
+        return partial(self._launch, name)
+
+    def _launch(self, name: str, grid: object, block: object, args: object, *, shared_mem: int):
+        if self.refuses == "launch":
+            raise Refused("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+        self.launched.append((name, grid, block, args, shared_mem, self._current[-1]))
+
+    @contextmanager
+    def on(self, device: object) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+
+    @contextmanager
+    def _stream(self, stream: object) -> Iterator[None]:
+        version, address = stream.__cuda_stream__()
+        assert version == 0
+        self._current.append(address)
+        yield
+        self._current.pop()
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cupy:
+    """In place of CuPy, with a torch that sees GPUs, of which 3 is current."""
+    cupy, stream = Cupy(), SimpleNamespace(cuda_stream=77)  # of a torch without the protocol
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", cupy.on)
+    monkeypatch.setattr(peer, "FATBIN", tmp_path / "peer.fatbin")
+    peer.FATBIN.touch()
+    return cupy
+
+
+class Jobs:
+    """In place of a tensor on another GPU than the current one."""
+
+    device = torch.device("cuda:1")
+
+    def data_ptr(self) -> int:
+        return 5
+
+
+def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
+    kernels = peer.CudaKernels()
+    assert cupy.devices == [torch.device("cuda:3"), 3]
+    kernels.launch("rows_int8", (3, 2), Jobs(), 400)
+    assert cupy.devices[2:] == [Jobs.device, 1]
+    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5,), 400, 77)]
+
+
+def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    made: list[object] = []
+
+    def on(size: object, dtype: torch.dtype, device: object) -> torch.Tensor:
+        made.append(device)
+        return zeros(size, dtype=dtype)
+
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "zeros", on)
+    monkeypatch.setattr(torch, "tensor", lambda data, device: made.append(device) or tensor(data))
+    one = torch.device("cuda:1")
+    for device, stays in (("cuda:1", one), (one, one), ("cuda", torch.device("cuda:3"))):
+        made.clear()
+        cupy.devices.clear()
+        ranks = VirtualRanks(1, channels=1, slab=SLAB, device=device)
+        assert set(made) == {stays}
+        assert cupy.devices == [stays, stays.index]
+    with pytest.raises(UsageError, match=r"on cuda:3; that of rank 0 .* on cpu"):
+        ranks.run(programs("all_reduce", "ring", 1), [torch.ones(8)])
+
+
+def test_what_the_driver_refuses_is_an_error_of_ours(cupy: Cupy) -> None:
+    kernels = peer.CudaKernels()
+    cupy.refuses = "launch"
+    with pytest.raises(CommunicationError, match=r"refused 99 channels of 2 ranks.*TOO_LARGE"):
+        kernels.launch("rows_int8", (99, 2), Jobs(), 400)
+    cupy.refuses = "load"
+    with pytest.raises(UsageError, match=r"driver of cuda:1 does not take .*NO_BINARY.*update"):
+        peer.CudaKernels("cuda:1")
+
+
+def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UsageError, match="needs CuPy"):
+        peer.CudaKernels()
+    monkeypatch.setitem(sys.modules, "cupy", object())
+    monkeypatch.setattr(peer, "FATBIN", tmp_path / "peer.fatbin")
+    with pytest.raises(UsageError, match="built without nvcc"):
+        peer.CudaKernels()
