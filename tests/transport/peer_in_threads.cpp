@@ -89,6 +89,17 @@ struct Rank {
   }
 };
 
+// All that a leader reads for every row is in its own memory, of just the size that the host is told.
+void check_near(const Job& job) {
+  std::vector<Line> memory(shared_bytes(job) / i64(sizeof(Line)) + 1);
+  const char *begin = memory[0].bytes + kLeader, *end = memory[0].bytes + shared_bytes(job);
+  const Near near = copy_near({0, 1, nullptr}, job, 1, memory[0].bytes + kLeader);
+  const void* const places[] = {near.job.rows, near.job.bounds, near.job.windows, near.job.counts,
+                                near.held, near.going, near.live};
+  for (const void* place : places) check(place >= begin && place <= end, "a copy is near");
+  check(near.live + job.chunks + job.scratch == end, "the size of what is near");
+}
+
 int main(int count, char** arguments) {
   const std::string_view mode = arguments[1];
   const int n = count - 2;
@@ -102,6 +113,7 @@ int main(int count, char** arguments) {
       std::vector<Job> jobs;
       for (int r = 0; r < n; ++r)
         jobs.push_back(ranks[r].job(r, windows.data(), n, number, 60'000'000'000, elements));
+      check_near(jobs[0]);
       check(launch("rows_float32", kChannels, n, jobs.data(), kShared) == 0, "there is such a kernel");
       for (auto& r : ranks) {
         check(r.failure == 0, "no failure");
