@@ -108,31 +108,34 @@ class Timed:
 
 def peer(file: Path) -> None:
     """Virtual ranks on one GPU: all bytes go through one memory, so this is no link's speed."""
-    rows, kernels = [], Timed()
+    rows, kernels = list[dict[str, object]](), Timed()
     for n, algorithm, size in product((2, 4, 8), ("ring", "direct"), PEER_BYTES):
-        made = schedule("all_reduce", algorithm, n)
-        programs = [fuse(project(made, rank)) for rank in range(n)]
-        ranks = VirtualRanks(n, kernels=kernels)
-        buffers = [torch.ones(size // 4, device="cuda") for _ in range(n)]
-        seconds = []
-        for _ in range(ROUNDS):
-            ranks.run(programs, buffers)
-            seconds.append(kernels.seconds)
-        p50 = median(seconds[2:])
-        rows.append(
-            {
-                "ranks": n,
-                "algorithm": algorithm,
-                "bytes": size,
-                "p50_us": round(p50 * 1e6, 1),
-                "min_us": round(min(seconds) * 1e6, 1),
-                "busbw": round(size / p50 * 2 * (n - 1) / n / 1e9, 2),
-                "wrong": sum(int((x != n**ROUNDS).sum()) for x in buffers),
-            }
-        )
+        row = {"ranks": n, "algorithm": algorithm, "bytes": size}
+        try:
+            rows.append(row | _timed(n, algorithm, size, kernels))
+        except Exception as e:  # the other rows are worth having
+            rows.append(row | {"error": f"{type(e).__name__}: {e}"})
         file.write_text(json.dumps(rows))  # what comes next may hang
-    if any(row["wrong"] for row in rows):
-        sys.exit("wrong elements: see the rows")
+    if bad := [row for row in rows if row.get("wrong") or "error" in row]:
+        sys.exit("\n".join(["wrong elements, or an error:", *map(json.dumps, bad)]))
+
+
+def _timed(n: int, algorithm: str, size: int, kernels: Timed) -> dict[str, object]:
+    made = schedule("all_reduce", algorithm, n)
+    programs = [fuse(project(made, rank)) for rank in range(n)]
+    ranks = VirtualRanks(n, kernels=kernels)
+    buffers = [torch.ones(size // 4, device="cuda") for _ in range(n)]
+    seconds = []
+    for _ in range(ROUNDS):
+        ranks.run(programs, buffers)
+        seconds.append(kernels.seconds)
+    p50 = median(seconds[2:])
+    return {
+        "p50_us": round(p50 * 1e6, 1),
+        "min_us": round(min(seconds) * 1e6, 1),
+        "busbw": round(size / p50 * 2 * (n - 1) / n / 1e9, 2),
+        "wrong": sum(int((x != n**ROUNDS).sum()) for x in buffers),
+    }
 
 
 def result_file(gpu: str) -> Path:

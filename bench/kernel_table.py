@@ -37,5 +37,5 @@ def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
     """Of the worst large size."""
     large = [r for r in rows if r["kernel"] == kernel and r["size"] >= LARGE]
     ours = [r["percent_of_copy"] for r in large if r["way"] == OURS]
-    theirs = [r["over_ours"] for r in large if r["way"] != OURS]
+    theirs = [r["over_ours"] for r in large if r["over_ours"] is not None]
     return f"{min(ours):.0f} ({min(theirs):.2f})" if ours and theirs else "not measured"

@@ -10,6 +10,7 @@ an error that names it. The environment is one of its own, so PYTHON's stays as 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "build" / "overlay"
 SECONDS = 560.0  # for the build and what runs then
+BUILD_SECONDS = 240.0
 BUILD = ("pip", "scikit-build-core", "nanobind", "cmake", "ninja")
 RUN = ("torch", "numpy", "typer", "rich", "safetensors", "pytest", "hypothesis")
 
@@ -32,17 +34,35 @@ def main() -> int:
         return 1
     python = make(HERE)
     print(f"building ringdp over {sys.prefix}, in {HERE}", flush=True)
-    done = subprocess.run(install(python), cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        print(done.stdout + done.stderr, file=sys.stderr)
-        return done.returncode
-    if "left out" in done.stdout + done.stderr:  # the kernels for peer memory; nvcc says why
-        print(done.stdout + done.stderr, file=sys.stderr)
+    code, said = limited(install(python), BUILD_SECONDS)
+    if code != 0 or "left out" in said:  # the kernels for peer memory; nvcc says why
+        print(said, file=sys.stderr)
+    if code != 0:
+        return code
     print(f"built in {time.monotonic() - begun:.0f} s", flush=True)
     if "--no-gpu" not in sys.argv[1:]:
         seconds = str(SECONDS - (time.monotonic() - begun))
         os.execv(python, [python, "-m", "bench.gpu", "--seconds", seconds])
     return 0
+
+
+def limited(command: list[str], seconds: float) -> tuple[int, str]:
+    """Exit code and output of a command; one that takes longer is killed with all it started."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        return 1, f"{said}\n{' '.join(command)} took more than {seconds:g} s and was ended"
+    return process.returncode, said
 
 
 def make(at: Path) -> str:

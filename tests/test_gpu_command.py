@@ -18,6 +18,8 @@ from bench.gpu import PYTEST, main
 from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
+from ringdp.errors import CollectiveTimeout
+from tests.transport import test_peer
 
 MARK = "pytest.mark." + "gpu"
 
@@ -152,6 +154,14 @@ def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
     assert "has no no-such-package" in capsys.readouterr().err
 
 
+def test_a_build_that_hangs_is_ended_with_all_it_started() -> None:
+    failed, said = overlay.limited(["sh", "-c", "sleep 600 & wait"], 1.0)
+    assert failed == 1  # here only once the child, too, has let go of the output
+    assert "took more than 1 s" in said
+    assert overlay.limited(["sh", "-c", "echo 1; exit 3"], 60) == (3, "1\n")
+    assert overlay.BUILD_SECONDS < overlay.SECONDS / 2
+
+
 class Steps:
     """In place of the kernels over peer memory: every rank's buffer becomes the sum of all."""
 
@@ -178,9 +188,26 @@ def test_times_the_kernels_over_peer_memory(
         (4, "ring"),
     ]
     assert {(r["bytes"], r["p50_us"], r["wrong"]) for r in rows} == {(64, 5e5, 0)}
-    monkeypatch.setattr(Steps, "run", lambda *_: None)
-    with pytest.raises(SystemExit, match="wrong elements"):
-        gpu.peer(tmp_path / "rows")
+    right = Steps.run
+
+    def fails(self: Steps, programs: list[object], buffers: list[torch.Tensor]) -> None:
+        if len(programs) == 4:
+            raise CollectiveTimeout("rank 1 waited")
+        right(self, programs, buffers)
+
+    for step, bad in ((fails, "error"), (lambda *_: None, "wrong")):
+        monkeypatch.setattr(Steps, "run", step)
+        with pytest.raises(SystemExit, match=f"wrong elements, or an error:(.|\n)*{bad}"):
+            gpu.peer(tmp_path / "rows")
+        rows = json.loads((tmp_path / "rows").read_text())
+        assert len(rows) == 6
+        assert {r["ranks"] for r in rows if r.get(bad)} == ({4} if bad == "error" else {2, 4, 8})
+
+
+def test_a_wait_in_the_tests_of_peer_memory_ends_before_the_test_is_ended() -> None:
+    """Else nothing says who waited for whom."""
+    (part,) = (p for p in gpu.PARTS if p.name.startswith("peer memory"))
+    assert test_peer.PATIENCE["cuda"] <= part.limit / 4
 
 
 def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +243,7 @@ def test_the_table_of_kernels_shows_what_was_measured(
             (OURS, 1 << 20, 10.0, None),  # small: not shown
             (OURS, 64 << 20, 95.4, None),
             ("cat", 64 << 20, 50.0, 1.5),
+            ("cat", 128 << 20, 50.0, None),  # ours failed
             ("_foreach", 64 << 20, 60.0, 1.25),
         )
     ]

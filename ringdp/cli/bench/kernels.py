@@ -6,15 +6,17 @@ ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. So it ho
 needs for a launch, as in a training step. From ALONE bytes on, a GPU is asked for its own time:
 every call is timed by itself, begins with nothing of its data in a cache, and was launched while
 the GPU was kept waiting. What must move, over the time, is a bandwidth; that of `copy_`, which
-moves 2 S, is the memory's roof as torch reaches it. The file is written after every size.
+moves 2 S, is the memory's roof as torch reaches it. The file is written after every kernel. A way
+that raises, as torch's private names may in another version, costs its own row only: its error is
+kept, and is told at the end with exit code 1.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -50,7 +52,15 @@ class Row:
     p50_us: float
     gb_s: float  # of the median, as the two below
     percent_of_copy: float
-    over_ours: float | None  # this way's time over ours; None for ours
+    over_ours: float | None  # this way's time over ours; None for ours, or if that failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    kernel: str
+    way: str
+    size: int
+    error: str
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Report:
     machine: dict[str, str]
     device: str
     rows: list[Row]
+    failures: list[Failure] = field(default_factory=list)
 
 
 def check(options: Options) -> None:
@@ -84,48 +95,77 @@ def bench(options: Options, console: Console) -> int:
 
     report = measure(options, lambda says: console.print(says, soft_wrap=True), keep)
     show(report, console)
-    return 0
+    return 1 if report.failures else 0
 
 
 def measure(
     options: Options, note: Callable[[str], None], keep: Callable[[Report], None]
 ) -> Report:
-    """`keep` is given what is known after every size."""
+    """`keep` is given what is known after every kernel."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = describe(torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine["cpu"]
     report = Report(machine, name, [])
     for size in options.sizes:
         note(f"measuring {size:,} bytes on {name}")
-        report.rows.extend(_of_size(size // 4, options.rounds, device))
-        keep(report)
+        for rows, failures in _of_size(size // 4, options.rounds, device):
+            report.rows.extend(rows)
+            report.failures.extend(failures)
+            keep(report)
     return report
 
 
-def _of_size(elems: int, rounds: int, device: torch.device) -> list[Row]:
+def _of_size(
+    elems: int, rounds: int, device: torch.device
+) -> Iterator[tuple[list[Row], list[Failure]]]:
+    """Of one kernel after the other."""
     x, y = torch.randn(2, elems, device=device)
     timer = timer_of(4 * elems, device)
-    rows: list[Row] = []
-    for kernel, case in CASES.items():
-        ways = {COPY: lambda: y.copy_(x)} | case.ways(elems, device)
-        times = interleaved(ways, rounds, timer)
-        copied = 8 * elems / median(times.pop(COPY))
-        for way, seconds in times.items():
-            p50, moved = median(seconds), case.moves * 4 * elems
-            rows.append(
-                Row(
-                    kernel=kernel,
-                    way=way,
-                    size=4 * elems,
-                    bytes=int(moved),
-                    min_us=round(min(seconds) * 1e6, 3),
-                    p50_us=round(p50 * 1e6, 3),
-                    gb_s=round(moved / p50 / 1e9, 2),
-                    percent_of_copy=round(100 * moved / p50 / copied, 1),
-                    over_ours=None if way == OURS else round(p50 / median(times[OURS]), 3),
-                )
+    for kernel in CASES:
+        times, failed = _of_kernel(kernel, elems, rounds, device, timer, partial(y.copy_, x))
+        rows = _rows(kernel, elems, times) if COPY in times else []
+        yield rows, [Failure(kernel, way, 4 * elems, error) for way, error in failed.items()]
+
+
+def _of_kernel(
+    kernel: str, elems: int, rounds: int, device: torch.device, timer: Timer, copy: Call
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """As `interleaved`."""
+    try:
+        ways = CASES[kernel].ways(elems, device)
+    except Exception as e:
+        return {}, {"its tensors": _text(e)}
+    return interleaved({COPY: copy} | ways, rounds, timer)
+
+
+def _rows(kernel: str, elems: int, times: dict[str, list[float]]) -> list[Row]:
+    moved = CASES[kernel].moves * 4 * elems
+    copied = 8 * elems / median(times[COPY])
+    rows = []
+    for way, seconds in times.items():
+        if way == COPY:
+            continue
+        p50 = median(seconds)
+        beside = way != OURS and OURS in times
+        rows.append(
+            Row(
+                kernel=kernel,
+                way=way,
+                size=4 * elems,
+                bytes=int(moved),
+                min_us=round(min(seconds) * 1e6, 3),
+                p50_us=round(p50 * 1e6, 3),
+                gb_s=round(moved / p50 / 1e9, 2),
+                percent_of_copy=round(100 * moved / p50 / copied, 1),
+                over_ours=round(p50 / median(times[OURS]), 3) if beside else None,
             )
+        )
     return rows
+
+
+def _text(error: Exception) -> str:
+    """Not the error itself, which keeps the tensors of its frames."""
+    return f"{type(error).__name__}: {error}"
 
 
 class Timer(NamedTuple):
@@ -145,18 +185,33 @@ def timer_of(size: int, device: torch.device) -> Timer:
     return Timer(partial(alone, evicting=evicting), ALONE_CALLS)
 
 
-def interleaved(ways: dict[str, Call], rounds: int, timer: Timer) -> dict[str, list[float]]:
-    """Seconds of a call, one of each round."""
-    calls = {}
-    for way, call in ways.items():
-        call()  # compiles, on a GPU
-        calls[way] = max(1, min(timer.most, int(ROUND_SECONDS / timer.timed(call, 1))))
-    names, found = list(ways), {way: list[float]() for way in ways}
-    for turn in range(rounds):
-        first = turn % len(names)
+def interleaved(
+    ways: dict[str, Call], rounds: int, timer: Timer
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of a call, one of each round; and of ways that raised the error instead."""
+    calls, found = dict[str, int](), dict[str, list[float]]()
+    failed = dict[str, str]()
+
+    def turn(way: str) -> None:
+        try:
+            if way not in found:
+                ways[way]()  # compiles, on a GPU
+                calls[way] = max(1, min(timer.most, int(ROUND_SECONDS / timer.timed(ways[way], 1))))
+                found[way] = []
+            else:
+                found[way].append(timer.timed(ways[way], calls[way]))
+        except Exception as e:
+            failed[way] = _text(e)
+            found.pop(way, None)
+
+    for way in ways:
+        turn(way)
+    for number in range(rounds):
+        names = list(found)
+        first = number % max(1, len(names))
         for way in names[first:] + names[:first]:
-            found[way].append(timer.timed(ways[way], calls[way]))
-    return found
+            turn(way)
+    return found, failed
 
 
 def by_the_clock(call: Call, times: int) -> float:
@@ -223,3 +278,11 @@ def show(report: Report, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(rows_shown(report))
+    for failure in report.failures:
+        console.print(
+            f"{failure.kernel}, {failure.way}, {failure.size:,} bytes: {failure.error}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringdp.cli.bench import kernels as bench
-from ringdp.cli.bench.kernel_cases import CASES, OURS
+from ringdp.cli.bench.kernel_cases import CASES, OURS, Case
 from ringdp.cli.bench.kernels import ALONE, interleaved, timer_of
 from ringdp.cli.main import main
 from ringdp.kernels import __all__ as kernels
@@ -44,10 +44,45 @@ def test_times_every_kernel_beside_torch(
     assert f"kernels on {report['device']}" in shown
 
 
+def test_a_way_that_fails_costs_its_own_row_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise AttributeError("torch has no [such] function")
+
+    def sometimes() -> None:
+        calls.append(1)
+        if len(calls) > 3:
+            gone()
+
+    def fine() -> None: ...
+
+    calls: list[int] = []
+    cases = {
+        "flatten": Case(1, lambda *_: {OURS: gone, "cat": fine}),
+        "fold": Case(1, lambda *_: {OURS: fine, "sum": sometimes, "add": fine}),
+        "unscale": Case(1, gone),
+        "adamw": Case(1, lambda *_: {OURS: fine}),
+    }
+    monkeypatch.setattr(bench, "CASES", cases)
+    file = tmp_path / "rows.json"
+    assert main(["bench", "kernels", "--min", "1K", "--max", "1K", "--json", str(file)]) == 1
+    report = json.loads(file.read_text())
+    ways = [(row["kernel"], row["way"]) for row in report["rows"]]
+    assert ways == [("flatten", "cat"), ("fold", OURS), ("fold", "add"), ("adamw", OURS)]
+    assert report["rows"][0]["over_ours"] is None
+    failures = [(f["kernel"], f["way"]) for f in report["failures"]]
+    assert failures == [("flatten", OURS), ("fold", "sum"), ("unscale", "its tensors")]
+    error = "AttributeError: torch has no [such] function"
+    assert {(f["size"], f["error"]) for f in report["failures"]} == {(1024, error)}
+    assert f"flatten, ringdp, 1,024 bytes: {error}" in capsys.readouterr().out
+
+
 def test_ways_take_turns() -> None:
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "ab"}
-    found = interleaved(ways, 3, timer_of(1 << 10, torch.device("cpu")))
+    found, failed = interleaved(ways, 3, timer_of(1 << 10, torch.device("cpu")))
+    assert not failed
     assert {way: len(times) for way, times in found.items()} == {"a": 3, "b": 3}
     rounds = [name for before, name in zip(["", *calls], calls, strict=False) if before != name]
     # To warm up a, b; then rounds a, b and b, a and a, b.
