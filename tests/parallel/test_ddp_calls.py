@@ -141,8 +141,23 @@ def test_the_profiler_sees_forward_and_reductions(ranks):
     for seen in ranks(2)(profiled):
         assert seen["DistributedDataParallel.forward"] == 3
         assert seen["search_unused_parameters"] == 3
-        assert seen["ringdp:broadcast"] == 3
-        assert seen["ringdp:all_reduce"] == 6  # gradients, and who has used which parameter
+        assert seen["gloo:broadcast"] == 3
+        assert seen["gloo:all_reduce"] == 6  # gradients, and who has used which parameter
+
+
+def fused(comm: Communicator) -> None:
+    def trained(wrap: Wrap) -> list[Tensor]:
+        net: Any = wrap(mlp())
+        net._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
+        for step in range(3):
+            backward(net, step, comm.rank)
+        return list(net.parameters())
+
+    assert equal(*of_both(trained))
+
+
+def test_an_optimizer_as_a_hook_steps_as_torchs_does(ranks):
+    ranks(2)(fused)
 
 
 def built_in(comm: Communicator, name: str) -> None:

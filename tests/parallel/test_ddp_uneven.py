@@ -124,8 +124,9 @@ def thrown(comm: Communicator) -> str:
 
 
 def test_uneven_inputs_can_be_an_error_on_every_rank(ranks):
-    for text in ranks(2)(thrown):
-        assert "Detected at least one rank that exhausted inputs: [0]" in text
+    ended, other = ranks(2)(thrown)
+    assert "Rank 0 exhausted all inputs" in ended
+    assert "Detected at least one rank that exhausted inputs: [0]" in other
 
 
 def even(comm: Communicator) -> None:

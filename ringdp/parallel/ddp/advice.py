@@ -13,15 +13,13 @@ def advice(settings: Settings) -> str:
         return (
             "This error indicates that your training graph has changed in this iteration, e.g., "
             "one parameter is used in first iteration, but then got unused in the second "
-            "iteration. this is not compatible with static_graph set to True. Or no tensors were "
-            "found in what `forward` returned: return them in containers or dataclasses."
+            "iteration. this is not compatible with static_graph set to True."
         )
     outputs = "making sure all `forward` function outputs participate in calculating loss"
     if settings.find_unused_parameters:
         return (
             "Since `find_unused_parameters=True` is enabled, this means that backward raised, or "
-            "that no tensors were found in what `forward` returned: return them in containers or "
-            f"dataclasses. You can fix the latter by {outputs}, too."
+            f"that not all outputs were found. You can fix the latter by {outputs}."
         )
     return (
         "This error indicates that your module has parameters that were not used in producing "
@@ -31,13 +29,22 @@ def advice(settings: Settings) -> str:
     )
 
 
+# What torch's class advises, which leaves the names out without it.
+NAMES = (
+    "These are all of them: there is no need to set the environment variable "
+    "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+)
+FOUND = " Tensors that `forward` returns are found in containers and dataclasses."
+
+
 def unfinished(settings: Settings, rank: int, lost: Mapping[int, str]) -> str:
     """`lost`: names, by index, of parameters whose gradients have not come."""
+    looks = settings.static_graph or settings.find_unused_parameters
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         f"{advice(settings)}\nParameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, lost))}\nParameters which did not receive grad for rank {rank}: "
-        f"{', '.join(lost.values())}"
+        f"{', '.join(lost.values())}. {NAMES}{FOUND if looks else ''}"
     )
 
 

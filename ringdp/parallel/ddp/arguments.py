@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import nn
+from torch.nn import SyncBatchNorm as _TorchsSyncBatchNorm
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
@@ -53,7 +54,7 @@ def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
         for name, p in m.named_parameters(prefix, recurse=False):
             if p.requires_grad and name not in ignored:
                 found.setdefault(p, Trainable(name, p, sparse))
-        if isinstance(m, nn.SyncBatchNorm):
+        if isinstance(m, _TorchsSyncBatchNorm):
             raise UsageError(
                 f"{prefix}: torch's SyncBatchNorm layers only work with GPU modules; use "
                 "ringdp.SyncBatchNorm.convert_sync_batchnorm(model)"

@@ -18,11 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as _TorchsBucket
 
-from ringdp.errors import UsageError
+from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.journal import Journal
 
 EMPTY = inspect.Signature.empty
-CONTRACT = {"bucket": _TorchsBucket, "return": torch.futures.Future[Tensor]}
+CONTRACT = {
+    "bucket": (_TorchsBucket, "dist.GradBucket"),
+    "return": (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
+}
 
 
 class NotAHook(UsageError, TypeError):
@@ -32,18 +36,17 @@ class NotAHook(UsageError, TypeError):
         super().__init__(f"Communication hook must be callable; this one is {given!r}")
 
 
-def checked(hook: Any) -> None:
+def checked(hook: Any, journal: Journal) -> None:
     """Raise NotAHook, or UsageError for one that says that it takes or gives something else."""
     if not callable(hook):
-        raise NotAHook(hook)
+        raise journal.failed(NotAHook(hook))
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     said = (bucket.annotation if bucket else EMPTY, signature.return_annotation)
-    for (what, right), found in zip(CONTRACT.items(), said, strict=True):
+    for (what, (right, name)), found in zip(CONTRACT.items(), said, strict=True):
         if not isinstance(found, str) and found not in (EMPTY, right):
-            raise UsageError(
-                f"Communication hook: {what} annotation should be {right}; this one's is {found}"
-            )
+            why = f"Communication hook: {what} annotation should be {name}. This one's is {found}"
+            raise journal.failed(UsageError(why))
 
 
 class GradBucket:
@@ -90,16 +93,16 @@ class CommHook(NamedTuple):
         future = self.call(self.state, GradBucket(bucket, last=last))
         name = self.name
         if not isinstance(future, torch._C.Future):  # what torch.futures.Future derives from
-            raise UsageError(
-                f"the communication hook {name} returned {type(future).__name__}; it must return "
-                "a torch.futures.Future of one tensor"
+            raise ModelError(
+                f"the communication hook {name}: callback must return a torch.futures.Future "
+                f"object, but got {type(future).__name__}"
             )
 
         def finish() -> None:
             value = future.wait()
             tensors = value if isinstance(value, list | tuple) else [value]
             if len(tensors) != 1 or not isinstance(tensors[0], Tensor):
-                raise UsageError(f"the communication hook {name} must give one tensor, not {value}")
+                raise ModelError(f"the communication hook {name} must give one tensor, not {value}")
             bucket.store(tensors[0])
 
         return finish

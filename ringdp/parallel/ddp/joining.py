@@ -26,6 +26,7 @@ class Joining(Joinable):
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     _uneven: Uneven | None
+    _authoritative_rank: int | None
     _reducer: Callable[[], tuple[Communicator, Reducer]]
     _broadcast: Callable[..., None]
     _named_buffers: Callable[[], dict[str, Tensor]]
@@ -95,6 +96,7 @@ class Joining(Joinable):
         comm, reducer = self._reducer()
         assert self._uneven is not None
         reducer._land()
+        self._authoritative_rank = self._uneven.root
         self._broadcast(comm, buffers=self.forward_sync_buffers, root=self._uneven.root)
 
     def _shadow(self, status: Status) -> None:

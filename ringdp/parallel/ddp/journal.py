@@ -6,6 +6,7 @@
     overlap            the part of backward_comm that lies in backward_compute
 
 As torch's DDP samples: the first ten iterations, then every hundredth or what has been asked for.
+And what went wrong, under the keys `has_error` and `error`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from time import time_ns
+from typing import TypeVar
 
 from ringdp.errors import UsageError
 
@@ -27,9 +29,11 @@ SPANS = {
     "backward_compute_comm_overlap_time": (REDUCING, GRADIENTS),
 }
 
+Error = TypeVar("Error", bound=Exception)
+
 
 class Journal:
-    """Of one DDP. `facts`: of the last iteration that was sampled, under torch's keys."""
+    """Of one DDP. `facts`: of the last iteration that was sampled or failed, by torch's keys."""
 
     def __init__(self) -> None:
         self.facts: dict[str, int | str] = {}
@@ -39,12 +43,19 @@ class Journal:
         self._marks: dict[str, int] = {}
         self._sums: Counter[str] = Counter()
 
+    def failed(self, error: Error) -> Error:
+        """The same, for who raises it."""
+        self.facts |= {"iteration": self._iterations, "has_error": 1, "error": str(error)}
+        return error
+
     def sample(self, rate: int) -> None:
         """Every `rate`-th iteration. Raises UsageError."""
         if rate < 1:
-            raise UsageError(
-                f"the rate is {rate}; DDP runtime logging sample rate should be equal or greater "
-                "than 1"
+            raise self.failed(
+                UsageError(
+                    f"the rate is {rate}; DDP runtime logging sample rate should be equal or "
+                    "greater than 1"
+                )
             )
         self._rate = rate
 
@@ -72,7 +83,7 @@ class Journal:
         }
         self._sums.update(spans)
         self._samples += 1
-        self.facts = {
+        self.facts |= {
             "iteration": self._iterations - 1,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, ready)),
             **self._marks,

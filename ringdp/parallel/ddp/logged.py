@@ -11,7 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ringdp.comm import Communicator
+from ringdp.parallel.ddp import profiled
 from ringdp.parallel.ddp.reducer import Reducer
 
 ENVIRONMENT = {
@@ -19,6 +22,10 @@ ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
     "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
     "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+}
+GLOO = {
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
 }
 NAMES = {torch.float32: "float", torch.float64: "double"}  # those of C++
 
@@ -31,7 +38,6 @@ def facts(reducer: Reducer) -> dict[str, Any]:
     told = {
         "world_size": reducer.comm.size,
         "rank": reducer.comm.rank,
-        "backend_name": "ringdp",
         "device_ids": "",
         "output_device": -1,
         "dtypes": ", ".join(sorted(dtypes)),
@@ -56,6 +62,18 @@ def facts(reducer: Reducer) -> dict[str, Any]:
         told["comm_hook"] = reducer.hook.name
     told |= {key: os.environ.get(name, "N/A") for key, name in ENVIRONMENT.items()}
     return told | reducer.journal.facts
+
+
+def backend(group: Any) -> dict[str, Any]:
+    """What torch's class would move gradients by: that of the torch.distributed group, if any."""
+    group = None if isinstance(group, Communicator) else group
+    told: dict[str, Any] = {"backend_name": profiled.backend(group)}
+    if told["backend_name"] == "gloo":
+        of_group: Any = group or dist.group.WORLD
+        options = of_group._get_backend(torch.device("cpu")).options
+        told |= {key: os.environ.get(name, "N/A") for key, name in GLOO.items()}
+        told["gloo_num_threads"] = options._threads
+    return told
 
 
 def _sizes(layout: Iterable[Iterable[int]], sizes: list[int]) -> str:

@@ -6,7 +6,8 @@
 
 As torch's DDP does it, in that order, and to the same bits; so what p.grad holds is added to in
 param_dtype. Unlike there a forward without gradients leaves parameters as they were, and of
-buffers only floating ones are cast. `Precision`, of `shard`, is the richer way.
+buffers only floating ones are cast. To be read, as there: p._fp_param is p.data at rest,
+p._mp_param the low one. `Precision`, of `shard`, is the richer way.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Mixed:
         self.model, self.ignored, self.config = model, ignored, config
         self.dtype, self.reduce, buffer = dtypes(config)
         self._rest: dict[nn.Parameter, Tensor] = {}  # p.data at rest, of those that are low
+        for p in self._parameters():
+            _show(p, p.data, p.new_empty(0, dtype=self.dtype))
         for name, tensor in model.named_buffers():
             if buffer is not None and tensor.is_floating_point() and name not in ignored:
                 tensor.data = tensor.to(buffer)
@@ -64,22 +67,26 @@ class Mixed:
 
     def lower(self) -> list[nn.Parameter]:
         """All of them; returned are those that were at rest."""
-        lowered: list[nn.Parameter] = []
-        if self.dtype is None:
-            return lowered
-        for name, p in self.model.named_parameters():
-            if name in self.ignored or p.dtype == self.dtype or not p.is_floating_point():
-                continue
-            self._rest[p] = p.data
-            p.data = p.data.to(self.dtype)
+        lowered = [p for p in self._parameters() if p.dtype != self.dtype]
+        for p in lowered:
+            self._rest[p], p.data = p.data, p.data.to(self.dtype)
+            _show(p, self._rest[p], p.data)
             _cast_gradient(p)
-            lowered.append(p)
         return lowered
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those that become low."""
+        return [
+            p
+            for name, p in self.model.named_parameters()
+            if self.dtype and name not in self.ignored and p.is_floating_point()
+        ]
 
     def raise_(self, p: nn.Parameter) -> None:
         """What it is at rest, if it was low."""
         if (rest := self._rest.pop(p, None)) is not None:
             p.data = rest
+            _show(p, rest, rest.new_empty(0, dtype=self.dtype))
             _cast_gradient(p)
 
     def raise_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -88,6 +95,10 @@ class Mixed:
 
     def inputs(self, args: Any, kwargs: Any) -> Any:
         return cast((args, kwargs), self.dtype) if self.dtype else (args, kwargs)
+
+
+def _show(p: nn.Parameter, rest: Tensor, low: Tensor) -> None:
+    p._fp_param, p._mp_param = rest, low  # type: ignore[attr-defined]
 
 
 def _cast_gradient(p: nn.Parameter) -> None:

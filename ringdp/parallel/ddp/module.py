@@ -25,7 +25,7 @@ from ringdp.parallel.ddp.joining import ALONE, Joining
 from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.nested import Around
-from ringdp.parallel.ddp.profiled import span
+from ringdp.parallel.ddp.profiled import broadcast, span
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.uneven import Uneven
@@ -93,6 +93,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._reducing = False  # in a forward whose backward it reduces
         self._hook: CommHook | BuiltIn | None = None
         self._uneven: Uneven | None = None
+        self._authoritative_rank: int | None = None
         process_group = of_mesh(process_group, device_mesh)
         localize(module, device_mesh)
         self._group = process_group  # as given
@@ -172,7 +173,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         if buffers and self._buffer_hook:
             reducer.guests += self._buffer_hook.run(buffers)
         elif buffers:
-            with span("ringdp:broadcast"):
+            with broadcast():
                 replicas.broadcast(comm, buffers.values(), root)
         self._outer = (_Torchs._active_ddp_module, span("DistributedDataParallel.forward"))
         _Torchs._active_ddp_module = self  # type: ignore[assignment]
@@ -238,7 +239,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """`hook(state, bucket)` reduces each bucket instead of the average; see `hook`."""
-        checked(hook)
+        checked(hook, self._journal)
         self._register(CommHook(state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -248,10 +249,11 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     def _register(self, hook: CommHook | BuiltIn) -> None:
         _, reducer = self._reducer()
         if reducer.hook is not None:
-            raise ModelError(
+            why = (
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "
                 f"not with mixed_precision: there is {reducer.hook.name}"
             )
+            raise self._journal.failed(ModelError(why))
         self._hook = reducer.hook = hook
 
     def _register_buffer_comm_hook(

@@ -1,9 +1,11 @@
-"""What torch's profiler sees of DDP, under the names that it has over torch's backends:
+"""What torch's profiler sees of DDP, under the names that torch's class has there:
 
 DistributedDataParallel.forward
 search_unused_parameters         where they are sought
-ringdp:all_reduce                from a reduction's start until its result is there
-ringdp:broadcast                 of buffers, and of the order of buckets
+gloo:all_reduce                  from a reduction's start until its result is there
+gloo:broadcast                   of buffers, and of the order of buckets
+
+with the backend of torch's default group, as gloo, or "ringdp" where there is none.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 from torch.futures import Future
@@ -22,6 +25,16 @@ from ringdp.comm.backend.works import GroupWork, Watcher
 def span(name: str) -> AbstractContextManager[object]:
     """Around what is to be seen, where something is profiled."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
+
+
+def backend(group: Any = None) -> str:
+    """Of a torch.distributed group: the name under which torch's class would be seen."""
+    return dist.get_backend(group) if dist.is_available() and dist.is_initialized() else "ringdp"
+
+
+def broadcast() -> AbstractContextManager[object]:
+    """A span around one."""
+    return span(f"{backend()}:broadcast" if profiler._is_profiler_enabled else "")
 
 
 class _Seen(NamedTuple):
@@ -42,7 +55,7 @@ def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work | _Seen:
     """The sum over ranks, begun. Where it is to be seen, a thread tells when it has ended."""
     if not profiler._is_profiler_enabled:
         return comm.all_reduce(flat, async_op=True, tag=tag)
-    seen, watcher = profiler.record_function("ringdp:all_reduce"), Watcher()
+    seen, watcher = profiler.record_function(f"{backend()}:all_reduce"), Watcher()
     ended: Future[Any] = Future()
     seen.__enter__()  # type: ignore[no-untyped-call]
     work = comm.all_reduce(flat, async_op=True, tag=tag)

@@ -45,7 +45,7 @@ from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
 from ringdp.parallel.ddp.listening import enders, kept, listener, raiser
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
-from ringdp.parallel.ddp.profiled import all_reduce, span
+from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.sparse import SparseBucket
 from ringdp.parallel.ddp.stepping import step, taken_off
@@ -85,7 +85,7 @@ class Reducer(Asked, Taped):
         self.idle: set[int] = set()  # unused parameters that count as there in this backward
         self.started = 0  # buckets, in the last backward
         self._users = torch.zeros(len(parameters), dtype=torch.int32)  # ranks, of each parameter
-        self._build(reversed(range(len(parameters))))
+        self._build()
         self._nodes: dict[int, Any] = {}
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []
@@ -103,12 +103,17 @@ class Reducer(Asked, Taped):
                 self._handles.append(node.register_hook(listener(weakref.ref(self), index)))
                 self._nodes[index] = node
 
-    def _build(self, order: Iterable[int]) -> None:
+    def _build(self, order: Iterable[int] | None = None) -> None:
+        """`order`: that in which gradients come; unknown, the parameters' from the last one on."""
         facts = [
             Gradient(p.numel() * p.element_size(), (p.dtype, p.device), sparse)
             for _, p, sparse in self.parameters
         ]
-        layout = assign(facts, order, self.settings.caps)
+        caps, everything = self.settings.caps, range(len(facts))
+        if order is None and self._finds_unused:  # cut from the first one on, as torch does it
+            layout = assign(facts, everything, caps)[::-1]
+        else:
+            layout = assign(facts, order or everything[::-1], caps)
         self.layouts.append(layout)
         self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(layout)]
         self._places = {
@@ -149,7 +154,10 @@ class Reducer(Asked, Taped):
         """Raise ModelError if the last backward is not through."""
         if self._running:
             lost = {i: self.parameters[i].name for i, left in enumerate(self._left) if left > 0}
-            raise ModelError(unfinished(self.settings, self.comm.rank, lost))
+            raise self._failed(unfinished(self.settings, self.comm.rank, lost))
+
+    def _failed(self, why: str) -> ModelError:
+        return self.journal.failed(ModelError(why))
 
     def _rebuild_buckets(self) -> bool:
         """Once, after the first backward, buckets follow the order in which gradients came there.
@@ -162,7 +170,7 @@ class Reducer(Asked, Taped):
             return False
         everything = range(len(self.parameters))
         order = torch.tensor([*self._order, *(i for i in everything if i not in self._order)])
-        with span("ringdp:broadcast"):
+        with broadcast():
             self.comm.broadcast(order)
         self._build(order.tolist())
         return True
@@ -194,7 +202,7 @@ class Reducer(Asked, Taped):
             return  # autograd came by with nothing
         if not self._armed:
             if self._again and index in (self.unused or ()):
-                raise ModelError(again(self.parameters[index].name))
+                raise self._failed(again(self.parameters[index].name))
             self._used.add(index)
             self.mixed.raise_(self.parameters[index].parameter)
             return
@@ -207,7 +215,7 @@ class Reducer(Asked, Taped):
         if self._left[index] == 0 and not self._learning:
             self._ready(index)
         elif self._left[index] < 0 and not self._learning:
-            raise ModelError(once_more(self.parameters[index].name, self.settings))
+            raise self._failed(once_more(self.parameters[index].name, self.settings))
 
     def _begin(self, first: int) -> None:
         if self.parameters[first].parameter.grad is None and (error := kept()):
@@ -262,6 +270,9 @@ class Reducer(Asked, Taped):
             flight = self.hook.start(bucket, last=last) if self.hook else bucket.start()
         except CommunicationError as error:
             flight = raiser(error)
+        except ModelError as error:
+            self.journal.failed(error)
+            raise
         self._flights.append(flight)
 
     def end_later(self) -> None:

@@ -52,6 +52,8 @@ class Uneven:
         training = [rank for rank, status in enumerate(found) if status.trains]
         if self.throw and 0 < len(training) < self.comm.size:
             ended = [rank for rank, status in enumerate(found) if not status.trains]
+            if not mine.trains:
+                raise ModelError(f"Rank {self.comm.rank} exhausted all inputs, as did: {ended}")
             raise ModelError(f"Detected at least one rank that exhausted inputs: {ended}")
         self.root = max(training, default=self.root)
         self.divisor = self.comm.size if self.initial_size else max(len(training), 1)

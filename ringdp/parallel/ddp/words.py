@@ -3,14 +3,14 @@
     read    which arguments it was given, where it is, its buffers
     call    _set_static_graph, _get_ddp_logging_data, _check_reducer_finalized, ...
 
-They do here what they do there. Not here: what belongs to a GPU (`to_kwargs`, `scatter`, `gather`),
-to torch's C++ (`logger`) and to how it does mixed precision (`_mp_param`).
+They do here what they do there. Not here: what belongs to a GPU (`to_kwargs`, `scatter`, `gather`)
+and to torch's C++ (`logger`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ from ringdp.parallel.ddp import arguments, logged
 from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
+from ringdp.parallel.ddp.uneven import Uneven
+from ringdp.parallel.sync_batchnorm import SyncBatchNorm
+
+SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class Words:
@@ -36,6 +40,8 @@ class Words:
     require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
     reducer: Reducer | None
     _group: Any  # as given
+    _uneven: Uneven | None
+    _authoritative_rank: int | None  # whose values held at the end of the last join
     _journal: Journal
     _started: bool
     _reducer: Callable[[], tuple[Communicator, Reducer]]
@@ -141,7 +147,8 @@ class Words:
             )
             return
         if self._started:
-            raise ModelError("_set_static_graph() should be called before training loop starts")
+            why = "_set_static_graph() should be called before training loop starts"
+            raise self._journal.failed(ModelError(why))
         self.settings = self.settings._replace(static_graph=True)
         self.reducer = None
         self._reducer()
@@ -151,8 +158,25 @@ class Words:
         return {
             "module_name": type(self.module).__name__,
             "broadcast_buffers": int(self.forward_sync_buffers),
+            "has_sync_bn": int(any(isinstance(m, SYNCED) for m in self.module.modules())),
+            "join_uneven_inputs": int((self._uneven or self._authoritative_rank) is not None),
+            **logged.backend(self._group),
             **logged.facts(self._reducer()[1]),
         }
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Iterable[nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A hook that steps an optimizer of that type, `optim(params, *args, **kwargs)`, on each
+        bucket once it is reduced. As torch's: the types that it has a functional form of."""
+        from torch.distributed.algorithms import _optimizer_overlap as overlap  # compiles scripts
+
+        make: Any = overlap._as_overlapped_optim  # type: ignore[attr-defined]
+        make(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Time every `sample_rate`-th iteration beyond the tenth. See `journal`."""
