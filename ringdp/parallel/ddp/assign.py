@@ -35,6 +35,15 @@ class Gradient(NamedTuple):
     sparse: bool = False  # goes alone: it has no fixed size
 
 
+def at_first(gradients: Sequence[Gradient], caps: Sequence[int], *, stays: bool) -> list[list[int]]:
+    """Before their order is known: from the last to the first. `stays`: it never will be; then
+    buckets are torch's, which cuts them from the first to the last."""
+    everything = range(len(gradients))
+    if stays:
+        return assign(gradients, everything, caps)[::-1]
+    return assign(gradients, everything[::-1], caps)
+
+
 def assign(
     gradients: Sequence[Gradient], order: Iterable[int], caps: Sequence[int]
 ) -> list[list[int]]:

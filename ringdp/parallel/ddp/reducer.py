@@ -38,7 +38,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.advice import again, once_more, unfinished
 from ringdp.parallel.ddp.asked import Asked
-from ringdp.parallel.ddp.assign import Gradient, assign
+from ringdp.parallel.ddp.assign import Gradient, assign, at_first
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
@@ -103,17 +103,14 @@ class Reducer(Asked, Taped):
                 self._handles.append(node.register_hook(listener(weakref.ref(self), index)))
                 self._nodes[index] = node
 
-    def _build(self, order: Iterable[int] | None = None) -> None:
-        """`order`: that in which gradients come; unknown, the parameters' from the last one on."""
+    def _build(self, order: Sequence[int] = ()) -> None:
+        """`order`: that in which gradients come, once it is known."""
         facts = [
             Gradient(p.numel() * p.element_size(), (p.dtype, p.device), sparse)
             for _, p, sparse in self.parameters
         ]
-        caps, everything = self.settings.caps, range(len(facts))
-        if order is None and self._finds_unused:  # cut from the first one on, as torch does it
-            layout = assign(facts, everything, caps)[::-1]
-        else:
-            layout = assign(facts, order or everything[::-1], caps)
+        caps, stays = self.settings.caps, self.settings.seeks_unused
+        layout = assign(facts, order, caps) if order else at_first(facts, caps, stays=stays)
         self.layouts.append(layout)
         self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(layout)]
         self._places = {
