@@ -102,3 +102,18 @@ def skipping(comm: Communicator, options: dict[str, bool]) -> list[list[float]]:
 def test_buckets_of_unused_parameters_are_reduced_while_ranks_may_end(ranks, options):
     first, other = ranks(2)(skipping, options)
     assert other == first
+
+
+def joined_copy(comm: Communicator) -> list[float]:
+    """Rank 0 has no inputs at all: the copy's reducer is made all the same."""
+    net = copy.deepcopy(DistributedDataParallel(nn.Linear(WIDTH, 3)))
+    with net.join():
+        for step in range(2 * comm.rank):
+            net.zero_grad()
+            loss(net(rows(step, comm.rank))).backward()
+    return [v for p in net.parameters() for v in p.flatten().tolist()]
+
+
+def test_a_copy_may_join(ranks):
+    first, other = ranks(2)(joined_copy)
+    assert other == first

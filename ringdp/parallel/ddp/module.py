@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ringdp.comm import Communicator, communicator_of
+from ringdp.comm import communicator_of
 from ringdp.errors import ModelError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments, unheard
@@ -26,7 +26,6 @@ from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.nested import Around
 from ringdp.parallel.ddp.profiled import broadcast, span
-from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
@@ -91,7 +90,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self.require_forward_param_sync = True
         self._started = False  # with its first forward
         self._reducing = False  # in a forward whose backward it reduces
-        self._hook: CommHook | BuiltIn | None = None
+        self._hook = None
         self._uneven: Uneven | None = None
         self._authoritative_rank: int | None = None
         process_group = of_mesh(process_group, device_mesh)
@@ -100,11 +99,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._buffer_hook: BufferHook | None = None
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
         self._around = Around(self._trainable)
-        self.reducer: Reducer | None = None
-        comm = communicator_of(process_group)
-        self.comm: Communicator | None = comm
+        self._reducer = None
+        self._comm = communicator_of(process_group)
         self.settings = Settings(
-            caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or (), comm),
+            caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or (), self.comm),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -115,10 +113,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         if init_sync:
             if at_first:
                 replicas.check_places(self._named_buffers().items())
-            replicas.check_equal(comm, [(t.name, t.parameter) for t in self._trainable])
-            self._broadcast(comm, buffers=at_first)
+            replicas.check_equal(self.comm, [(t.name, t.parameter) for t in self._trainable])
+            self._broadcast(buffers=at_first)
         self._mixed = Mixed(module, self.parameters_to_ignore, mixed_precision)
-        self._reducer()
+        self._make_reducer()
 
     # ---- what it works on
 
@@ -127,40 +125,43 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         ignored = self.parameters_to_ignore
         return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
-    def _broadcast(self, comm: Communicator, *, buffers: bool, root: int = 0) -> None:
+    def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
         ignored = self.parameters_to_ignore
         state = [p for name, p in self.module.named_parameters() if name not in ignored]
-        replicas.broadcast(comm, state + (self.modules_buffers if buffers else []), root)
-
-    def _reducer(self) -> tuple[Communicator, Reducer]:
-        """Made anew for a copy, in its first forward."""
-        if self.comm is None:
-            self.comm = communicator_of(None)
-        if self.reducer is None:
-            comm = self.comm.duplicate()
-            self.reducer = Reducer(self._trainable, comm, self.settings, self._mixed, self._journal)
-            self.reducer.hook = self._hook or self._mixed.hook(comm)
-        return self.comm, self.reducer
+        replicas.broadcast(self.comm, state + (self.modules_buffers if buffers else []), root)
 
     # ---- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        reduces = self._before_forward()
-        inputs, kwargs, lowered = self._lower(inputs, kwargs)
-        try:
-            output = self.module(*inputs, **kwargs)
-        finally:
-            self._leave_module(lowered)
-        self._after_forward(output, reduces=reduces)
+        with self._inside(inputs, kwargs) as (args, named):
+            output = self.module(*args, **named)
+            self._after_forward(output)
         return output
 
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def _inside(self, args: Any, kwargs: Any) -> Iterator[Any]:
+        """The inputs, as the module shall have them. Collective."""
+        self._before_forward()
+        outer, _Torchs._active_ddp_module = _Torchs._active_ddp_module, self  # type: ignore
+        lowered: list[nn.Parameter] = []
+        try:
+            with span("DistributedDataParallel.forward"):
+                if lowered := self._mixed.lower():
+                    self.reducer.listen()
+                yield self._mixed.inputs(args, kwargs)
+        finally:
+            _Torchs._active_ddp_module, self._reducing = outer, False
+            if not torch.is_grad_enabled():
+                self._mixed.raise_all(lowered)
+
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _before_forward(self) -> bool:
-        """Whether the backward of this forward shall reduce. Collective."""
-        comm, reducer = self._reducer()
+    def _before_forward(self) -> None:
+        """Decide whether the backward of this forward shall reduce. Collective."""
+        reducer = self.reducer
         self._around.meet(_Torchs._active_ddp_module)
         recomputed = reducer._running and in_backward()
-        self._reducing = reduces = self._averages and not recomputed and not self._around.reduces()
+        reduces = self._averages and not recomputed and not self._around.reduces()
         if reduces:
             unheard.check_autograd()
             if not self._started or (reducer._armed and not reducer._running):
@@ -174,34 +175,14 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             reducer.guests += self._buffer_hook.run(buffers)
         elif buffers:
             with broadcast():
-                replicas.broadcast(comm, buffers.values(), root)
-        self._outer = (_Torchs._active_ddp_module, span("DistributedDataParallel.forward"))
-        _Torchs._active_ddp_module = self  # type: ignore[assignment]
-        self._outer[1].__enter__()
-        return reduces
+                replicas.broadcast(self.comm, buffers.values(), root)
+        self._reducing = reduces
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _lower(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[nn.Parameter]]:
-        """See `mixed`. The inputs, and the parameters that have become low just now."""
-        if lowered := self._mixed.lower():
-            self._reducer()[1].listen()
-        return *self._mixed.inputs(args, kwargs), lowered
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _leave_module(self, lowered: list[nn.Parameter]) -> None:
-        _Torchs._active_ddp_module, seen = self._outer
-        seen.__exit__(None, None, None)
-        del self._outer
-        self._reducing = False
-        if not torch.is_grad_enabled():
-            self._mixed.raise_all(lowered)
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _after_forward(self, output: Any, *, reduces: bool) -> None:
-        _, reducer = self._reducer()
-        reducer.end_forward(tensors(output), reduces=reduces)
+    def _after_forward(self, output: Any) -> None:
+        self.reducer.end_forward(tensors(output), reduces=self._reducing)
         if self._buffer_hook and self._syncs(before=False):
-            reducer.guests += self._buffer_hook.run(self._named_buffers())
+            self.reducer.guests += self._buffer_hook.run(self._named_buffers())
         self.require_forward_param_sync, self._started = self._averages, True
 
     @property
@@ -212,7 +193,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     @property
     def _reduces(self) -> bool:
         """Whether the next backward does, of the forward that is under way or is through."""
-        return self._reducing or (self.reducer is not None and self.reducer._armed)
+        return self._reducing or (self._reducer is not None and self._reducer._armed)
 
     def _syncs(self, *, before: bool) -> bool:
         """Whether buffers are brought together there: before the forward, or after it."""
@@ -233,7 +214,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
 
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent to reduce gradients so far."""
-        return self._reducer()[1].comm.sent_bytes()
+        return self.reducer.comm.sent_bytes()
 
     # ---- hooks, copies
 
@@ -247,14 +228,13 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._register(built_in(comm_hook_type))
 
     def _register(self, hook: CommHook | BuiltIn) -> None:
-        _, reducer = self._reducer()
-        if reducer.hook is not None:
+        if self.reducer.hook is not None:
             why = (
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "
-                f"not with mixed_precision: there is {reducer.hook.name}"
+                f"not with mixed_precision: there is {self.reducer.hook.name}"
             )
             raise self._journal.failed(ModelError(why))
-        self._hook = reducer.hook = hook
+        self._hook = self.reducer.hook = hook
 
     def _register_buffer_comm_hook(
         self,
@@ -275,7 +255,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
                 "process group, that is without process_group=; so is deepcopy"
             )
         state = copy.copy(self.__dict__)
-        state["comm"] = state["reducer"] = state["_uneven"] = state["_group"] = None
+        state["_comm"] = state["_reducer"] = state["_uneven"] = state["_group"] = None
         state["_join_config"] = ALONE
         return state
 

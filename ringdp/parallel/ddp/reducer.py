@@ -50,6 +50,7 @@ from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.sparse import SparseBucket
 from ringdp.parallel.ddp.stepping import step, taken_off
 from ringdp.parallel.ddp.taped import Taped
+from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.tape import recorder
 
 
@@ -133,6 +134,11 @@ class Reducer(Asked, Taped):
 
     # ---- forward
 
+    def join(self, uneven: Uneven | None) -> None:
+        """What it knows of ranks that have ended holds for the next backward."""
+        self.joined = uneven is not None
+        self.divisor = uneven.divisor if uneven else self.comm.size
+
     def begin_forward(self, *, reduces: bool) -> None:
         """`reduces`: its backward shall. Collective once, then: see `_rebuild_buckets`."""
         self._again = False
@@ -165,8 +171,7 @@ class Reducer(Asked, Taped):
         self._check_reducer_finalized()
         if self.rebuilt or not self._order or self.settings.seeks_unused:
             return False
-        everything = range(len(self.parameters))
-        order = torch.tensor([*self._order, *(i for i in everything if i not in self._order)])
+        order = torch.tensor([*(self._order | dict.fromkeys(range(len(self.parameters))))])
         with broadcast():
             self.comm.broadcast(order)
         self._build(order.tolist())
@@ -317,11 +322,8 @@ class Reducer(Asked, Taped):
 
     def _missing(self) -> list[int]:
         """Parameters that have got no gradient in this backward, or never do (static_graph)."""
-        return [
-            i
-            for i, (left, parts) in enumerate(zip(self._left, self._expected, strict=True))
-            if parts == 0 or left == parts
-        ]
+        parts = enumerate(zip(self._left, self._expected, strict=True))
+        return [i for i, (left, all_) in parts if all_ == 0 or left == all_]
 
     def _ask_users(self, missing: Sequence[int]) -> Callable[[], tuple[set[int], bool]]:
         """What is returned waits, and gives the parameters that no rank has used, and whether any

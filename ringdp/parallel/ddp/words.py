@@ -17,34 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments, logged
-from ringdp.parallel.ddp.journal import Journal
-from ringdp.parallel.ddp.reducer import Reducer
-from ringdp.parallel.ddp.settings import Settings
+from ringdp.parallel.ddp.holding import Holding
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
 SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
-class Words:
+class Words(Holding):
     """The part of DistributedDataParallel that is there to be found under its name."""
 
     module: nn.Module
     parameters_to_ignore: set[str]
-    settings: Settings
     forward_sync_buffers: bool
     require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
-    reducer: Reducer | None
     _group: Any  # as given
     _uneven: Uneven | None
     _authoritative_rank: int | None  # whose values held at the end of the last join
-    _journal: Journal
     _started: bool
-    _reducer: Callable[[], tuple[Communicator, Reducer]]
     _named_buffers: Callable[[], dict[str, Tensor]]
 
     broadcast_bucket_size = replicas.PIECE
@@ -57,7 +50,7 @@ class Words:
         if self._group is not None:
             return self._group
         torchs = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if torchs else self._reducer()[0]
+        return dist.group.WORLD if torchs else self.comm
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -112,11 +105,11 @@ class Words:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._reducer()[1].rebuilt
+        return self.reducer.rebuilt
 
     @property
     def _distributed_rank(self) -> int:
-        return self._reducer()[0].rank
+        return self.comm.rank
 
     @staticmethod
     def _get_data_parallel_params(
@@ -150,8 +143,7 @@ class Words:
             why = "_set_static_graph() should be called before training loop starts"
             raise self._journal.failed(ModelError(why))
         self.settings = self.settings._replace(static_graph=True)
-        self.reducer = None
-        self._reducer()
+        self._make_reducer()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """See `logged`."""
@@ -161,7 +153,7 @@ class Words:
             "has_sync_bn": int(any(isinstance(m, SYNCED) for m in self.module.modules())),
             "join_uneven_inputs": int((self._uneven or self._authoritative_rank) is not None),
             **logged.backend(self._group),
-            **logged.facts(self._reducer()[1]),
+            **logged.facts(self.reducer),
         }
 
     def _register_fused_optim(
@@ -184,11 +176,11 @@ class Words:
 
     def _check_reducer_finalized(self) -> None:
         """Raise ModelError unless the last backward has reduced all that it had to."""
-        self._reducer()[1]._check_reducer_finalized()
+        self.reducer._check_reducer_finalized()
 
     def _remove_autograd_hooks(self) -> None:
         """From now on backwards reduce nothing: another DistributedDataParallel may."""
-        self._reducer()[1]._remove_autograd_hooks()
+        self.reducer._remove_autograd_hooks()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing is cloned here, whatever `val`: torch clones what forward returns, unless told
@@ -204,7 +196,7 @@ class Words:
         `bucket_size`, by default `broadcast_bucket_size`. Collective."""
         tensors = self.modules_buffers if bufs is None else bufs
         piece = bucket_size or self.broadcast_bucket_size
-        replicas.broadcast(self._reducer()[0], tensors, authoritative_rank, piece)
+        replicas.broadcast(self.comm, tensors, authoritative_rank, piece)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The parameters that are reduced, in the order of their indices; which are sparse."""
