@@ -76,8 +76,8 @@ class Progress {
     return settle(ticket, [&] { work_on(lock, ticket, seconds); }) ? 0 : ticket;
   }
 
-  // Whether an exchange of so many bytes may be run by `dash`.
-  bool brief(std::size_t bytes) const { return bytes <= kBrief && !peers_.crowded(); }
+  // Whether an exchange of so many bytes may be run by `dash`. Over a link none is short.
+  bool brief(std::size_t bytes) const { return bytes <= kBrief && !far_ && !peers_.crowded(); }
 
   // As `run`, but under the lock all the time, and only until it would have to yield: some tens of us.
   std::uint64_t dash(const Job& job) {

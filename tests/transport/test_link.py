@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -44,3 +45,28 @@ def test_a_link_is_as_slow_as_it_says_and_costs_nothing(ranks, n, algorithm):
         assert same
         assert ended - first >= 0.9 * predicted  # who begins late ends no earlier
         assert busy < (ended - first) / 2
+
+
+def beats(comm: Communicator) -> int:
+    """How often a thread beside a barrier got the interpreter meanwhile."""
+    count, over = [0], threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.002):
+            count[0] += 1
+
+    with ringdp.init(link=ringdp.Link(latency=0.2, bandwidth=1e9)) as slow:
+        slow.barrier()  # the next one is a repeated call
+        beside = threading.Thread(target=beat)
+        beside.start()
+        comm.barrier()
+        before = count[0]
+        slow.barrier()
+        found = count[0] - before
+        over.set()
+        beside.join()
+    return found
+
+
+def test_other_threads_go_on_while_a_short_message_is_under_way(ranks):
+    assert min(ranks(2)(beats)) > 5
