@@ -160,6 +160,9 @@ class Mailbox {
     } catch (const Failed& f) {
       failed_ = true;
       if (f.reporter < 0) progress_.fail(f);
+    } catch (const std::exception&) {  // no memory
+      failed_ = true;
+      progress_.fail({Failure::aborted, rank_});
     }
   }
 
@@ -296,7 +299,7 @@ class Mailbox {
 
   void wake() {
     if (pending_.empty() || stop_) return;
-    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    ensure(thread_, [this] { loop(); });
     work_.notify_one();
   }
 

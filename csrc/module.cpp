@@ -84,7 +84,7 @@ NB_MODULE(_core, m) {
              if (!f) return nb::none();
              return nb::make_tuple(int(f->failure), f->rank, f->reporter, f->expected.number,
                                    f->expected.digest, f->expected.bytes, f->found.number,
-                                   f->found.digest, f->found.bytes);
+                                   f->found.digest, f->found.bytes, f->why.c_str());
            })
       .def("fail", [](Progress& self, int kind, int rank) { self.fail({Failure(kind), rank}); })
       .def("finished", &Progress::finished)

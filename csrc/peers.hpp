@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <optional>
+#include <system_error>
+#include <thread>
 
 #include "segment.hpp"
 #include "tape.hpp"
@@ -23,6 +25,7 @@ struct Failed {
   int rank = -1;              // the rank at fault, or that gave up first
   Stamp expected{}, found{};  // of a message that is none of ours; else zeros
   int reporter = -1;          // the rank that found it; -1 is this one
+  std::string why{};          // in the words of what this rank lacks, as memory
 };
 
 // In the header, failures are one word: kind << 32 | reporter + 1 << 16 | rank + 1.
@@ -66,6 +69,16 @@ inline void be_prompt() {
   if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
   attributes.slice = 100'000;  // the least there is
   syscall(SYS_sched_setattr, 0, &attributes, 0);
+}
+
+// A thread beside the callers. The system may have none left: then who waits does its work.
+template <class Loop>
+void ensure(std::thread& thread, Loop loop) {
+  if (thread.joinable()) return;
+  try {
+    thread = std::thread(loop);
+  } catch (const std::system_error&) {
+  }
 }
 
 class Peers {

@@ -15,7 +15,6 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <thread>
 #include <variant>
 
 #include "direct.hpp"
@@ -190,7 +189,7 @@ class Progress {
 
   void wake() {
     if (stop_.load() || failed_) return;
-    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    ensure(thread_, [this] { loop(); });
     work_.notify_one();
   }
 
@@ -246,6 +245,8 @@ class Progress {
     } catch (const Failed& f) {
       if (peers_.tape.active) note(job, false);
       return {false, f};
+    } catch (const std::exception& e) {  // no memory
+      return {false, Failed{Failure::aborted, rank_, {}, {}, -1, e.what()}};
     }
   }
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -86,6 +89,46 @@ def test_works(ranks, n: int, what: Callable[[Communicator], None]):
 
 def test_memory_is_kept_no_longer_than_needed(ranks):
     assert ranks(2)(kept) == [0, 0]
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """There is no room for the stack of another one."""
+    limits, over, threads = resource.getrlimit(resource.RLIMIT_AS), threading.Event(), []
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, ((pages << 12) + (4 << 20), limits[1]))
+    try:
+        with suppress(RuntimeError):  # until the stacks of threads that have ended are used again
+            while True:
+                threads.append(threading.Thread(target=over.wait))
+                threads[-1].start()
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        over.set()
+        for thread in threads[:-1]:
+            thread.join()
+
+
+def alone(comm: Communicator) -> None:
+    """Where no thread can be had, who waits does the work."""
+    peer = 1 - comm.rank
+    with comm.duplicate() as other:  # which has no thread yet
+        x, y, z = values(comm.rank, 50_000), torch.ones(100_000), torch.zeros(100_000)
+        other.barrier()
+        with no_more_threads():
+            for work in (
+                other.all_reduce(x, async_op=True),
+                other.isend(y, peer),
+                other.irecv(z, peer),
+            ):
+                work.wait()
+        assert torch.equal(x, everyone(comm, 50_000).sum(0))
+        assert torch.equal(z, y)
+
+
+def test_a_system_without_threads(ranks):
+    ranks(2)(alone)
 
 
 def two_threads(comm: Communicator) -> None:

@@ -284,6 +284,14 @@ int main(int count, char** arguments) {
     check(!rank.wait(ticket, 30), "a mistaken job does not end");
     rank.close();
   });
+  failing(n, paths, Failure::aborted, [](Progress& rank, const Plan& plan, float* buffer) {
+    Job job = plan.job(buffer, 0);
+    std::get<Rows>(job.what).scratch = -1;  // for which no memory is enough
+    const auto ticket = rank.start(job, true);
+    check(!rank.wait(ticket, 30), "a job without memory does not end");
+    check(!rank.failed()->why.empty(), "it says why");
+    rank.close();
+  });
   const auto closes = [](Progress& rank, const Plan& plan, float* buffer) {
     rank.start(plan.job(buffer, 0), true);
     const auto queued = rank.start(plan.job(buffer, 1), true);
