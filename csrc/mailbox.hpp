@@ -38,7 +38,7 @@ class Mailbox {
   // waits for it does.
   std::uint64_t send(const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
                      bool background) {
-    std::lock_guard lock(mutex_);
+    const auto lock = turn();
     channels_.reserve(to);
     const auto ticket = ++tickets_;
     pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
@@ -56,7 +56,7 @@ class Mailbox {
   // From `from`, or -1: anybody. `*source` will be who sent it.
   std::uint64_t receive(std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
                         std::int64_t* source, bool background) {
-    std::lock_guard lock(mutex_);
+    const auto lock = turn();
     for (int r = 0; r < ranks_; ++r)
       if (r == from || from < 0) channels_.reserve(r);
     const auto ticket = ++tickets_;
@@ -76,19 +76,18 @@ class Mailbox {
 
   // Whether that message has been sent, or has come; after a failure none is any more.
   bool wait(std::uint64_t ticket, double seconds) {
-    std::unique_lock lock(mutex_);
+    auto lock = turn();
     const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                         std::chrono::duration<double>(seconds));
     ++waiters_;
     for (int idle = 0; pending_.count(ticket) && !dead();) {
-      if (move()) {
-        idle = 0;
-        continue;
-      }
+      idle = move() ? 0 : idle + 1;
+      const auto p = pending_.find(ticket);
+      if (p == pending_.end()) break;
       const auto at = Clock::now();
       // By the clock, over all waits for it: on a busy core few rests fit into one, and a caller that
       // only asks whether it has come does not rest at all.
-      auto& looked = pending_[ticket].looked;
+      auto& looked = p->second.looked;
       if (looked == Clock::time_point{}) looked = at;
       if (at - looked >= kLook) {
         looked = at;
@@ -96,9 +95,7 @@ class Mailbox {
         continue;
       }
       if (at >= end) break;
-      lock.unlock();
-      rest(idle++);
-      lock.lock();
+      rest(lock, idle);
     }
     --waiters_;
     if (!waiters_ && !pending_.empty()) wake();  // for the case that the caller does not come back
@@ -107,7 +104,7 @@ class Mailbox {
 
   // Whether nothing of it is used any more.
   bool ended(std::uint64_t ticket) {
-    std::lock_guard lock(mutex_);
+    const auto lock = turn();
     return !pending_.count(ticket);
   }
 
@@ -150,6 +147,14 @@ class Mailbox {
   static constexpr int kSpins = 2000, kYields = 2200;
   static constexpr std::chrono::milliseconds kLook{10};
 
+  // Who moves bytes lets those go first who ask for a turn: a mutex alone would not see to that.
+  std::unique_lock<std::mutex> turn() {
+    asking_.fetch_add(1, std::memory_order_relaxed);
+    std::unique_lock lock(mutex_);
+    asking_.fetch_sub(1, std::memory_order_relaxed);
+    return lock;
+  }
+
   bool dead() { return stop_ || failed_ || progress_.peers().reported(); }
 
   // Runs what may find a failure, and tells the others of it.
@@ -182,9 +187,9 @@ class Mailbox {
   }
 
   bool push(int to) {
-    bool moved = false;
     auto& queue = out_[to];
-    for (; !queue.empty(); moved = true) {
+    int slots = 0;  // no more than there are, or a receiver that keeps up would keep us here
+    for (; !queue.empty() && slots < segment_.depth(); ++slots) {
       Out& next = queue.front();
       const auto some = std::min<std::uint64_t>(next.left, slab_);
       if (!channels_.push(to, {next.type, std::uint32_t(some), next.id, next.kind, next.bytes}, next.data))
@@ -195,7 +200,7 @@ class Mailbox {
       if (next.ticket) pending_.erase(next.ticket);
       queue.pop_front();
     }
-    return moved;
+    return slots > 0;
   }
 
   void open(int from, const Envelope& e, const std::byte* payload) {
@@ -289,12 +294,22 @@ class Mailbox {
     }
   }
 
-  // Spins a little, then yields, then sleeps.
-  void rest(int idle) {
-    if (idle < kSpins && ranks_ <= cores_) return pause();
-    if (idle < kYields) return void(sched_yield());
-    timespec nap{0, idle < kYields + 32 ? 20'000 : idle < kYields + 512 ? 100'000 : 500'000};
-    nanosleep(&nap, nullptr);
+  // After so many looks in vain: spins a little, then yields, then sleeps. After none it lets others in.
+  void rest(std::unique_lock<std::mutex>& lock, int idle) {
+    // relaxed: only a hint
+    if (idle == 0 && asking_.load(std::memory_order_relaxed) == 0) return;
+    lock.unlock();
+    if (idle == 0) {
+      while (asking_.load(std::memory_order_relaxed) > 0) sched_yield();
+    } else if (idle < kSpins && ranks_ <= cores_) {
+      pause();
+    } else if (idle < kYields) {
+      sched_yield();
+    } else {
+      timespec nap{0, idle < kYields + 32 ? 20'000 : idle < kYields + 512 ? 100'000 : 500'000};
+      nanosleep(&nap, nullptr);
+    }
+    lock.lock();
   }
 
   void wake() {
@@ -310,12 +325,9 @@ class Mailbox {
       if (pending_.empty() || waiters_ || dead()) {
         work_.wait(lock);
         idle = kYields;
-      } else if (move()) {
-        idle = kYields;
       } else {
-        lock.unlock();
-        rest(idle++);
-        lock.lock();
+        idle = move() ? 0 : std::max(idle + 1, kYields);
+        rest(lock, idle);
       }
     }
   }
@@ -328,6 +340,7 @@ class Mailbox {
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
 
   std::mutex mutex_;
+  std::atomic<int> asking_{0};  // threads that ask for a turn
   std::condition_variable work_;
   std::thread thread_;
   bool stop_ = false, failed_ = false;

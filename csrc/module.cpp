@@ -25,6 +25,13 @@ Prepared::Buffer buffer_of(nb::handle tensor) {
   return {tensor, reinterpret_cast<std::byte*>(at)};
 }
 
+// Without the GIL: it may wait for a thread that moves bytes.
+template <class Act>
+auto freely(Act act) {
+  nb::gil_scoped_release free;
+  return act();
+}
+
 nb::tuple where(const RankRecord& r) {
   return nb::make_tuple(r.pid.load(), r.begun.load(std::memory_order_acquire), r.finished.load(),
                         r.round.load(), r.peer.load(), r.changed.load());
@@ -70,11 +77,7 @@ NB_MODULE(_core, m) {
             const Rows what{reinterpret_cast<const Row*>(rows), row_count, cuts, chunks, scratch,
                             reinterpret_cast<std::byte*>(buffer)};
             const Job job{what, dtype(dtype_code, op), number, kind, elements, checked(site)};
-            std::uint64_t ticket;
-            {
-              nb::gil_scoped_release free;
-              ticket = self.start(job, background);
-            }
+            const auto ticket = freely([&] { return self.start(job, background); });
             return keep(kept, ticket, used);
           })
       .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
@@ -151,20 +154,24 @@ NB_MODULE(_core, m) {
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int to,
               bool background, nb::dict kept, nb::object used) {
              const auto* from = reinterpret_cast<const std::byte*>(data);
-             return keep(kept, -std::int64_t(self.send(from, bytes, kind, to, background)), used);
+             const auto ticket = freely([&] { return self.send(from, bytes, kind, to, background); });
+             return keep(kept, -std::int64_t(ticket), used);
            })
       .def("receive",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int from,
               std::uintptr_t source, bool background, nb::dict kept, nb::object used) {
-             const auto ticket =
-                 self.receive(reinterpret_cast<std::byte*>(data), bytes, kind, from,
-                              reinterpret_cast<std::int64_t*>(source), background);
+             const auto ticket = freely([&] {
+               return self.receive(reinterpret_cast<std::byte*>(data), bytes, kind, from,
+                                   reinterpret_cast<std::int64_t*>(source), background);
+             });
              return keep(kept, -std::int64_t(ticket), used);
            })
       .def("wait",
            [](Mailbox& self, std::int64_t ticket, double seconds) { return self.wait(-ticket, seconds); },
            nb::call_guard<nb::gil_scoped_release>())
-      .def("ended", [](Mailbox& self, std::int64_t ticket) { return self.ended(-ticket); })
+      .def(
+          "ended", [](Mailbox& self, std::int64_t ticket) { return self.ended(-ticket); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Mailbox::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Watch>(m, "Watch")

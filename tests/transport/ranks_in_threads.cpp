@@ -212,6 +212,10 @@ void messages(int n) {
   for (auto& t : threads) t.join();
   if (n < 2) return;
 
+  std::byte buffer[8]{};
+  std::int64_t source;
+  const auto receive = [&] { return mail[1]->receive(buffer, 8, 1 << 24, 0, &source, false); };
+  mail[0]->send(buffer, 8, 1 << 24, 1, false);
   std::byte* base = nullptr;
   for (auto& [_, at] : mapped)
     if (*static_cast<std::uint64_t*>(at) != kMagic) base = static_cast<std::byte*>(at);
@@ -220,11 +224,34 @@ void messages(int n) {
   auto* slot = channel + sizeof(Cursors) + head % kDepth * (kLine + kSlab);
   std::memset(slot, 0x5a, kLine);
   head.store(head + 1);
-  std::byte buffer[8];
-  std::int64_t source;
-  const auto ticket = mail[1]->receive(buffer, 8, 1 << 24, 0, &source, false);
-  check(!mail[1]->wait(ticket, 30), "a message that is none");
+  check(mail[1]->wait(receive(), 30), "a message that came, with one that is none behind it");
+  check(!mail[1]->wait(receive(), 30), "a message that is none");
   check(ranks[1]->failed()->failure == Failure::damaged && ranks[1]->failed()->rank == 0, "refused");
+}
+
+// A long queue goes on at each call, which does not stay until it is empty.
+void queued() {
+  constexpr int waiting = 400, calls = 200;
+  auto ranks = connected(2);
+  auto mail = mailboxes(ranks);
+  std::vector<std::byte> data(kSlab), found(kSlab);
+  const auto send = [&] { return mail[0]->send(data.data(), kSlab, 1 << 24, 1, false); };
+  for (int i = 0; i < waiting; ++i) send();
+  auto receiver = std::async(std::launch::async, [&] {
+    std::int64_t source;
+    for (int i = 0; i < waiting + calls; ++i) {
+      const auto ticket = mail[1]->receive(found.data(), kSlab, 1 << 24, 0, &source, false);
+      while (!mail[1]->wait(ticket, 0.01)) check(!ranks[1]->failed(), "no failure");
+    }
+  });
+  std::uint64_t last = 0;
+  for (int i = 0; i < calls; ++i) {
+    const std::uint64_t before = ranks[0]->messages_sent;
+    last = send();
+    check(ranks[0]->messages_sent - before <= kDepth * kSlab, "a call sends a little");
+  }
+  while (!mail[0]->wait(last, 0.01)) check(!ranks[0]->failed(), "no failure");
+  receiver.get();
 }
 
 // Rank 0 fails in one of several ways; no rank's wait may last. The others call beside it, or `after` it.
@@ -271,7 +298,7 @@ void bells() {
 int main(int count, char** arguments) {
   if (arguments[1] == std::string_view("bells")) return bells(), 0;
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), 0;
-  if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), 0;
+  if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), queued(), 0;
   const int n = count - 2;
   char** paths = arguments + 2;
   if (arguments[1] == std::string_view("broadcast")) return results(n, paths, 1), 0;
