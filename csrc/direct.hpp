@@ -85,12 +85,14 @@ class Direct : private Messages {
     }
     all_registered_ = std::all_of(offsets_.begin(), offsets_.end(), [](auto o) { return o >= 0; });
     const std::size_t steps = 3 * (count_ + 2);
-    for (; step_ < std::int64_t(ranks_ + steps); ++step_) {
+    while (step_ < std::int64_t(ranks_ + steps)) {
       const std::size_t s = step_ - ranks_, t = s / 3;
       moved_ = 0;  // a step whose time is over begins anew
       if (s % 3 == 0 && t < count_) lay_out(t), note_tile(What::lay_out, t);
       if (s % 3 == 1 && t >= 1 && t - 1 < count_) take(t - 1), note_tile(What::take, t - 1);
       if (s % 3 == 2 && t >= 2) collect(t - 2), note_tile(What::collect, t - 2);
+      ++step_;
+      peers_.breathe();
     }
     const auto end = tiles_ + count_;
     if (registered(rank_)) {  // until nobody reads or writes our buffer any more

@@ -6,7 +6,8 @@
 // so ranks need not agree on the lengths of chunks that they do not exchange. It cannot stall: to
 // leave out both ends of a message only takes waits away.
 //
-// It may stop between two rows and go on later: a row waits before it does anything.
+// It may stop between two rows and go on later: a row waits before it does anything. Between two slabs
+// it does when its time is over.
 //
 // Note [one rounding]
 //   A chunk of 16-bit floats that is reduced into stays in float32 until its value is read: sent,
@@ -58,13 +59,15 @@ class Interpreter {
   }
 
   void run() {
-    for (; left_ > 0; first_ += stride_ * slab_) {
+    while (left_ > 0) {
       for (; row_ < job_.count; ++row_, turn_ = 0)
         for (; turn_ < stride_ && going_[row_]; ++turn_)
           if (!run_row(job_.rows[row_])) going_[row_] = false, --left_;
       for (; turn_ < stride_; ++turn_)
         for (int c = 0; c < job_.chunks; ++c) round(c);
       row_ = turn_ = 0;
+      first_ += stride_ * slab_;
+      if (left_ > 0) peers_.breathe();
     }
   }
 

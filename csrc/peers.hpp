@@ -96,19 +96,27 @@ class Peers {
   Tape tape;
   std::atomic<int> waiting{0};  // threads of this rank that do nothing until the background is done
 
-  // How to wait from now on: until when, and whether somebody else wants this core.
-  void slice(Clock::time_point end, bool background) {
+  // How to go on from now on: until when, and until when to wait for others; and whether somebody else
+  // wants this core.
+  void slice(Clock::time_point end, Clock::time_point patience, bool background) {
     end_ = end;
+    patience_ = std::min(end, patience);
     background_ = background;
     dashes_ = false;
     spins_ = background || crowded_ ? 0 : kSpins;
   }
   // Or: only as long as it spins.
   void dash() {
-    slice(Clock::time_point::max(), false);
+    slice(Clock::time_point::max(), Clock::time_point::max(), false);
     dashes_ = true;
   }
   bool crowded() const { return crowded_; }
+
+  // After a part of a long collective, whose place in it is known: throws Later at the slice's end,
+  // though the others keep up.
+  void breathe() {
+    if (Clock::now() >= end_) throw Later{};
+  }
 
   // Whether this thread may leave work to another one without giving its core away.
   bool spare_core() const {
@@ -168,7 +176,7 @@ class Peers {
       timespec nap{0, long(std::min<std::uint64_t>(moment - at - awake, 1'000'000))};
       nanosleep(&nap, nullptr);
       if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
-      if (Clock::now() >= end_) throw Later{};
+      if (Clock::now() >= patience_) throw Later{};
     }
   }
 
@@ -206,7 +214,7 @@ class Peers {
   template <class Ready>
   bool wait_on(int peer, Ready ready, Other other) {
     // Where others compute, each yield and each nap may take as long as a time slice of theirs.
-    const auto look = std::min(end_, Clock::now() + kLook);
+    const auto look = std::min(patience_, Clock::now() + kLook);
     // relaxed: only a hint
     const auto yields = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
     for (int i = 0; i < kYields && yields() && Clock::now() < look; ++i) {
@@ -232,7 +240,7 @@ class Peers {
       if (auto f = reported()) throw *f;    // it ended because of what it reported
       throw Failed{Failure::lost, peer};
     }
-    if (!ready() && Clock::now() >= end_) throw Later{};
+    if (!ready() && Clock::now() >= patience_) throw Later{};
     return false;
   }
 
@@ -243,7 +251,7 @@ class Peers {
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
   std::atomic<std::uint64_t> sent_{0};
   bool crowded_;
-  Clock::time_point end_ = Clock::time_point::max();
+  Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
   int spins_ = 0;
   bool background_ = false, dashes_ = false;
 };

@@ -56,8 +56,9 @@ class Progress {
     const auto ticket = queue(job, background);
     if (!background) return ticket;
     // See Note [at the call].
+    const auto at = Clock::now();
     if (jobs_.size() == 1 && !running_ && !failed_ && !far_ && !peers_.spare_core())
-      settle(ticket, [&] { run_front(lock, Clock::now() + kPatience, false); });
+      settle(ticket, [&] { run_front(lock, at + kAtTheCall, at + kPatience, false); });
     if (finished_ < ticket) wake();
     return ticket;
   }
@@ -147,7 +148,8 @@ class Progress {
   Peers& peers() { return peers_; }
 
  private:
-  // For how long a caller waits for the others, in all: a part of what handing 25 MiB over cost.
+  static constexpr std::chrono::milliseconds kAtTheCall{100};  // until a call is left to the thread
+  // Of that, for how long it waits for the others, in all: a part of what handing 25 MiB over cost.
   static constexpr std::chrono::microseconds kPatience{500};
   static constexpr std::size_t kBrief = 16 << 10;  // bytes: some 3 us
 
@@ -175,16 +177,21 @@ class Progress {
     // Another thread that waits says nothing of whether the one that calls computes.
     const bool idle = std::this_thread::get_id() == caller_;
     do {
-      if (failed_) break;
+      if (failed_ || (seconds <= 0 && left_to_thread())) break;
       if (running_) {
         peers_.waiting += idle;
         done_.wait_until(lock, end);
         peers_.waiting -= idle;
       } else {
-        run_front(lock, end, !idle);
+        run_front(lock, end, end, !idle);
       }
     } while (finished_ < ticket && Clock::now() < end);
     if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
+  }
+
+  // Whether a question alone moves nothing: the first job is in the background.
+  bool left_to_thread() const {
+    return !running_ && jobs_.front().background && thread_.joinable();
   }
 
   void wake() {
@@ -200,18 +207,20 @@ class Progress {
       if (jobs_.empty() || running_) {
         work_.wait(lock);
       } else {
-        run_front(lock, Clock::time_point::max(), true);
+        run_front(lock, Clock::time_point::max(), Clock::time_point::max(), true);
       }
     }
   }
 
-  // Runs the first job in line to its end, or until `end`. The lock is free meanwhile.
-  void run_front(std::unique_lock<std::mutex>& lock, Clock::time_point end, bool background) {
+  // Runs the first job in line to its end, or until `end`, or `patience` where it waits for others. The
+  // lock is free meanwhile.
+  void run_front(std::unique_lock<std::mutex>& lock, Clock::time_point end, Clock::time_point patience,
+                 bool background) {
     running_ = true;
     done_before_ = finished_;
     const Job& job = jobs_.front();  // a deque keeps it in its place
     lock.unlock();
-    peers_.slice(end, background);
+    peers_.slice(end, patience, background);
     const Outcome outcome = attempt(job);
     lock.lock();
     running_ = false;

@@ -91,6 +91,27 @@ def test_memory_is_kept_no_longer_than_needed(ranks):
     assert ranks(2)(kept) == [0, 0]
 
 
+def asked(comm: Communicator) -> tuple[float, float]:
+    """Seconds of a core that a rank that asks for its works takes in all, and in its questions."""
+    x, y, questions = torch.ones(8 << 20), torch.zeros(8 << 20), 0.0
+    busy = time.process_time()
+    for _ in range(4):
+        work = comm.all_gather(y, x, async_op=True)
+        while True:
+            began = time.thread_time()
+            ended = work.is_completed()
+            questions += time.thread_time() - began
+            if ended:
+                break
+            time.sleep(0.001)
+    return time.process_time() - busy, questions
+
+
+def test_to_ask_for_a_work_is_not_to_do_it(ranks):
+    [(busy, questions)] = ranks(1)(asked)  # who is alone never waits
+    assert questions < busy / 3
+
+
 @contextmanager
 def no_more_threads() -> Iterator[None]:
     """There is no room for the stack of another one."""
@@ -115,7 +136,9 @@ def alone(comm: Communicator) -> None:
     peer = 1 - comm.rank
     with comm.duplicate() as other:  # which has no thread yet
         x, y, z = values(comm.rank, 50_000), torch.ones(100_000), torch.zeros(100_000)
+        other.send(x[:1], peer)  # and now has its memory
         other.barrier()
+        other.recv(x[:1].clone(), peer)
         with no_more_threads():
             for work in (
                 other.all_reduce(x, async_op=True),
