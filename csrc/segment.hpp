@@ -127,7 +127,6 @@ class Segment {
   // Once every rank has attached: take a handle on each process, so that its end can be seen even
   // while it is a zombie and its pid cannot be mistaken for another's.
   void connect() {
-    madvise(desk(0), desk(ranks_) - desk(0), MADV_POPULATE_WRITE);  // no page faults later
     for (int r = 0; r < ranks_; ++r) {
       auto pid = record(r).pid.load(std::memory_order_acquire);
       pidfds_.push_back(int(syscall(SYS_pidfd_open, pid, 0)));
