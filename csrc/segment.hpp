@@ -125,11 +125,15 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   // Once every rank has attached: take a handle on each process, so that its end can be seen even
-  // while it is a zombie and its pid cannot be mistaken for another's.
+  // while it is a zombie and its pid cannot be mistaken for another's. Some systems have none.
   void connect() {
     for (int r = 0; r < ranks_; ++r) {
       auto pid = record(r).pid.load(std::memory_order_acquire);
-      pidfds_.push_back(int(syscall(SYS_pidfd_open, pid, 0)));
+      const int fd = int(syscall(SYS_pidfd_open, pid, 0));
+      if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM))
+        throw std::runtime_error(std::string("no handle on rank ") + std::to_string(r) + "'s process: " +
+                                 std::strerror(errno));
+      pidfds_.push_back(fd);
     }
   }
 

@@ -2,8 +2,9 @@
 // Arguments: all_reduce or broadcast, and files of its programs, one a rank: "chunks scratch rows",
 // then the rows. In a broadcast nothing comes back, so nothing but the tail orders a slot's reuse.
 // Or `direct` and a number of ranks: the collectives that need no program. Or `messages` and theirs.
-// Or `bells`: who sleeps is woken.
+// Or `bells`: who sleeps is woken; and what is an error where descriptors are short.
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cstdio>
@@ -280,6 +281,25 @@ void failing(int n, char** paths, Failure expected, Act act, bool after = false)
   for (auto& t : threads) t.join();
 }
 
+// Without a descriptor for each rank's process its end could be missed, so that is an error at once.
+void descriptors() {
+  auto ranks = connected(2);
+  rlimit limit;
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const int next = dup(0);
+  close(next);
+  const rlimit lower{rlim_t(next) + 1, limit.rlim_max};  // one is left
+  setrlimit(RLIMIT_NOFILE, &lower);
+  std::string why;
+  try {
+    ranks[0]->connect();
+  } catch (const std::runtime_error& e) {
+    setrlimit(RLIMIT_NOFILE, &limit);  // a sanitizer needs some to look at an object
+    why = e.what();
+  }
+  check(why.find("rank 1") != why.npos, "no descriptor for rank 1");
+}
+
 // Two take turns, and each sleeps for as long as it would take anybody to notice a ring that is lost.
 void bells() {
   Bell bells[2]{};
@@ -300,7 +320,7 @@ void bells() {
 }
 
 int main(int count, char** arguments) {
-  if (arguments[1] == std::string_view("bells")) return bells(), 0;
+  if (arguments[1] == std::string_view("bells")) return bells(), descriptors(), 0;
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), 0;
   if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), queued(), 0;
   const int n = count - 2;
