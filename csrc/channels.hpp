@@ -49,9 +49,13 @@ class Channels {
       base_ = static_cast<std::byte*>(at);
     }
     if (reserved_[peer]) return;
-    for (std::byte* at : {channel(rank_, peer), channel(peer, rank_)})
-      if (const int error = posix_fallocate(fd_, at - base_, channel_size(depth_, slab_)))
+    for (std::byte* at : {channel(rank_, peer), channel(peer, rank_)}) {
+      int error;
+      do error = posix_fallocate(fd_, at - base_, channel_size(depth_, slab_));
+      while (error == EINTR);
+      if (error)
         throw std::runtime_error(std::string("no shared memory for messages: ") + std::strerror(error));
+    }
     reserved_[peer] = true;
   }
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -87,7 +89,6 @@ class ShmTransport:
         making = Making(store, rank, ranks)
         with making.telling():
             kept = self._attach(making, store, self.depth * stride, stride, arena)
-        self._core.connect()
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
         self.kept: dict[int, object] = {}  # that of a message is negative
@@ -101,31 +102,36 @@ class ShmTransport:
     ) -> int:
         """Collective. Returns what keeps the segment's file open."""
         rank, ranks = self.rank, self.ranks
-        if rank == 0:
-            files = (
-                create(NAME, _size(ranks, depth), reserve=True),
-                create("ringdp-arena", arena_bytes(ranks), reserve=False),
-                create("ringdp-mail", _mail_size(ranks, depth), reserve=False),
-            )
-            address = Address(os.getpid(), *files, secrets.randbits(63))
-        else:
-            address = ask(making)
-            pid, segment, shared, mail, _ = address
-            files = open_other(pid, segment), open_other(pid, shared), open_other(pid, mail)
-        try:
+        with ExitStack() as until_attached:
+
+            def held(fd: int) -> int:
+                until_attached.callback(os.close, fd)
+                return fd
+
+            files: tuple[int, ...]
+            if rank == 0:
+                files = (
+                    held(create(NAME, _size(ranks, depth), reserve=True)),
+                    held(create("ringdp-arena", arena_bytes(ranks), reserve=False)),
+                    held(create("ringdp-mail", _mail_size(ranks, depth), reserve=False)),
+                )
+                address = Address(os.getpid(), *files, secrets.randbits(63))
+            else:
+                address = ask(making)
+                pid, *theirs, _ = address
+                files = tuple(held(open_other(pid, fd)) for fd in theirs)
             self._map(files, address.token, depth, stride, arena)
             if rank == 0:
                 answer(store, address)
             making.together("attached")
-            return keep_open(files[0])
-        finally:
-            for fd in files:
-                os.close(fd)
+            with _translated(rank):
+                self._core.connect()
+                return keep_open(files[0])
 
     def _map(
         self, files: tuple[int, ...], token: int, depth: int, stride: int, arena: Arena | None
     ) -> None:
-        try:
+        with _translated(self.rank):
             self.arena = arena or Arena(files[1], self.rank, self.ranks)
             self._core = _core.Progress(
                 files[0],
@@ -143,10 +149,6 @@ class ShmTransport:
             self.tape = self._core
             self.ready = _ready(self.rank, self.ranks)
             self._mail = _core.Mailbox(self._core, files[2], self.rank)
-        except RuntimeError as e:  # csrc's, of a header or a size that is not ours
-            raise CommunicationError(
-                f"rank {self.rank} cannot use rank 0's shared memory: {e}"
-            ) from e
 
     def start(
         self,
@@ -208,23 +210,25 @@ class ShmTransport:
         self.check(buffer)
         self.release()
         at, size = buffer.data_ptr(), buffer.nbytes
-        return self._mail.send(at, size, kind, to, background, self.kept, buffer)
+        with _translated(self.rank):
+            return self._mail.send(at, size, kind, to, background, self.kept, buffer)
 
     def receive(
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
     ) -> int:
         self.check(buffer)
         self.release()
-        return self._mail.receive(
-            buffer.data_ptr(),
-            buffer.nbytes,
-            kind,
-            -1 if sender is None else sender,
-            source.data_ptr(),
-            background,
-            self.kept,
-            (buffer, source),
-        )
+        with _translated(self.rank):
+            return self._mail.receive(
+                buffer.data_ptr(),
+                buffer.nbytes,
+                kind,
+                -1 if sender is None else sender,
+                source.data_ptr(),
+                background,
+                self.kept,
+                (buffer, source),
+            )
 
     def wait(self, ticket: int, timeout: float) -> bool:
         self._check_process()
@@ -298,6 +302,16 @@ class ShmTransport:
         for ticket in list(self.kept):
             if ticket <= finished if ticket > 0 else self._mail.ended(ticket):
                 self.kept.pop(ticket, None)
+
+
+@contextmanager
+def _translated(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except (OSError, RuntimeError) as e:  # csrc's: a header or a size that is not ours, no memory
+        raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
 
 
 def _stop(

@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -162,3 +164,22 @@ def test_a_groups_missing_rank_is_named(forks: Forks, ends: bool, error: str):
     (code, ((found, text),)), _ = forks(2, over_without_one, ends)
     assert (code, found) == (0, error)
     assert "of its ranks, 1 had not come" in text
+
+
+def half_made(comm: Communicator) -> bool:
+    """Whether the first file is closed where there is no second one."""
+    made: list[int] = []
+
+    def create(name: str, size: int, *, reserve: bool) -> int:
+        if made:
+            raise CommunicationError("no shared memory")
+        made.append(os.memfd_create(name))
+        return made[0]
+
+    with patch.object(shm, "create", create), pytest.raises(CommunicationError):
+        comm.duplicate()
+    return not Path(f"/proc/self/fd/{made[0]}").exists()
+
+
+def test_what_cannot_be_made_leaves_nothing_open(ranks):
+    assert ranks(1)(half_made) == [True]

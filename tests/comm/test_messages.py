@@ -18,6 +18,7 @@ import ringdp
 from ringdp import Communicator
 from tests.comm.failing import Heard, fallible, hear, until_failed
 from tests.comm.test_failures import ALLOWED
+from tests.limits import room
 
 pytestmark = pytest.mark.process
 
@@ -180,6 +181,26 @@ def mapped(comm: Communicator) -> list[int]:
 
 def test_who_sends_nothing_maps_nothing(ranks):
     assert ranks(3)(mapped) == [[0, 1], [0, 1], [0, 0]]
+
+
+def short_of_memory(comm: Communicator) -> list[str]:
+    x, peer, texts = torch.zeros(10), 1 - comm.rank, []
+    with comm.duplicate() as other, room(1 << 20):
+        calls: list[Callable[[], object]] = [
+            lambda: other.send(x, peer),
+            lambda: other.irecv(x, peer),
+            ringdp.init,
+        ]
+        for call in calls:
+            with pytest.raises(ringdp.CommunicationError) as error:
+                call()
+            texts.append(str(error.value))
+    return texts
+
+
+def test_a_lack_of_memory_is_an_error_of_ours(ranks):
+    for texts in ranks(2)(short_of_memory):
+        assert all("Cannot allocate memory" in text for text in texts)
 
 
 def leaves(comm: Communicator) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 
 from ringdp import Communicator, PeerLost, Work
 from tests.comm.test_collectives import everyone, values
+from tests.limits import room
 
 pytestmark = pytest.mark.process
 
@@ -115,17 +114,17 @@ def test_to_ask_for_a_work_is_not_to_do_it(ranks):
 @contextmanager
 def no_more_threads() -> Iterator[None]:
     """There is no room for the stack of another one."""
-    limits, over, threads = resource.getrlimit(resource.RLIMIT_AS), threading.Event(), []
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, ((pages << 12) + (4 << 20), limits[1]))
+    over, threads = threading.Event(), []
     try:
-        with suppress(RuntimeError):  # until the stacks of threads that have ended are used again
-            while True:
-                threads.append(threading.Thread(target=over.wait))
-                threads[-1].start()
-        yield
+        with room(4 << 20):
+            with suppress(
+                RuntimeError
+            ):  # until the stacks of threads that have ended are used again
+                while True:
+                    threads.append(threading.Thread(target=over.wait))
+                    threads[-1].start()
+            yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
         over.set()
         for thread in threads[:-1]:
             thread.join()
