@@ -38,8 +38,8 @@ from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.advice import again, once_more, unfinished
 from ringdp.parallel.ddp.asked import Asked
-from ringdp.parallel.ddp.assign import Gradient, assign, at_first
-from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
+from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.buckets import Layout, buckets_of, layout_of
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
@@ -47,7 +47,6 @@ from ringdp.parallel.ddp.listening import enders, kept, listener, raiser
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
 from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
-from ringdp.parallel.ddp.sparse import SparseBucket
 from ringdp.parallel.ddp.stepping import step, taken_off
 from ringdp.parallel.ddp.taped import Taped
 from ringdp.parallel.ddp.uneven import Uneven
@@ -69,7 +68,7 @@ class Reducer(Asked, Taped):
         self.divisor, self.journal = comm.size, journal
         self.joined = False  # a rank that has ended may be there, which reduces every bucket
         self.hook: CommHook | Reduction | BuiltIn | None = None
-        self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
+        self.layouts: list[Layout] = []  # at first, and rebuilt
         self._armed = self._running = self._ending = self._ordering = False
         self._learning = settings.static_graph
         self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
@@ -106,27 +105,14 @@ class Reducer(Asked, Taped):
 
     def _build(self, order: Sequence[int] = ()) -> None:
         """`order`: that in which gradients come, once it is known."""
-        facts = [
-            Gradient(p.numel() * p.element_size(), (p.dtype, p.device), sparse)
-            for _, p, sparse in self.parameters
-        ]
-        caps, stays = self.settings.caps, self.settings.seeks_unused
-        layout = assign(facts, order, caps) if order else at_first(facts, caps, stays=stays)
+        layout = layout_of(self.parameters, self.settings, order)
         self.layouts.append(layout)
-        self.buckets: list[Bucket] = [self._bucket(i, m) for i, m in enumerate(layout)]
+        self.buckets = buckets_of(self.parameters, self.settings, layout, self.comm)
         self._places = {
             index: (bucket, place)
             for bucket, members in zip(self.buckets, layout, strict=True)
             for place, index in enumerate(members)
         }
-
-    def _bucket(self, index: int, members: Sequence[int]) -> Bucket:
-        first = self.parameters[members[0]]
-        if first.sparse:
-            return SparseBucket(index, first.name, first.parameter, self.comm)
-        parameters = [self.parameters[i].parameter for i in members]
-        shared = self.settings.gradient_as_bucket_view
-        return FlatBucket(index, parameters, self.comm, shared=shared)
 
     @property
     def rebuilt(self) -> bool:
