@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
-#include <system_error>
 #include <thread>
 
 #include "segment.hpp"
@@ -77,7 +77,7 @@ void ensure(std::thread& thread, Loop loop) {
   if (thread.joinable()) return;
   try {
     thread = std::thread(loop);
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {  // std::system_error, or no memory for what it needs
   }
 }
 

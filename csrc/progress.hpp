@@ -189,9 +189,10 @@ class Progress {
     if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
   }
 
-  // Whether a question alone moves nothing: the first job is in the background.
-  bool left_to_thread() const {
-    return !running_ && jobs_.front().background && thread_.joinable();
+  // Whether a question alone moves nothing: the first job is in the background. After a failure it does:
+  // this one may have all that it needs, and its thread no core yet.
+  bool left_to_thread() {
+    return !running_ && jobs_.front().background && thread_.joinable() && !peers_.reported();
   }
 
   void wake() {

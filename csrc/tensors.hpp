@@ -7,7 +7,8 @@
 //   a tensor is asked once. Another one in its place, at the same memory, would not be asked; but what
 //   torch negates is the imaginary part of a complex tensor. Its elements don't lie side by side, so it
 //   is contiguous only if it has one (or as_strided says so), and one float alone is always asked.
-//   Nor does a storage that was asked become shorter where it is: what is resized lies elsewhere.
+//   Nor is a storage asked again: what is resized lies elsewhere. One that is freed and made anew, shorter
+//   and by chance in its old place, with no call between, would not be noticed.
 #pragma once
 
 #include <Python.h>
@@ -82,6 +83,7 @@ class Tensors {
   struct Asked {  // a tensor that is trusted
     const PyObject* tensor;
     const std::byte* data;
+    std::size_t bytes;
   };
   static constexpr std::size_t kAsked = 64;  // that it remembers; of those that collide, the last
 
@@ -108,11 +110,11 @@ class Tensors {
   // Of what DLPack does not tell: it is not negated lazily, and lies in its storage. See Note [asked once].
   bool trusted(PyObject* tensor, const Plain& seen) {
     Asked& asked = asked_[reinterpret_cast<std::uintptr_t>(tensor) / 16 % kAsked];
-    const bool known = asked.tensor == tensor && asked.data == seen.data;
+    const bool known = asked.tensor == tensor && asked.data == seen.data && seen.bytes <= asked.bytes;
     const bool maybe_imaginary = seen.elements == 1 && seen.dtype <= 2;
     if (known && !maybe_imaginary) return true;
     const bool is = !negated(tensor) && (known || stored(tensor, seen));
-    asked = is ? Asked{tensor, seen.data} : Asked{};
+    asked = is ? Asked{tensor, seen.data, seen.bytes} : Asked{};
     return is;
   }
 

@@ -47,8 +47,11 @@ def tables(
 
     `padding`: what no tensor covers of the flat buffer's `elems` becomes chunks of the first table,
     or of one for this dtype. `check` is called once for the same addresses, sizes, dtypes, offsets
-    and elems. To be read by kernels on the current stream only.
+    and elems. To be read by kernels on the current stream only. Raises RuntimeError in the capture
+    of a CUDA graph, where the upload of what is kept would not take place.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("tables of addresses cannot be made in the capture of a CUDA graph")
     # An allocator gives gradients the same addresses step after step.
     places = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors))
     key = (*places, tuple(map(_dtype, tensors)), offsets, elems, padding, stream_of(device))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from ringdp import Communicator, DistributedDataParallel
+from ringdp import Communicator, DistributedDataParallel, UsageError
 from tests.parallel.ddp_cases import (
     CNN,
     UNUSED,
@@ -154,6 +154,9 @@ def fused(comm: Communicator) -> None:
         return list(net.parameters())
 
     assert equal(*of_both(trained))
+    elsewhere: Any = DistributedDataParallel(mlp(), process_group=comm)
+    with pytest.raises(UsageError, match="default group"):  # its hook would reduce over that
+        elsewhere._register_fused_optim(torch.optim.SGD, 0.1)
 
 
 def test_an_optimizer_as_a_hook_steps_as_torchs_does(ranks):

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_utils import TestCase
@@ -29,6 +30,7 @@ with mock.patch.dict(os.environ, ENVIRONMENT, TEMP_DIR=tempfile.gettempdir()):
     from torch.testing._internal.distributed import distributed_test as torchs
 
     BASE = torchs.DistributedTest._DistTestBase
+settings.load_profile("any load")  # torch's tests have loaded theirs
 
 ABOUT = ("DistributedDataParallel", "DDP", "ddp", "SyncBatchNorm")
 NOT_HERE = {
@@ -97,6 +99,8 @@ def in_place(size: int) -> Iterator[AbstractContextManager[object]]:
     to = nn.Module.to
     yield mock.patch.object(nn.Module, "to", lambda module, *a: to(module, *map(on_cpu, a)))
     yield mock.patch.object(nn.Module, "cuda", lambda module, *_: module)
+    yield mock.patch.object(torchs, "HAS_TORCHVISION", False)  # its models take long here
+    yield mock.patch.object(torch.cuda, "is_available", return_value=False)
     yield mock.patch.object(torch.cuda, "device_count", return_value=size)
     yield mock.patch.object(torch.cuda, "current_device", return_value=0)
     yield mock.patch.object(torch.cuda, "device", return_value=nullcontext())

@@ -31,8 +31,11 @@ class Holding:
 
     @property
     def reducer(self) -> Reducer:
-        """A copy's is made in its first forward. Collective then."""
-        return self._reducer or self._make_reducer()
+        """A copy's is made in its first forward, or where it is read before. Collective then."""
+        try:
+            return self._reducer or self._make_reducer()
+        except AttributeError as error:  # a module would say that it has none
+            raise RuntimeError(f"the reducer could not be made: {error}") from error
 
     def _make_reducer(self) -> Reducer:
         comm = self.comm.duplicate()

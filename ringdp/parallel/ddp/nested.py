@@ -33,7 +33,7 @@ class Around:
             return
         mine = [t for t in self._trainable if t.parameter.requires_grad]
         ours = isinstance(getattr(active, "_around", None), Around)
-        theirs = {t.parameter for t in active._trainable} if ours else {*active.parameters()}
+        theirs = {t.parameter for t in active._trainable} if ours else {*active._module_parameters}
         both = [t.name for t in mine if t.parameter in theirs]
         if both and not (ours and len(both) == len(mine)):
             raise ModelError(

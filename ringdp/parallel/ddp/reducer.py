@@ -131,9 +131,12 @@ class Reducer(Asked, Taped):
         if self._stepping is None:
             self._stepping = taken_off(t.parameter for t in self.parameters)
         if reduces:
-            self.journal.begin()
-            self._let_go()
+            self.prepare_for_forward()
             self._rebuild_buckets()
+
+    def prepare_for_forward(self) -> None:
+        self.journal.begin()
+        self._let_go()
 
     def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
         if reduces:

@@ -164,7 +164,13 @@ class Words(Holding):
         **kwargs: Any,
     ) -> None:
         """A hook that steps an optimizer of that type, `optim(params, *args, **kwargs)`, on each
-        bucket once it is reduced. As torch's: the types that it has a functional form of."""
+        bucket once it is reduced. As torch's: the types that it has a functional form of, and over
+        torch's default group. Raises UsageError unless that is the one of this DDP."""
+        if not dist.is_initialized() or self._group not in (None, dist.group.WORLD):
+            raise UsageError(
+                f"_register_fused_optim reduces over torch's default group; this one is over "
+                f"{self.process_group}: make the default group, and give no process_group"
+            )
         from torch.distributed.algorithms import _optimizer_overlap as overlap  # compiles scripts
 
         make: Any = overlap._as_overlapped_optim  # type: ignore[attr-defined]
