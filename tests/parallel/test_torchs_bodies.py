@@ -18,7 +18,6 @@ import torch
 from hypothesis import settings
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.common_utils import TestCase
 
 from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm
 from tests.parallel.ddp_cases import gloo
@@ -26,11 +25,13 @@ from tests.parallel.ddp_cases import gloo
 pytestmark = pytest.mark.process
 
 ENVIRONMENT = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
+PROFILE = settings.get_current_profile_name()
 with mock.patch.dict(os.environ, ENVIRONMENT, TEMP_DIR=tempfile.gettempdir()):
+    from torch.testing._internal.common_utils import TestCase
     from torch.testing._internal.distributed import distributed_test as torchs
 
     BASE = torchs.DistributedTest._DistTestBase
-settings.load_profile("any load")  # torch's tests have loaded theirs
+settings.load_profile(PROFILE)  # torch's tests have loaded theirs
 
 ABOUT = ("DistributedDataParallel", "DDP", "ddp", "SyncBatchNorm")
 NOT_HERE = {
