@@ -47,18 +47,20 @@ class Prepared {
   // A ticket for `wait`.
   std::uint64_t start(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
     const Job what = job(whole, part, number, site);
+    const auto used = uses(whole, part, site);
     std::uint64_t ticket;
     {
       nb::gil_scoped_release free;
       ticket = core_.start(what, true);
     }
-    return kept(ticket, whole, part, site);
+    return keep(kept_, ticket, used);
   }
   // 0 if it has ended; after a while, or a failure, the ticket.
   std::uint64_t run(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
     const Job what = job(whole, part, number, site);
     auto ticket = brief_ ? core_.dash(what) : 0;
     if (brief_ && !ticket) return 0;
+    const auto used = uses(whole, part, site);
     {
       nb::gil_scoped_release free;
       if (!brief_)
@@ -66,7 +68,7 @@ class Prepared {
       else if (core_.wait(ticket, kSlice))
         ticket = 0;
     }
-    return ticket ? kept(ticket, whole, part, site) : 0;
+    return ticket ? keep(kept_, ticket, used) : 0;
   }
 
  private:
@@ -77,8 +79,9 @@ class Prepared {
     return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
   }
 
-  std::uint64_t kept(std::uint64_t ticket, Buffer whole, Buffer part, const nb::bytes& site) const {
-    return keep(kept_, ticket, nb::make_tuple(nb::find(*this), memory(whole), memory(part), site));
+  // What a job uses until it ends. To be asked before the GIL is given away: then `x.data` may change.
+  nb::tuple uses(Buffer whole, Buffer part, const nb::bytes& site) const {
+    return nb::make_tuple(nb::find(*this), memory(whole), memory(part), site);
   }
   // What keeps it, whatever the user does with the tensor: `x.data = y` lets go of x's.
   static nb::object memory(Buffer buffer) {
