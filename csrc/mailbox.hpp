@@ -110,7 +110,7 @@ class Mailbox {
 
   void close() {
     {
-      std::lock_guard lock(mutex_);
+      const auto lock = turn();
       stop_ = true;
       work_.notify_one();
     }
@@ -145,6 +145,7 @@ class Mailbox {
   };
 
   static constexpr int kSpins = 2000, kYields = 2200;
+  static constexpr int kGiven = 64;  // yields to those who ask for a turn
   static constexpr std::chrono::milliseconds kLook{10};
 
   // Who moves bytes lets those go first who ask for a turn: a mutex alone would not see to that.
@@ -165,9 +166,9 @@ class Mailbox {
     } catch (const Failed& f) {
       failed_ = true;
       if (f.reporter < 0) progress_.fail(f);
-    } catch (const std::exception&) {  // no memory
+    } catch (const std::exception& e) {  // no memory
       failed_ = true;
-      progress_.fail({Failure::aborted, rank_});
+      progress_.fail({Failure::aborted, rank_, {}, {}, -1, e.what()});
     }
   }
 
@@ -300,7 +301,7 @@ class Mailbox {
     if (idle == 0 && asking_.load(std::memory_order_relaxed) == 0) return;
     lock.unlock();
     if (idle == 0) {
-      while (asking_.load(std::memory_order_relaxed) > 0) sched_yield();
+      for (int i = 0; i < kGiven && asking_.load(std::memory_order_relaxed) > 0; ++i) sched_yield();
     } else if (idle < kSpins && ranks_ <= cores_) {
       pause();
     } else if (idle < kYields) {
@@ -309,7 +310,7 @@ class Mailbox {
       timespec nap{0, idle < kYields + 32 ? 20'000 : idle < kYields + 512 ? 100'000 : 500'000};
       nanosleep(&nap, nullptr);
     }
-    lock.lock();
+    lock = turn();
   }
 
   void wake() {

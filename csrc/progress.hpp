@@ -108,8 +108,14 @@ class Progress {
     return failed_ ? failed_ : peers_.reported();
   }
 
-  // Give up on `rank`, or as `rank` itself, and tell the others.
-  void fail(const Failed& failed) { announce(failed); }
+  // Give up on a rank, or as this one itself, and tell the others.
+  void fail(const Failed& failed) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!failed_ && !peers_.reported()) failed_ = failed;
+    }
+    announce(failed);
+  }
 
   void close() {
     if (closed_) return;

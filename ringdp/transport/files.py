@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
@@ -31,17 +32,19 @@ class Address(NamedTuple):
 
 
 def create(name: str, size: int, *, reserve: bool) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, size)
-        if reserve:  # out of memory is an error here, not a SIGBUS later
-            os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with ExitStack() as until_whole:
+            until_whole.callback(os.close, fd)
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size)
+            if reserve:  # out of memory is an error here, not a SIGBUS later
+                os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            until_whole.pop_all()
+            return fd
     except OSError as e:
-        os.close(fd)
         raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e
-    return fd
 
 
 def open_other(pid: int, fd: int) -> int:

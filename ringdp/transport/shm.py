@@ -124,9 +124,13 @@ class ShmTransport:
             if rank == 0:
                 answer(store, address)
             making.together("attached")
-            with _translated(rank):
-                self._core.connect()
-                return keep_open(files[0])
+            try:
+                with _translated(rank):
+                    self._core.connect()
+                    return keep_open(files[0])
+            except CommunicationError:  # the others have gone on
+                self._core.fail(FailureKind.ABORTED.value, rank)
+                raise
 
     def _map(
         self, files: tuple[int, ...], token: int, depth: int, stride: int, arena: Arena | None
@@ -310,7 +314,11 @@ def _translated(rank: int) -> Iterator[None]:
         yield
     except CommunicationError:
         raise
-    except (OSError, RuntimeError) as e:  # csrc's: a header or a size that is not ours, no memory
+    except (
+        OSError,
+        RuntimeError,
+        MemoryError,
+    ) as e:  # csrc's: a header that is not ours, no memory
         raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
 
 

@@ -86,9 +86,9 @@ def arrive(comm: Communicator) -> None:
 
 
 @pytest.fixture
-def hanging(ranks, tmp_path) -> Iterator[Pool]:
+def hanging(fresh_ranks, tmp_path) -> Iterator[Pool]:
     """Two ranks, of which rank 0 waits for rank 1, which is in the user's code."""
-    pool = ranks(2)
+    pool = fresh_ranks(2)  # with one communicator
     pool(arrive)  # else its ranks may still be on their way to each other
     with ThreadPoolExecutor(1) as thread:
         job = thread.submit(pool, waits, str(tmp_path / "go"))
@@ -189,7 +189,7 @@ def test_a_job_whose_store_is_gone_is_told_in_one_line(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["--pid", "4194305"], "there is no process 4194305"),  # beyond the largest pid
-        (["--pid", str(os.getpid())], "holds no communicator of ringdp open"),
+        (["--pid", str(os.getppid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
         (["--json", "--pid", "1"], "takes one of"),
     ],

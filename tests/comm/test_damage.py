@@ -135,6 +135,7 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
         (address(os.getpid(), 99999, 7), "cannot open"),
         (address(os.getpid(), 0, 7), "is not the shared memory of a rank 0"),
     ],
+    ids=["nothing", "a number", "five numbers", "a word", "no file", "another file"],
 )
 def test_a_rank_refuses_an_address_where_there_is_none(there, said):
     with pytest.raises(CommunicationError, match=said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -183,3 +184,36 @@ def half_made(comm: Communicator) -> bool:
 
 def test_what_cannot_be_made_leaves_nothing_open(ranks):
     assert ranks(1)(half_made) == [True]
+
+
+def no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def gives_up_at_the_end(comm: Communicator, say: Say) -> None:
+    """The last that a rank does, when the others have gone on, fails on rank 1."""
+    if comm.rank == 1:
+        with patch.object(shm, "keep_open", no_descriptor):
+            say(hear(comm, comm.duplicate))
+    else:
+        other = comm.duplicate()
+        say(hear(other, other.barrier))
+
+
+def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
+    (_, (there,)), (_, (here,)) = forks(2, gives_up_at_the_end)
+    assert "Too many open files" in here.text
+    assert (there.error, "rank 1 has aborted" in there.text) == ("PeerLost", True)
+    assert there.seconds < ALLOWED
+
+
+def without_files(comm: Communicator) -> None:
+    with (
+        patch.object(os, "memfd_create", no_descriptor),
+        pytest.raises(CommunicationError, match=r"no shared memory: .* Too many open files"),
+    ):
+        comm.duplicate()
+
+
+def test_no_file_is_an_error_of_ours(ranks):
+    ranks(1)(without_files)

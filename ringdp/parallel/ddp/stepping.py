@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
 
 def taken_off(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those that have such optimizers, which from now on step in `step` only."""
     found = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
-    for p in found:
-        for handle in param_to_optim_hook_handle_map.get(p, ()):  # type: ignore[no-untyped-call]
-            handle.remove()
+    if found:  # by now somebody has imported what takes 1.5 s
+        from torch.distributed.optim.apply_optimizer_in_backward import (
+            param_to_optim_hook_handle_map as handles,
+        )
+
+        for p in found:
+            for handle in handles.get(p, ()):  # type: ignore[no-untyped-call]
+                handle.remove()
     return found
 
 

@@ -1,0 +1,180 @@
+"""Messages that do not arrive: another length, nobody there, no memory; each rank hears why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp import Communicator
+from tests.comm.failing import Heard, fallible, hear, until_failed
+from tests.comm.test_failures import ALLOWED
+from tests.comm.test_messages import LARGE
+from tests.forks import Forks, Say
+from tests.limits import room
+
+pytestmark = pytest.mark.process
+
+SLAB, MANY = 16 << 10, 4000  # float32: the longest message that need not be awaited
+
+
+@fallible
+def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Heard | None:
+    """Both hear of it: the receiver at once, the sender by its next call at the latest."""
+    if comm.rank == 0:
+        return hear(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
+    return hear(comm, lambda: comm.recv(expected, 0, tag=5))
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "shows"),
+    [
+        (torch.zeros(4), torch.zeros(2), "expected 8 bytes of float32 with tag 5 from rank 0, "
+         "which sent 16 bytes of float32"),
+        (torch.zeros(LARGE), torch.zeros(7), "which sent 400000 bytes"),
+        (torch.zeros(2), torch.zeros(LARGE), "which sent 8 bytes"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.int32), "16 bytes of float32"),
+    ],
+)  # fmt: skip
+def test_another_length_or_dtype_is_an_error_on_both(ranks, sent, expected, shows):
+    for heard in ranks(2)(other_length, sent, expected):
+        assert heard.error == heard.again == "CollectiveMismatch"
+        assert shows in heard.text
+        assert "rank 1 expected" in heard.text
+        assert heard.seconds < ALLOWED
+
+
+@fallible
+def late(comm: Communicator, what: str) -> Heard | None:
+    x = torch.zeros(LARGE)
+    if comm.rank == 1:
+        until_failed(comm)
+        return hear(comm, comm.barrier)
+    work = comm.irecv(x, 1, tag=3) if what == "recv" else comm.isend(x, 1, tag=3)
+    return hear(comm, lambda: work.wait(0.2))
+
+
+@pytest.mark.parametrize("what", ["recv", "send"])
+def test_a_message_that_does_not_come_is_a_timeout_that_says_so(ranks, what):
+    here, there = ranks(2)(late, what)
+    assert here.error == here.again == there.error == "CollectiveTimeout"
+    assert f"rank 0 waited for {what} #0 (float32, " in here.text
+    assert "rank 1) of 100000 elements, tag 3, at " in here.text
+    assert f"{__file__}:" in here.text
+    assert f"has not {'received' if what == 'send' else 'sent'} it" in here.text
+    assert here.seconds < ALLOWED
+
+
+def killed(comm: Communicator) -> list[Heard | None]:
+    """Rank 1 dies in the middle of a message; each kind of partner has a communicator to lose."""
+    x = torch.zeros(50 * LARGE)
+    with comm.duplicate() as a, comm.duplicate() as b, comm.duplicate() as c:
+        comm.barrier()
+        if comm.rank == 1:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            while True:
+                comm.send(x, 0)
+        within = [hear(comm, lambda: [comm.recv(x, 1) for _ in range(1000)])] * (comm.rank == 0)
+        others = [
+            hear(a, lambda: a.recv(x, 1)),
+            hear(b, lambda: b.recv(x)),
+            hear(c, lambda: c.send(x, 1)),
+        ]
+        return within + others
+
+
+def test_a_killed_partner_is_named(fresh_ranks):
+    found = fresh_ranks(3).outcomes(killed)
+    assert found[1] is None
+    for rank in (0, 2):
+        for heard in found[rank]:
+            assert heard.error == heard.again == "PeerLost"
+            assert "rank 1 has ended" in heard.text
+            assert heard.seconds < ALLOWED
+
+
+@fallible
+def closes(comm: Communicator) -> Heard | None:
+    """A rank that has left is no reason not to hear from another."""
+    x = torch.zeros(10)
+    if comm.rank == 1:
+        return None
+    if comm.rank == 2:
+        time.sleep(0.3)
+        comm.send(x, 0)
+        return hear(comm, lambda: comm.recv(x, 0))
+    assert comm.recv(x) == 2
+    return hear(comm, lambda: comm.recv(x, 1))
+
+
+@fallible
+def asks(comm: Communicator) -> list[str]:
+    """Of messages that cannot come or go any more, without ever waiting for one."""
+    if comm.rank == 1:
+        return []
+    x = torch.zeros(LARGE)
+    works = [comm.irecv(x, 1), comm.isend(x, 1)]
+    for work in works:
+        while not work.is_completed():
+            time.sleep(0.001)
+    return [type(work.exception()).__name__ for work in works]
+
+
+def test_who_only_asks_for_a_message_hears_of_the_loss_too(ranks):
+    assert ranks(2)(asks)[0] == ["PeerLost"] * 2
+
+
+def test_a_partner_that_closed_is_lost_to_who_waits_for_it(ranks):
+    here, left, there = ranks(3)(closes)
+    assert left is None
+    assert here.error == there.error == "PeerLost"
+    assert "rank 1 has ended" in here.text
+
+
+def short_of_memory(comm: Communicator) -> list[str]:
+    x, peer, texts = torch.zeros(10), 1 - comm.rank, []
+    with comm.duplicate() as other, room(1 << 20):
+        calls: list[Callable[[], object]] = [
+            lambda: other.send(x, peer),
+            lambda: other.irecv(x, peer),
+            ringdp.init,
+        ]
+        for call in calls:
+            with pytest.raises(ringdp.CommunicationError) as error:
+                call()
+            texts.append(str(error.value))
+    return texts
+
+
+def test_a_lack_of_memory_is_an_error_of_ours(ranks):
+    for texts in ranks(2)(short_of_memory):
+        assert all("Cannot allocate memory" in text for text in texts)
+
+
+def unasked(comm: Communicator, say: Say) -> None:
+    """What nobody asks for waits in rank 1's memory, until there is none."""
+    with comm.duplicate() as other:
+        if comm.rank == 1:
+            work = other.irecv(torch.zeros(1), 0, tag=1)  # from now on a thread takes what comes
+            with room(4 << 20):
+                comm.barrier()
+                until_failed(other)
+            say(hear(other, work.wait))
+        else:
+            comm.barrier()
+            x = torch.zeros(SLAB)
+            say(hear(other, *[lambda: other.isend(x, 1)] * MANY, other.barrier))
+
+
+def test_a_rank_without_memory_for_messages_says_so(forks: Forks):
+    for code, (heard,) in forks(2, unasked):
+        assert (code, heard.error) == (0, "PeerLost")
+        assert "rank 1 has aborted" in heard.text
+    assert "bad_alloc" in heard.text
