@@ -30,8 +30,9 @@ $(MODULES): FORCE
 demo: setup
 	$(BIN)/ringdp train
 
+# Two files at a time: many tests wait for a process to start, or to end.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 sanitize: setup
 	$(BIN)/python -m pytest tests/transport/test_sanitizers.py
