@@ -161,6 +161,8 @@ def _dense_stride(p: Tensor) -> tuple[int, ...]:
 
 @lru_cache
 def factor(scale: float, dtype: torch.dtype) -> Tensor:
-    """As a tensor without dimensions, of the width in which torch multiplies this dtype. Of a number
-    it makes one in each call, for 5 of the 15 us that a small gradient took."""
+    """As a tensor without dimensions, of the width in which torch multiplies this dtype.
+
+    Of a number torch makes one in each call: 5 of the 15 us that a small gradient took.
+    """
     return torch.tensor(scale, dtype=torch.promote_types(dtype.to_real(), torch.float32))
