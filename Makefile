@@ -30,9 +30,8 @@ $(MODULES): FORCE
 demo: setup
 	$(BIN)/ringdp train
 
-# Two files at a time: many tests wait for a process to start, or to end.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 sanitize: setup
 	$(BIN)/python -m pytest tests/transport/test_sanitizers.py

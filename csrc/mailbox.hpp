@@ -145,7 +145,6 @@ class Mailbox {
   };
 
   static constexpr int kSpins = 2000, kYields = 2200;
-  static constexpr int kGiven = 64;  // yields to those who ask for a turn
   static constexpr std::chrono::milliseconds kLook{10};
 
   // Who moves bytes lets those go first who ask for a turn: a mutex alone would not see to that.
@@ -301,7 +300,7 @@ class Mailbox {
     if (idle == 0 && asking_.load(std::memory_order_relaxed) == 0) return;
     lock.unlock();
     if (idle == 0) {
-      for (int i = 0; i < kGiven && asking_.load(std::memory_order_relaxed) > 0; ++i) sched_yield();
+      while (asking_.load(std::memory_order_relaxed) > 0) sched_yield();
     } else if (idle < kSpins && ranks_ <= cores_) {
       pause();
     } else if (idle < kYields) {
@@ -310,7 +309,7 @@ class Mailbox {
       timespec nap{0, idle < kYields + 32 ? 20'000 : idle < kYields + 512 ? 100'000 : 500'000};
       nanosleep(&nap, nullptr);
     }
-    lock = turn();
+    lock.lock();
   }
 
   void wake() {

@@ -105,15 +105,15 @@ class Progress {
   // Why jobs do not end; another rank's failure too, though nothing waits for that rank yet.
   std::optional<Failed> failed() {
     std::lock_guard lock(mutex_);
-    return failed_ ? failed_ : peers_.reported();
+    auto failed = failed_ ? failed_ : peers_.reported();
+    if (failed && failed->reporter == rank_) failed->why = why_;
+    return failed;
   }
 
   // Give up on a rank, or as this one itself, and tell the others.
   void fail(const Failed& failed) {
-    {
-      std::lock_guard lock(mutex_);
-      if (!failed_ && !peers_.reported()) failed_ = failed;
-    }
+    std::lock_guard lock(mutex_);
+    if (why_.empty()) why_ = failed.why;
     announce(failed);
   }
 
@@ -327,6 +327,7 @@ class Progress {
   Tape waits_;                     // under the lock
   std::thread::id caller_;         // of the last job
   std::optional<Failed> failed_;
+  std::string why_;  // of what `fail` was told
   std::thread thread_;
   bool closed_ = false;
 };

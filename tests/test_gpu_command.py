@@ -86,7 +86,7 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
 ) -> None:
     monkeypatch.setattr(part_module, "GRACE", 0.1)
     beside = subprocess.Popen(["sleep", "60"])
-    hung = done(part(HANGS, limit=1.5), log)
+    hung = done(part(HANGS, limit=5), log)
     assert hung.state == "timed out"
     assert not Path(f"/proc/{int(hung.tail)}").exists()
     assert beside.poll() is None  # it is no part's

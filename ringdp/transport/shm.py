@@ -128,8 +128,10 @@ class ShmTransport:
                 with _translated(rank):
                     self._core.connect()
                     return keep_open(files[0])
-            except CommunicationError:  # the others have gone on
+            except BaseException:  # the others have gone on
                 self._core.fail(FailureKind.ABORTED.value, rank)
+                self._mail.close()
+                self._core.close()
                 raise
 
     def _map(
@@ -314,11 +316,7 @@ def _translated(rank: int) -> Iterator[None]:
         yield
     except CommunicationError:
         raise
-    except (
-        OSError,
-        RuntimeError,
-        MemoryError,
-    ) as e:  # csrc's: a header that is not ours, no memory
+    except (OSError, RuntimeError) as e:  # csrc's: a header or a size that is not ours, no memory
         raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
 
 

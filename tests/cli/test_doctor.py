@@ -189,10 +189,11 @@ def test_a_job_whose_store_is_gone_is_told_in_one_line(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["--pid", "4194305"], "there is no process 4194305"),  # beyond the largest pid
-        (["--pid", str(os.getppid())], "holds no communicator of ringdp open"),
+        (["--pid", str(os.getpid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
         (["--json", "--pid", "1"], "takes one of"),
     ],
+    ids=["no process", "no rank", "no job", "too much"],
 )
 def test_bad_arguments_are_refused_in_one_line(capsys, arguments, said):
     assert main(["doctor", *arguments]) == 2

@@ -52,7 +52,7 @@ def relaxed(sources: Path) -> str:
 def compiled(sanitizer: str, program: Path, sources: str = "csrc") -> Path:
     if not shutil.which(CXX):
         pytest.skip(f"no {CXX}")
-    command = [CXX, "-std=c++17", "-O1", "-g", "-pthread", "-DRINGDP_CLONES=", "-Wno-psabi"]
+    command = [CXX, "-std=c++17", "-O1", "-g1", "-pthread", "-DRINGDP_CLONES=", "-Wno-psabi"]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", sources]
     built = subprocess.run(
         [*command, str(HERE / "ranks_in_threads.cpp"), "-o", str(program)],
