@@ -14,27 +14,21 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm, UsageError
-from ringdp.comm import rendezvous
+from ringdp import Communicator, DistributedDataParallel
 from ringdp.parallel.ddp.assign import Gradient, assign
 from tests.parallel.ddp_cases import (
     TORCHS,
     WIDTH,
     Branches,
     Transformer,
-    Wrap,
     backward,
     equal,
     gradients,
     loss,
     mlp,
-    of_both,
     rows,
-    says,
 )
 from tests.parallel.test_ddp_parity import gloo
 
@@ -285,27 +279,6 @@ def test_a_whole_loop_has_torchs_losses(ranks):
         assert ours[-1] < ours[0]
 
 
-def no_group(comm: Communicator) -> None:
-    """Over torch's default group, where ringdp.init has not been called."""
-    gloo()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_worlds", [])
-        net = DistributedDataParallel(mlp())
-        explicit = DistributedDataParallel(
-            copy.deepcopy(net.module), process_group=dist.new_group([0, 1])
-        )
-        assert equal(backward(net, 0, comm.rank), backward(explicit, 0, comm.rank))
-        normed = DistributedDataParallel(SyncBatchNorm(WIDTH))
-        normed(rows(0, comm.rank)).square().sum().backward()
-        theirs = TORCHS(copy.deepcopy(net.module))
-        assert equal(backward(theirs, 0, comm.rank), gradients(net))
-        assert normed.comm is net.comm is not comm
-
-
-def test_it_works_over_torchs_groups(ranks):
-    ranks(2)(no_group)
-
-
 def alone(comm: Communicator) -> None:
     net = DistributedDataParallel(mlp())
     single = copy.deepcopy(net.module)
@@ -314,41 +287,3 @@ def alone(comm: Communicator) -> None:
 
 def test_one_rank_has_its_own_gradients(ranks):
     ranks(1)(alone)
-
-
-def two_dimensional(comm: Communicator) -> None:
-    """Tensor parallelism along the mesh's other dimension."""
-
-    def found(wrap: Wrap) -> list[Tensor]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        whole = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        net = wrap(parallelize_module(whole, mesh["tensor"], plan), device_mesh=mesh["data"])
-        parameters, seen = list(net.parameters()), []
-        for step in range(2):
-            loss(net(rows(step, mesh["data"].get_local_rank()))).backward()
-            seen += [p.grad.clone() for p in parameters]
-        return seen
-
-    assert equal(*of_both(found))
-
-
-def test_a_part_of_a_mesh_leaves_the_other_to_tensor_parallelism(ranks):
-    ranks(4)(two_dimensional)
-
-
-def arguments(comm: Communicator) -> None:
-    gloo()
-    mesh = init_device_mesh("cpu", (comm.size,))
-    net = DistributedDataParallel(mlp(), device_mesh=mesh, bucket_cap_mb_list=[0, 0.001])
-    assert net.process_group is mesh.get_group()
-    assert net.reducer.settings.caps == (0, 1048)
-    assert len(net.reducer.buckets[0].slots) == 1
-    assert len(backward(net, 0, comm.rank)) == len(list(net.parameters()))
-    says(lambda: DistributedDataParallel(mlp(), process_group=comm, device_mesh=mesh), UsageError)
-    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
-        assert not DistributedDataParallel(mlp(), broadcast_buffers=False).forward_sync_buffers
-
-
-def test_arguments_mean_what_torchs_mean(ranks):
-    ranks(2)(arguments)

@@ -240,3 +240,30 @@ def unlowered(comm: Communicator) -> None:
 
 def test_inputs_that_cannot_be_cast_leave_no_forward_under_way(ranks):
     ranks(1)(unlowered)
+
+
+def compiled(comm: Communicator, outside: bool) -> None:
+    """The whole wrapper, or what is in it."""
+    config, found = _MixedPrecision(BFLOAT, FLOAT), []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        if compiles and not outside:
+            model = torch.compile(model, backend="eager")
+        net = DistributedDataParallel(model, process_group=comm, mixed_precision=config)
+        if compiles and outside:
+            net = torch.compile(net, backend="eager")
+        found.append([])
+        for step in range(3):
+            net.zero_grad()
+            out = net(rows(step, comm.rank))
+            assert out.dtype == BFLOAT
+            loss(out).backward()
+            found[-1] += [p.grad.clone() for p in net.parameters()]
+            assert all(p.dtype == p.grad.dtype == FLOAT for p in net.parameters())
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_compiled_it_is_the_same(ranks, outside):
+    ranks(2)(compiled, outside)
