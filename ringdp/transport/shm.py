@@ -44,8 +44,6 @@ from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.watch import NAME, keep_open, let_go
 
 STRIDE = 16  # slabs that are under way at once over a link between two ranks, in as many more slots
-
-
 LEAST_DEPTH = 4  # slots
 
 
@@ -130,8 +128,6 @@ class ShmTransport:
                     return keep_open(files[0])
             except BaseException:  # the others have gone on
                 self._core.fail(FailureKind.ABORTED.value, rank)
-                self._mail.close()
-                self._core.close()
                 raise
 
     def _map(

@@ -14,7 +14,7 @@ from torch import nn
 def taken_off(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those that have such optimizers, which from now on step in `step` only."""
     found = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
-    if found:  # by now somebody has imported what takes 1.5 s
+    if found:  # who has made them has imported it already; it takes 1.5 s
         from torch.distributed.optim.apply_optimizer_in_backward import (
             param_to_optim_hook_handle_map as handles,
         )
