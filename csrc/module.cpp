@@ -67,19 +67,6 @@ NB_MODULE(_core, m) {
           nb::arg("token"), nb::arg("arena"), nb::arg("arena_bytes"), nb::arg("latency"),
           nb::arg("bandwidth"), nb::arg("stride"))
       .def("connect", &Progress::connect)
-      .def(
-          "start",
-          [](Progress& self, std::uintptr_t rows, std::size_t row_count, std::uintptr_t bounds,
-             int chunks, int scratch, std::uintptr_t buffer, int dtype_code, int op,
-             std::uint64_t number, std::uint64_t kind, std::int64_t elements, nb::bytes site,
-             bool background, nb::dict kept, nb::object used) {
-            const auto* cuts = reinterpret_cast<const std::int64_t*>(bounds);
-            const Rows what{reinterpret_cast<const Row*>(rows), row_count, cuts, chunks, scratch,
-                            reinterpret_cast<std::byte*>(buffer)};
-            const Job job{what, dtype(dtype_code, op), number, kind, elements, checked(site)};
-            const auto ticket = freely([&] { return self.start(job, background); });
-            return keep(kept, ticket, used);
-          })
       .def("wait", &Progress::wait, nb::call_guard<nb::gil_scoped_release>())
       .def("failed",
            [](Progress& self) -> nb::object {
@@ -116,11 +103,24 @@ NB_MODULE(_core, m) {
       .def("close", &Progress::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Prepared>(m, "Prepared")
-      .def(nb::init<Progress&, int, std::vector<std::int64_t>, int, int, std::uint64_t, int,
-                    nb::dict>(),
-           nb::keep_alive<1, 2>(), nb::arg("core"), nb::arg("collective"), nb::arg("bounds"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("kind"), nb::arg("root"),
-           nb::arg("kept"))
+      .def_static(
+          "exchange",
+          [](Progress& core, int collective, int root, std::vector<std::int64_t> bounds, int dtype_code,
+             int op, std::uint64_t kind, nb::dict kept) {
+            return new Prepared(core, Collective(collective), root, std::move(bounds),
+                                dtype(dtype_code, op), kind, std::move(kept));
+          },
+          nb::keep_alive<0, 1>())
+      .def_static(
+          "program",
+          [](Progress& core, nb::object program, std::uintptr_t rows, std::size_t count, int chunks,
+             int scratch, std::vector<std::int64_t> bounds, int dtype_code, int op, std::uint64_t kind,
+             std::int64_t elements, nb::dict kept) {
+            const Rows what{reinterpret_cast<const Row*>(rows), count, nullptr, chunks, scratch, nullptr};
+            return new Prepared(core, std::move(program), what, std::move(bounds), dtype(dtype_code, op),
+                                kind, elements, std::move(kept));
+          },
+          nb::keep_alive<0, 1>())
       .def_prop_ro("kind", &Prepared::kind)
       .def("start",
            [](Prepared& self, nb::object whole, nb::object part, std::uint64_t number, nb::bytes site) {

@@ -69,14 +69,14 @@ class Progress {
     return settle(ticket, [&] { work_on(lock, ticket, seconds); });
   }
 
-  // Both at once: 0 if it has ended, else its ticket.
+  // Begun and waited for: 0 if it has ended, else its ticket.
   std::uint64_t run(const Job& job, double seconds) {
     std::unique_lock lock(mutex_);
     const auto ticket = queue(job, false);
     return settle(ticket, [&] { work_on(lock, ticket, seconds); }) ? 0 : ticket;
   }
 
-  // Whether an exchange of so many bytes may be run by `dash`. Over a link none is short.
+  // Whether a job of so many bytes may be run by `dash`, if it seldom waits. Over a link none is short.
   bool brief(std::size_t bytes) const { return bytes <= kBrief && !far_ && !peers_.crowded(); }
 
   // As `run`, but under the lock all the time, and only until it would have to yield: some tens of us.

@@ -1,5 +1,5 @@
-// Calls that have been made before: a second one of the same collective, dtype, length, op and tag is
-// found, and run or begun, without the work in Python that the first one took.
+// Calls that have been made before: a second one of the same collective, dtype, length, op, root, tag and
+// algorithm is found, and run or begun, without the work in Python that the first one took.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,94 +8,19 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "kept.hpp"
-#include "progress.hpp"
+#include "prepared.hpp"
 #include "sites.hpp"
 #include "tensors.hpp"
 
 namespace ringdp {
 
-inline const char* checked(const nb::bytes& site) {
-  if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
-  return site.c_str();
-}
+// The methods of a communicator that repeat, in the order of transport.repeated.METHODS.
+enum class Method { all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather, scatter };
 
-// An exchange that is the same time and again, but for its number, its buffers and its caller. `kept`:
-// where its buffers are put for as long as they are used.
-class Prepared {
- public:
-  // A tensor that is given, or None.
-  struct Buffer {
-    nb::handle owner;
-    std::byte* data;
-  };
-
-  Prepared(Progress& core, int collective, std::vector<std::int64_t> bounds, int dtype_code, int op,
-           std::uint64_t kind, int root, nb::dict kept)
-      : core_(core), bounds_(std::move(bounds)), collective_(Collective(collective)),
-        dtype_(dtype(dtype_code, op)), kind_(kind), root_(root), kept_(std::move(kept)) {
-    if (bounds_.size() != std::size_t(core.segment().ranks()) + 1)
-      throw nb::value_error("bounds are ranks + 1 numbers");
-    brief_ = core.brief(bounds_.back() * dtype_.size);
-  }
-
-  std::uint64_t kind() const { return kind_; }
-  bool failed() const { return core_.peers().reported().has_value(); }
-
-  bool keeps() const { return PyDict_Size(kept_.ptr()); }
-
-  // A ticket for `wait`.
-  std::uint64_t start(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
-    const Job what = job(whole, part, number, site);
-    const auto used = uses(whole, part, site);
-    std::uint64_t ticket;
-    {
-      nb::gil_scoped_release free;
-      ticket = core_.start(what, true);
-    }
-    return keep(kept_, ticket, used);
-  }
-  // 0 if it has ended; after a while, or a failure, the ticket.
-  std::uint64_t run(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
-    const Job what = job(whole, part, number, site);
-    auto ticket = brief_ ? core_.dash(what) : 0;
-    if (brief_ && !ticket) return 0;
-    const auto used = uses(whole, part, site);
-    {
-      nb::gil_scoped_release free;
-      if (!brief_)
-        ticket = core_.run(what, kSlice);
-      else if (core_.wait(ticket, kSlice))
-        ticket = 0;
-    }
-    return ticket ? keep(kept_, ticket, used) : 0;
-  }
-
- private:
-  static constexpr double kSlice = 0.1;  // s until Python looks for signals
-
-  Job job(Buffer whole, Buffer part, std::uint64_t number, const nb::bytes& site) const {
-    const Exchange what{collective_, bounds_.data(), whole.data, part.data, root_};
-    return {what, dtype_, number, kind_, bounds_.back(), checked(site)};
-  }
-
-  // What a job uses until it ends. To be asked before the GIL is given away: then `x.data` may change.
-  nb::tuple uses(Buffer whole, Buffer part, const nb::bytes& site) const {
-    return nb::make_tuple(nb::find(*this), memory(whole), memory(part), site);
-  }
-  // What keeps it, whatever the user does with the tensor: `x.data = y` lets go of x's.
-  static nb::object memory(Buffer buffer) {
-    return buffer.owner.is_none() ? nb::none() : buffer.owner.attr("untyped_storage")();
-  }
-
-  Progress& core_;
-  std::vector<std::int64_t> bounds_;
-  Collective collective_;
-  Dtype dtype_;
-  std::uint64_t kind_;
-  int root_;
-  nb::dict kept_;
-  bool brief_;  // over before the GIL would have been given away and taken back
+// A call's arguments: null is not given. `whole` has the elements of all ranks, or is the only tensor.
+struct Asked {
+  PyObject *whole, *part, *op, *root, *tag, *algorithm;
+  bool later;  // it is begun, and what is given waits for it
 };
 
 class Ready {
@@ -103,12 +28,15 @@ class Ready {
   Ready(int rank, int ranks, nb::handle table, nb::handle tensor, nb::handle parameter)
       : rank_(rank), ranks_(ranks), tensors_(table.ptr(), tensor.ptr(), parameter.ptr()) {}
 
-  // The call has been made, with `whole` of so many elements: `op` as the user says it.
-  void remember(int collective, int dtype, std::int64_t elements, std::string_view op,
-                std::int64_t tag, nb::object prepared) {
+  // The call has been made, with `whole` of so many elements: `op` and `algorithm` as the user says them.
+  void remember(int method, int dtype, std::int64_t elements, std::string_view op, std::int64_t root,
+                std::int64_t tag, nb::object algorithm, nb::object prepared) {
+    auto* const by = way(algorithm.ptr());
+    if (!by) return;
     if (known_.size() >= kMost) forget();
     auto* const what = nb::cast<Prepared*>(prepared);
-    known_[{collective, dtype, elements, packed(op), tag}] = {what, std::move(prepared)};
+    const Key key{Method(method), dtype, elements, packed(op), root, tag, by};
+    known_[key] = {what, std::move(prepared), nb::borrow(by)};
   }
 
   void forget() {
@@ -126,36 +54,39 @@ class Ready {
   bool held = false;         // whether all calls are to be issued elsewhere
   Sites& sites() { return sites_; }
 
-  // The call of `comm`, if it was made before and its tensors are the buffers themselves: both plain,
-  // and apart or the part in its place in the whole. Else null, and nothing is done. An `op` or `tag`
-  // that is not given is null. `later`: it is begun, and what is given waits for it.
-  nb::object again(nb::handle comm, int collective, nb::handle whole, nb::handle part, nb::handle op,
-                   nb::handle tag, bool later) {
+  // The call of `comm`, if it was made before and its tensors are the buffers themselves. Else null, and
+  // nothing is done.
+  nb::object again(nb::handle comm, Method method, const Asked& asked) {
     if (held) return {};
-    const auto all = tensors_.plain(whole.ptr());
-    const auto letters = packed(op);
-    const auto label = !tag.is_valid() ? 0 : PyLong_Check(tag.ptr()) ? PyLong_AsLongLong(tag.ptr()) : -1;
-    if (!all || !letters || label < 0) return PyErr_Clear(), nb::object();
-    Prepared::Buffer buffer{whole, all->data}, piece{nb::none(), nullptr};
-    if (part.is_valid()) {
-      const auto one = tensors_.plain(part.ptr());
-      if (!one || one->dtype != all->dtype || one->elements * ranks_ != all->elements) return {};
-      const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
-      if (!apart && one->data != all->data + rank_ * one->bytes) return {};
-      piece = {part, one->data};
-    }
-    const Known* const found = find({collective, all->dtype, all->elements, letters, label});
+    const auto letters = packed(nb::handle(asked.op));
+    const auto root = number_of(asked.root), tag = number_of(asked.tag);
+    const auto* const by = way(asked.algorithm);
+    if (!letters || root < 0 || tag < 0 || !by) return PyErr_Clear(), nb::object();
+    const auto given = buffers(method, asked, root == rank_);
+    if (!given) return {};
+    const auto& [whole, part, dtype, elements, apart, _] = *given;
+    const Known* const found = find({method, dtype, elements, letters, root, tag, by});
     if (!found) return {};
-    const Known what = *found;
-    if (what.prepared->failed()) return {};  // there it raises, and keeps nothing for what never ends
+    Prepared& prepared = *found->prepared;
+    const nb::object alive = found->object;
+    if (prepared.failed()) return {};  // there it raises, and keeps nothing for what never ends
+    Prepared::Buffer buffer = whole, piece = part;
+    Copied copy;
+    if (apart && prepared.in_place()) {
+      copy = copied(method, *given);
+      buffer = {copy.keeper, copy.data}, piece = nothing();
+    }
     const auto site = sites_.here();
     const auto number = issued++;
-    const auto ticket = later ? what.prepared->start(buffer, piece, number, site)
-                              : what.prepared->run(buffer, piece, number, site);
-    if (ticket)
-      return comm.attr("_begun")(nb::make_tuple(number, what.prepared->kind(), all->elements, site), ticket,
-                                 later);
-    if (what.prepared->keeps()) comm.attr("_release")();
+    const auto ticket = asked.later ? prepared.start(buffer, piece, number, site)
+                                    : prepared.run(buffer, piece, number, site);
+    if (ticket) {
+      const auto call = nb::make_tuple(number, prepared.kind(), elements, site);
+      const auto finish = copy.home.to ? nb::object(nb::cpp_function(copy.home)) : nb::none();
+      return comm.attr("_begun")(call, ticket, asked.later, finish);
+    }
+    copy.home();
+    if (prepared.keeps()) comm.attr("_release")();
     return ended_;
   }
 
@@ -163,37 +94,129 @@ class Ready {
   static constexpr Py_ssize_t kLetters = 4;    // of the longest op
   static constexpr std::size_t kMost = 4096;  // calls that it remembers; then it forgets them all
   static constexpr std::size_t kRecent = 64;  // where it looks first
+  static constexpr std::size_t kHeld = 16 << 10;  // bytes that are copied under the GIL
 
   struct Key {
-    std::int64_t collective, dtype, elements;
+    Method method;
+    std::int64_t dtype, elements;
     std::uint64_t op;
-    std::int64_t tag;
+    std::int64_t root, tag;
+    const PyObject* algorithm;
     bool operator==(const Key& o) const {
-      return collective == o.collective && dtype == o.dtype && elements == o.elements && op == o.op &&
-             tag == o.tag;
+      return method == o.method && dtype == o.dtype && elements == o.elements && op == o.op &&
+             root == o.root && tag == o.tag && algorithm == o.algorithm;
     }
   };
   struct Known {
     Prepared* prepared;
-    nb::object object;  // it
+    nb::object object, algorithm;  // they live as long as they are known
   };
   struct Hash {
     std::size_t operator()(const Key& k) const {
-      std::uint64_t h = k.op;
-      for (std::uint64_t part : {k.collective << 8 | k.dtype, k.elements, k.tag})
+      std::uint64_t h = k.op ^ reinterpret_cast<std::uintptr_t>(k.algorithm);
+      for (std::uint64_t part : {k.root << 16 | int(k.method) << 8 | k.dtype, k.elements, k.tag})
         h = (h ^ part) * 0x9e3779b97f4a7c15, h ^= h >> 32;
       return h;
     }
   };
 
+  struct Buffers {
+    Prepared::Buffer whole, part;
+    int dtype;
+    std::int64_t elements;  // of the whole
+    bool apart;
+    std::size_t part_bytes;
+  };
+  static Prepared::Buffer nothing() { return {nb::none(), nullptr}; }
+  // If its tensors are plain, and apart or the part in its place in the whole.
+  std::optional<Buffers> buffers(Method method, const Asked& asked, bool at_root) {
+    const bool everywhere = method != Method::gather && method != Method::scatter;  // there is a whole
+    std::optional<Plain> all, one;
+    if ((everywhere || at_root) && !(all = tensors_.plain(asked.whole))) return std::nullopt;
+    if (!asked.part) {
+      const Prepared::Buffer whole{asked.whole, all->data};
+      const bool has_part = at_root && (method == Method::broadcast || method == Method::reduce);
+      return Buffers{whole, has_part ? whole : nothing(), all->dtype, all->elements, false, 0};
+    }
+    if (!(one = tensors_.plain(asked.part))) return std::nullopt;
+    const Prepared::Buffer part{asked.part, one->data};
+    const auto elements = method == Method::all_to_all ? one->elements : one->elements * ranks_;
+    if (!all) return Buffers{nothing(), part, one->dtype, elements, true, one->bytes};
+    if (one->dtype != all->dtype || elements != all->elements) return std::nullopt;
+    const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
+    const bool must_be = method == Method::all_to_all || method == Method::scatter;
+    if (!apart && (must_be || one->data != all->data + rank_ * one->bytes)) return std::nullopt;
+    return Buffers{{asked.whole, all->data}, part, all->dtype, elements, apart, one->bytes};
+  }
+
+  // What brings a part home from a copy of the whole; `own` and `kept` are their memory.
+  struct Home {
+    nb::object own, kept;
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    std::size_t bytes = 0;
+    void operator()() const { copy_freely(to, from, bytes); }
+  };
+  // A program's only buffer.
+  struct Copied {
+    nb::object keeper;
+    std::byte* data = nullptr;
+    Home home;
+  };
+  // With what tensors that are apart hold.
+  Copied copied(Method method, const Buffers& given) {
+    const auto bytes = given.part_bytes, at = rank_ * bytes;
+    std::byte *const whole = given.whole.data, *const part = given.part.data;
+    // first: with the GIL gone, a tensor may get other memory
+    const auto of_whole = Prepared::memory(given.whole), of_part = Prepared::memory(given.part);
+    if (method == Method::all_to_all) {
+      copy_freely(part, whole, bytes);
+      return {of_part, part, {}};
+    }
+    if (method == Method::all_gather) {
+      copy_freely(whole + at, part, bytes);
+      return {of_whole, whole, {}};
+    }
+    const auto own = nb::steal(PyByteArray_FromStringAndSize(nullptr, bytes * ranks_));
+    if (!own.is_valid()) throw nb::python_error();
+    auto* const data = reinterpret_cast<std::byte*>(PyByteArray_AsString(own.ptr()));
+    copy_freely(data, whole, bytes * ranks_);
+    return {own, data, {own, of_part, part, data + at, bytes}};
+  }
+  static void copy_freely(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes <= kHeld) return copy_bytes(to, from, bytes);
+    nb::gil_scoped_release free;
+    copy_bytes(to, from, bytes);
+  }
+
+  // A root or a tag: 0 by default, -1 for what is none.
+  static std::int64_t number_of(PyObject* given) {
+    return !given ? 0 : PyLong_Check(given) ? PyLong_AsLongLong(given) : -1;
+  }
+
   // The map alone would take a twentieth of a small call.
   const Known* find(const Key& key) {
-    auto& [said, known] = recent_[std::uint64_t(key.elements * 5 + key.dtype + key.tag) % kRecent];
+    const auto by = reinterpret_cast<std::uintptr_t>(key.algorithm) / 16;
+    const auto sum = key.elements * 5 + key.dtype + key.root + key.tag + by;
+    auto& [said, known] = recent_[std::uint64_t(sum) % kRecent];
     if (known && said == key) return known;
     const auto found = known_.find(key);
     if (found == known_.end()) return nullptr;
     said = key;
     return known = &found->second;
+  }
+  // The one object for algorithms of that name, or a user's function; only to be compared, where none is
+  // known. Null for others: what is equal, or means the same tomorrow, Python alone knows.
+  static PyObject* way(PyObject* algorithm) {
+    static PyObject* const direct = PyUnicode_InternFromString("direct");
+    static PyObject* const function = nb::module_::import_("types").attr("FunctionType").inc_ref().ptr();
+    if (!algorithm) return direct;  // the default
+    if (!PyUnicode_CheckExact(algorithm))
+      return reinterpret_cast<PyObject*>(Py_TYPE(algorithm)) == function ? algorithm : nullptr;
+    Py_INCREF(algorithm);
+    PyUnicode_InternInPlace(&algorithm);
+    Py_DECREF(algorithm);
+    return algorithm;
   }
   static std::uint64_t packed(std::string_view op) {
     std::uint64_t word = 0;

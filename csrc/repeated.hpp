@@ -12,44 +12,50 @@ struct Repeated {
   PyObject_HEAD
   vectorcallfunc call;
   PyObject* function;
-  int collective;
+  int method;
 };
 
-// Where a call's arguments stand behind `self`, by collective (base.DIRECT's order); 0: it has none.
+// Where a call's arguments stand behind `self`, by method; 0: it has none.
 struct Places {
-  int whole, part, op;
+  int whole, part, op, root;
 };
-constexpr Places kArguments[] = {{1, 0, 2}, {2, 1, 3}, {1, 2, 0}};
+constexpr Places kArguments[] = {{1, 0, 2, 0}, {2, 1, 3, 0}, {1, 2, 0, 0}, {2, 1, 0, 0},
+                                 {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}};
 
 // What the call gives, or null: nothing is done.
-inline nb::object again(const Repeated& method, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   static PyObject* const op_name = PyUnicode_InternFromString("op");
+  static PyObject* const root_name = PyUnicode_InternFromString("root");
   static PyObject* const tag_name = PyUnicode_InternFromString("tag");
   static PyObject* const scale_name = PyUnicode_InternFromString("scale");
   static PyObject* const later_name = PyUnicode_InternFromString("async_op");
+  static PyObject* const algorithm_name = PyUnicode_InternFromString("algorithm");
   static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
-  const Places at = kArguments[method.collective];
+  const Places at = kArguments[self.method];
   const int tensors = at.part ? 2 : 1;
-  if (count < 1 + tensors || count > 1 + tensors + (at.op ? 1 : 0)) return {};
-  PyObject *op = count > 1 + tensors ? args[at.op] : nullptr, *tag = nullptr;
-  bool later = false;
-  for (Py_ssize_t i = 0, given = names ? PyTuple_Size(names) : 0; i < given; ++i) {
-    PyObject* const name = PyTuple_GetItem(names, i);
-    if (name == op_name && at.op && !op)
-      op = args[count + i];
+  if (count < 1 + tensors || count > 1 + std::max({tensors, at.op, at.root})) return {};
+  const auto given = [&](int place) { return place && place < count ? args[place] : nullptr; };
+  Asked asked{given(at.whole), given(at.part), given(at.op), given(at.root), nullptr, nullptr, false};
+  for (Py_ssize_t i = 0, more = names ? PyTuple_Size(names) : 0; i < more; ++i) {
+    PyObject *const name = PyTuple_GetItem(names, i), *const value = args[count + i];
+    if (name == op_name && at.op && !asked.op)
+      asked.op = value;
+    else if (name == root_name && at.root && !asked.root)
+      asked.root = value;
     else if (name == tag_name)
-      tag = args[count + i];
-    else if (name == later_name && PyBool_Check(args[count + i]))
-      later = args[count + i] == Py_True;
-    else if (!(name == scale_name && args[count + i] == Py_None))  // the default
+      asked.tag = value;
+    else if (name == algorithm_name)
+      asked.algorithm = value;
+    else if (name == later_name && PyBool_Check(value))
+      asked.later = value == Py_True;
+    else if (!(name == scale_name && at.op && value == Py_None))  // the default
       return {};
   }
   const auto ready = nb::steal(PyObject_GetAttr(args[0], ready_name));
   if (!ready.is_valid()) return PyErr_Clear(), nb::object();
   static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
   if (Py_TYPE(ready.ptr()) != type) return {};
-  return nb::inst_ptr<Ready>(ready)->again(args[0], method.collective, args[at.whole],
-                                           at.part ? args[at.part] : nullptr, op, tag, later);
+  return nb::inst_ptr<Ready>(ready)->again(args[0], Method(self.method), asked);
 }
 
 inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
@@ -67,19 +73,19 @@ inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_
   return PyObject_Vectorcall(method.function, args, flags, names);
 }
 
-// Repeated(collective, function)
+// Repeated(method, function)
 inline PyObject* new_repeated(PyTypeObject* type, PyObject* args, PyObject*) {
-  int collective;
+  int number;
   PyObject* function;
-  if (!PyArg_ParseTuple(args, "iO", &collective, &function)) return nullptr;
-  if (collective < 0 || collective >= int(std::size(kArguments)))
-    return PyErr_Format(PyExc_ValueError, "no collective %d that repeats", collective);
+  if (!PyArg_ParseTuple(args, "iO", &number, &function)) return nullptr;
+  if (number < 0 || number >= int(std::size(kArguments)))
+    return PyErr_Format(PyExc_ValueError, "no method %d that repeats", number);
   auto* const made = PyType_GenericAlloc(type, 0);
   if (!made) return nullptr;
   auto& method = *reinterpret_cast<Repeated*>(made);
   method.call = call_repeated;
   method.function = Py_NewRef(function);
-  method.collective = collective;
+  method.method = number;
   return made;
 }
 

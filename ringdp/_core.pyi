@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from torch import Tensor
@@ -27,25 +27,6 @@ class Progress:
         stride: int,
     ) -> None: ...
     def connect(self) -> None: ...
-    def start(
-        self,
-        rows: int,
-        row_count: int,
-        bounds: int,
-        chunks: int,
-        scratch: int,
-        buffer: int,
-        dtype: int,
-        op: int,
-        number: int,
-        kind: int,
-        elements: int,
-        site: bytes,
-        background: bool,
-        kept: dict[int, object],
-        used: object,
-        /,
-    ) -> int: ...
     def wait(self, ticket: int, seconds: float, /) -> bool: ...
     def failed(self) -> tuple[int, int, int, int, int, int, int, int, int, str] | None: ...
     def fail(self, kind: int, rank: int, /) -> None: ...
@@ -64,17 +45,34 @@ class Progress:
 class Prepared:
     @property
     def kind(self) -> int: ...
-    def __init__(
-        self,
+    @staticmethod
+    def exchange(
         core: Progress,
         collective: int,
-        bounds: list[int],
+        root: int,
+        bounds: Sequence[int],
         dtype: int,
         op: int,
         kind: int,
-        root: int,
         kept: dict[int, object],
-    ) -> None: ...
+        /,
+    ) -> Prepared: ...
+    @staticmethod
+    def program(
+        core: Progress,
+        program: object,
+        rows: int,
+        count: int,
+        chunks: int,
+        scratch: int,
+        bounds: Sequence[int],
+        dtype: int,
+        op: int,
+        kind: int,
+        elements: int,
+        kept: dict[int, object],
+        /,
+    ) -> Prepared: ...
     def start(
         self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /
     ) -> int: ...
@@ -99,18 +97,20 @@ class Ready:
     ) -> None: ...
     def remember(
         self,
-        collective: int,
+        method: int,
         dtype: int,
         elements: int,
         op: str,
+        root: int,
         tag: int,
+        algorithm: object,
         prepared: object,
         /,
     ) -> None: ...
 
 class Repeated:
     __wrapped__: object
-    def __init__(self, collective: int, method: object, /) -> None: ...
+    def __init__(self, number: int, method: object, /) -> None: ...
 
 class Watch:
     ranks: int

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.browser import Dom, open_page
+from tests.builds import Builds
 from tests.forks import Forks
 from tests.ranks import TIMEOUT, Pool
 
@@ -23,6 +24,18 @@ def server(request: pytest.FixtureRequest) -> None:
     """A process has one fork server, and launchers under test would start it with less imported."""
     if request.node.get_closest_marker("process"):
         forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def builds(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Builds]:
+    """builds[BUILDS[name]]: a program that a test file names, see tests/builds.py."""
+    made = Builds(tmp_path_factory.mktemp("builds"))
+    for module in {item.getparent(pytest.Module): None for item in request.session.items}:
+        made.begin(getattr(module and module.obj, "BUILDS", {}))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 A fingerprint is one number, since it goes with every message and into every rank's record:
 
-    tag << 24 | root or peer << 14 | collective << 9 | dtype << 4 | op
+    algorithm << 55 | tag << 24 | root or peer << 14 | collective << 9 | dtype << 4 | op
 
 Ranks whose fingerprints of the same collective differ have made a mistake. Reading one trusts
 nothing: a code that stands for nothing is said to be unknown.
@@ -19,29 +19,39 @@ from typing import get_args
 
 import torch
 
-from ringdp.schedule import Collective
+from ringdp.schedule import ALGORITHMS, Builder, Collective
 from ringdp.transport.base import DTYPES, REDUCE_OPS
 from ringdp.transport.records import SITE_BYTES, Call
 
-TAGS = 1 << 39  # how many there are: with the codes below them they fit 63 bits
+TAGS = 1 << 31  # how many there are: with the codes around them they fit 63 bits
 ROOTS = 1 << 10  # and so many ranks may be roots
 
 MESSAGES = ("send", "recv")
 COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES)
+BY = ("direct", "nccl", *sorted({a.name for a in ALGORITHMS} - {"direct"}))  # algorithms
+OWN = 255  # a user's, whatever each rank calls it
 ANYBODY = ROOTS - 1  # as the peer of a recv
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
 
 @cache
-def fingerprint(collective: str, dtype: torch.dtype, op: str, root: int) -> int:
+def fingerprint(
+    collective: str,
+    dtype: torch.dtype,
+    op: str,
+    root: int,
+    algorithm: str | Builder = "direct",
+) -> int:
     """All of it but the tag, which `Communicator` adds. `root`: for send and recv, the peer."""
+    name = algorithm.partition(":")[0] if isinstance(algorithm, str) else ""  # as hierarchical:4
+    by = BY.index(name) if name in BY else OWN
     codes = COLLECTIVES.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
-    return root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
+    return by << 55 | root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
 
 
 def tag_of(kind: int) -> int:
-    return kind >> 24
+    return kind >> 24 & TAGS - 1
 
 
 def peer_of(kind: int) -> int:
@@ -63,13 +73,15 @@ def collective_of(kind: int) -> str:
 
 
 def named(number: int, kind: int) -> str:
-    """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1)`."""
+    """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1, by ring)`."""
     name = collective_of(kind)
     parts = [dtype_of(kind)]
     parts += [_name(REDUCE_OPS, kind & 15)] * (name in REDUCING)
     parts += [f"root {peer_of(kind)}"] * (name in ROOTED)
     if name in MESSAGES:
         parts.append(f"{'to' if name == 'send' else 'from'} {other_end(kind)}")
+    if by := kind >> 55:  # not the default
+        parts.append("by " + ("an algorithm of yours" if by == OWN else _name(BY, by)))
     return f"{name} #{number} ({', '.join(parts)})"
 
 

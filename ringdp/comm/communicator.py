@@ -18,7 +18,7 @@ from torch import Tensor
 from ringdp.comm.call import NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
-from ringdp.comm.job import Exchange, How, Job, W
+from ringdp.comm.job import Exchange, How, Job, Run, W
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
@@ -31,8 +31,9 @@ from ringdp.schedule import Builder, Collective, Program
 from ringdp.tape import recorder
 from ringdp.transport import heap
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import DIRECT, DTYPES, FailureKind, Op, Prepared, Transport
+from ringdp.transport.base import DTYPES, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
+from ringdp.transport.repeated import METHODS
 
 _all: WeakSet[Communicator] = WeakSet()
 
@@ -79,7 +80,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         self._calls = self._ready or Calls()
         if self._ready:
             self._ready.learn(line, NOWHERE, ENDED)
-        self._zero = torch.zeros(1, dtype=torch.int32, device=self._transport.device)
+        self._zero = torch.zeros(1, dtype=torch.int32)
         self._group: Group | None = None
         _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()
@@ -262,32 +263,38 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
     def _issue(self, job: Job, how: How) -> Work:
         """The one place that hands anything to the transport, but for `repeated`."""
-        what = job.what
-        buffer = what.one if isinstance(what, Exchange) else what.buffer
-        kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
-        elements = buffer.numel() if job.elements is None else job.elements
+        what, dtype = job.what, job.what.one.dtype
+        kind = fingerprint(job.collective, dtype, job.op, how.root, how.algorithm) | how.tag << 24
+        elements = what.one.numel() if job.elements is None else job.elements
         call = (self.issued, kind, elements, call_site(3))
         self._guard.check(call)
-        self._transport.check(buffer)
+        self._transport.check(what.one)
         if isinstance(what, Exchange):
-            ready = self._transport.prepare(
-                what.kind, what.bounds, buffer.dtype, job.op, kind, what.root
+            ready = self._transport.prepare(what.kind, what.bounds, dtype, job.op, kind, what.root)
+        else:
+            op: Op = "sum" if job.op == "avg" else job.op
+            ready = self._transport.prepare_program(
+                what.program, what.bounds, dtype, op, kind, elements
             )
-            if what.again and self._ready and how.algorithm == "direct":
-                codes = DIRECT.index(what.kind), DTYPES.index(buffer.dtype)
-                self._ready.remember(*codes, what.bounds[-1], job.op, how.tag, ready)
-            return self._run(ready, what, call, how.async_op, job.finish)
-        op: Op = "sum" if job.op == "avg" else job.op
-        ticket = self._transport.start(
-            what.program, buffer, op, call, background=how.async_op, bounds=what.bounds
-        )
-        self._calls.issued += 1
-        return self._waited(Work(self._guard, call, ticket, job.finish), how.async_op)
+        if what.again and self._ready:
+            self._ready.remember(
+                METHODS.index(job.collective),
+                DTYPES.index(dtype),
+                elements,
+                job.op,
+                how.root,
+                how.tag,
+                how.algorithm,
+                ready,
+            )
+        return self._run(ready, what, call, how.async_op, job.finish)
 
-    def _begun(self, call: Call, ticket: int, background: bool) -> Work:
+    def _begun(
+        self, call: Call, ticket: int, background: bool, finish: Callable[[], None] | None
+    ) -> Work:
         """Of a repeated call in the background, or one that takes long or has failed."""
         self._transport.release()
-        return self._waited(Work(self._guard, call, ticket, None), background)
+        return self._waited(Work(self._guard, call, ticket, finish), background)
 
     def _release(self) -> None:
         self._transport.release()
@@ -295,14 +302,18 @@ class Communicator(Reductions, Moves, Messages, Taped):
     def _run(
         self,
         ready: Prepared,
-        what: Exchange,
+        what: Exchange | Run,
         call: Call,
         background: bool,
         finish: Callable[[], None] | None,
     ) -> Work:
         number, _, _, site = call
         self._calls.issued += 1
-        ticket = (ready.start if background else ready.run)(what.whole, what.part, number, site)
+        try:
+            ticket = (ready.start if background else ready.run)(what.whole, what.part, number, site)
+        except UsageError:  # nothing has begun
+            self._calls.issued -= 1
+            raise
         self._transport.release()
         if ticket:
             return self._waited(Work(self._guard, call, ticket, finish), background)

@@ -9,8 +9,8 @@ Job to the communicator's `_issue`. For all of them:
 - `async_op=True` returns at once with a Work; the tensors must not be touched until its `wait` has
   returned. Otherwise the call returns when the result is there.
 - `algorithm` is a name (`ringdp show --list`) or a function n -> Schedule, proved like ours before
-  it moves a byte. The default, `direct`, adds in rank order, so that an element's bits depend
-  neither on where in the buffer it is nor on the root.
+  it moves a byte: once, so pass the same function each time. The default, `direct`, adds in rank
+  order, so that an element's bits depend neither on where in the buffer it is nor on the root.
 - The tensors of one call lie on one device.
 - `tag` says what is moved: ranks whose tags differ raise CollectiveMismatch.
 - A bad argument raises UsageError before anything is sent. PeerLost, CollectiveTimeout and
@@ -72,11 +72,20 @@ class Exchange(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A program, in place on a buffer: see `Transport.start`."""
+    """A program, in place on a buffer: see `Transport.prepare_program`.
+
+    `again`: likewise; where tensors are apart, csrc makes the copies that were made here.
+    """
 
     program: Program
-    buffer: Tensor  # 1-D, contiguous, real
-    bounds: Bounds | None = None  # None: as the transport cuts
+    whole: Tensor  # 1-D, contiguous, real
+    bounds: Bounds
+    again: bool = False
+    part: None = None
+
+    @property
+    def one(self) -> Tensor:
+        return self.whole
 
 
 class Job(NamedTuple):
@@ -102,7 +111,7 @@ class Issuer(ABC):
     rank: int
     size: int
     _transport: Transport
-    _zero: Tensor  # [1], which sums leave as it is
+    _zero: Tensor  # [1], on the host: a GPU's collectives do not wait for their ends
 
     @abstractmethod
     def _waited(self, work: W, background: bool) -> W: ...
@@ -154,6 +163,10 @@ class Issuer(ABC):
                 f"{form_of(whole.tensor)}; it needs {needs} of {form}"
             )
         return tuple(s * width(part.tensor) for s in shards)
+
+    def _again(self, tensor: Tensor, shards: Sequence[int] = (), factor: float = 1) -> bool:
+        """Whether the next call with such tensors is this one, and all that it takes."""
+        return factor == 1 and len(set(shards)) < 2 and not tensor.is_complex()
 
     def _cuts(
         self, collective: str, whole: Named, name: str, sizes: Sequence[int]

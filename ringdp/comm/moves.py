@@ -18,7 +18,7 @@ from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
-from ringdp.transport.base import bounds_of, shard_bounds
+from ringdp.transport.base import bounds_of, chunk_bounds, shard_bounds
 from ringdp.transport.repeated import repeated
 
 
@@ -26,6 +26,7 @@ from ringdp.transport.repeated import repeated
 class Moves(Issuer):
     """The methods of a Communicator that move elements between ranks, and change none."""
 
+    @repeated
     def broadcast(
         self,
         tensor: Tensor,
@@ -44,14 +45,16 @@ class Moves(Issuer):
         else:
             out = flat_output(tensor, "broadcast: tensor", read=mine)
             buffer, finish = out.data, out.settle
+        again = self._again(tensor)
         if program:
-            return self._issue(Job("broadcast", Run(program, buffer), finish), how)
+            run = Run(program, buffer, chunk_bounds(buffer.numel(), program), again)
+            return self._issue(Job("broadcast", run, finish), how)
         # an all_gather where only the root has anything
         bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
-        what = Exchange("all_gather", bounds, buffer, buffer if mine else None)
+        what = Exchange("all_gather", bounds, buffer, buffer if mine else None, again)
         return self._issue(Job("broadcast", what, finish), how)
 
-    @repeated("all_gather")
+    @repeated
     def all_gather(
         self,
         output: Tensor,
@@ -92,15 +95,16 @@ class Moves(Issuer):
         program = self._program_or_exchange("all_gather", how)
         part = self._part(shards)
         out = flat_output(output, f"{name}: output")
+        again = self._again(input, shards)
         if program:
             fill(out.data[part], input)
-            run = Run(program, out.data, whole_bounds(program, shards))
+            run = Run(program, out.data, whole_bounds(program, shards), again)
             return self._issue(Job("all_gather", run, out.settle), how)
         piece = apart(flat(input).data, out.data, same(out.data[part], input))
-        again = sizes is None and not input.is_complex()
         what = Exchange("all_gather", bounds_of(shards), out.data, piece, again)
         return self._issue(Job("all_gather", what, out.settle), how)
 
+    @repeated
     def gather(
         self,
         output: Tensor | None,
@@ -169,9 +173,11 @@ class Moves(Issuer):
             out = flat_output(whole.tensor, f"{name}: output")
             buffer, finish = out.data, out.settle
             piece = apart(piece, buffer, same(buffer[self._part(shards)], input))
-        what = Exchange("all_gather", bounds_of(shards), buffer, piece, root=how.root)
+        again = self._again(input, shards)
+        what = Exchange("all_gather", bounds_of(shards), buffer, piece, again, how.root)
         return self._issue(Job("gather", what, finish, elements=sum(shards)), how)
 
+    @repeated
     def scatter(
         self,
         output: Tensor,
@@ -218,7 +224,8 @@ class Moves(Issuer):
         out = flat_output(output, f"{name}: output")
         if program is None:
             source = None if whole is None else apart(flat(whole.tensor).data, out.data)
-            what = Exchange("all_to_all", bounds_of(shards), source, out.data, root=how.root)
+            again = self._again(output, shards)
+            what = Exchange("all_to_all", bounds_of(shards), source, out.data, again, how.root)
             return self._issue(Job("scatter", what, out.settle, elements=sum(shards)), how)
         bounds = own_bounds(program, shards)
         part = own_part(program, bounds)
@@ -237,6 +244,7 @@ class Moves(Issuer):
         run = Run(program, buffer, bounds)
         return self._issue(Job("scatter", run, finish, elements=sum(shards)), how)
 
+    @repeated
     def all_to_all(
         self,
         output: Tensor,
@@ -263,10 +271,12 @@ class Moves(Issuer):
         if program is None:
             source = apart(flat(input).data, out.data)
             bounds = shard_bounds(out.data.numel(), self.size)
-            what = Exchange("all_to_all", bounds, source, out.data)
+            what = Exchange("all_to_all", bounds, source, out.data, self._again(input))
             return self._issue(Job("all_to_all", what, out.settle), how)
         fill(out.data, input)
-        return self._issue(Job("all_to_all", Run(program, out.data), out.settle), how)
+        bounds = chunk_bounds(out.data.numel(), program)
+        run = Run(program, out.data, bounds, self._again(input))
+        return self._issue(Job("all_to_all", run, out.settle), how)
 
     def all_to_all_v(
         self,

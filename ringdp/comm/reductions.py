@@ -30,7 +30,7 @@ from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
-from ringdp.transport.base import REDUCE_OPS, ReduceOp, bounds_of, shard_bounds
+from ringdp.transport.base import REDUCE_OPS, ReduceOp, bounds_of, chunk_bounds, shard_bounds
 from ringdp.transport.repeated import repeated
 
 BITWISE = ("band", "bor", "bxor")
@@ -40,7 +40,7 @@ BITWISE = ("band", "bor", "bxor")
 class Reductions(Issuer):
     """The methods of a Communicator that combine the elements of all ranks."""
 
-    @repeated("all_reduce")
+    @repeated
     def all_reduce(
         self,
         tensor: Tensor,
@@ -59,14 +59,16 @@ class Reductions(Issuer):
         if factor != 1:
             out.data.mul_(factor)
         what: Exchange | Run
+        again = self._again(tensor, factor=factor)
         if program is None:
             bounds = shard_bounds(out.data.numel(), self.size)
-            again = factor == 1 and not tensor.is_complex()
             what = Exchange("all_reduce", bounds, out.data, None, again)
         else:
-            what = Run(program, out.data)
+            cuts = chunk_bounds(out.data.numel(), program)
+            what = Run(program, out.data, cuts, again and op != "avg")
         return self._issue(Job("all_reduce", what, self._home(out, program, op), op), how)
 
+    @repeated
     def reduce(
         self,
         tensor: Tensor,
@@ -91,14 +93,18 @@ class Reductions(Issuer):
                 buffer = buffer.clone()
         if factor != 1:
             buffer.mul_(factor)
+        again = self._again(tensor, factor=factor)
         if program:
-            return self._issue(Job("reduce", Run(program, buffer), finish, op), how)
+            cuts = chunk_bounds(buffer.numel(), program)
+            again &= op != "avg" and (self.rank == root or not program.changes)
+            return self._issue(Job("reduce", Run(program, buffer, cuts, again), finish, op), how)
         # a reduce_scatter where only the root has a shard
         bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
-        what = Exchange("reduce_scatter", bounds, buffer, buffer if self.rank == root else None)
+        part = buffer if self.rank == root else None
+        what = Exchange("reduce_scatter", bounds, buffer, part, again)
         return self._issue(Job("reduce", what, finish, op), how)
 
-    @repeated("reduce_scatter")
+    @repeated
     def reduce_scatter(
         self,
         output: Tensor,
@@ -158,9 +164,9 @@ class Reductions(Issuer):
             buffer, copied = buffer * factor, True
         elif factor != 1:
             buffer.mul_(factor)
+        again = self._again(input, shards, factor)
         if program is None:
             buffer = apart(buffer, out.data, in_place)
-            again = factor == 1 and sizes is None and not input.is_complex()
             what = Exchange("reduce_scatter", bounds_of(shards), buffer, out.data, again)
             return self._issue(Job("reduce_scatter", what, out.settle, op), how)
         buffer = buffer if copied or in_place else buffer.clone()
@@ -171,8 +177,8 @@ class Reductions(Issuer):
             fill(out.data, buffer[part])
             out.settle()
 
-        bounds = whole_bounds(program, shards)
-        return self._issue(Job("reduce_scatter", Run(program, buffer, bounds), finish, op), how)
+        run = Run(program, buffer, whole_bounds(program, shards), again and op != "avg")
+        return self._issue(Job("reduce_scatter", run, finish, op), how)
 
     def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:
         """What brings a result home; a program's average is a sum until then."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringdp.comm.about import About, Labelled
 from ringdp.comm.call import call_site, fingerprint, named
-from ringdp.comm.job import Exchange, How, Job
+from ringdp.comm.job import How, Job
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError
 from ringdp.schedule.own import name_of
@@ -34,9 +34,9 @@ class Seen:
         del self._comm._issue
 
     def issue(self, job: Job, how: How) -> Work:
-        what = job.what
-        buffer = what.one if isinstance(what, Exchange) else what.buffer
-        kind = how.tag << 24 | fingerprint(job.collective, buffer.dtype, job.op, how.root)
+        buffer = job.what.one
+        asked = job.op, how.root, how.algorithm
+        kind = fingerprint(job.collective, buffer.dtype, *asked) | how.tag << 24
         elements = buffer.numel() if job.elements is None else job.elements
         number, site, begin = self._comm.issued, call_site(3), monotonic_ns()
         algorithm = name_of(how.algorithm)

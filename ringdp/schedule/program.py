@@ -74,7 +74,7 @@ class Program:
     def __iter__(self) -> Iterator[Row]:
         return (Row(*map(int, row)) for row in self.rows)
 
-    @property
+    @cached_property
     def scratch(self) -> int:
         return max(0, int(self.rows[:, 3:5].max(initial=NONE)) + 1 - self.chunks)
 

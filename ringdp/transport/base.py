@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import lru_cache
 from itertools import accumulate
 from types import FrameType
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -89,9 +90,15 @@ class Link(NamedTuple):
 class Prepared(Protocol):
     """A collective of one kind, length and dtype, on buffers (1-D, contiguous) that it keeps alive.
 
-    `part` is the input of an all_gather, None in an all_reduce, else the output: of an all_to_all,
-    a piece from every rank that sends, each as long as this rank's shard. `whole` is None where
-    this rank has none.
+    A program has one buffer, `whole`. Else `part` is the input of an all_gather, None in an
+    all_reduce, else the output: of an all_to_all, a piece from every rank that sends, each as long
+    as this rank's shard; and `whole` is None where this rank has none.
+
+    What it, and messages, use is kept alive until they have ended: the caller may be gone by then,
+    and where Ctrl-C comes it may never see the ticket.
+    A call's `number`, and a digest of its kind and of all before, go with every message: a receiver
+    that expects others fails (MISMATCH). After a failure, of this rank or reported by another, none
+    ends any more.
     """
 
     @property
@@ -111,7 +118,8 @@ class Prepared(Protocol):
 class Ready(Protocol):
     """Calls that have been made before, for a second one to be short. See csrc/ready.hpp.
 
-    A collective and a dtype are their places in DIRECT and DTYPES, an op is what the user says.
+    A method and a dtype are their places in `repeated`.METHODS and DTYPES; an op and an algorithm
+    are what the user says.
     """
 
     issued: int
@@ -132,21 +140,23 @@ class Ready(Protocol):
         ...
 
     def remember(
-        self, collective: int, dtype: int, elements: int, op: str, tag: int, prepared: Prepared, /
+        self,
+        method: int,
+        dtype: int,
+        elements: int,
+        op: str,
+        root: int,
+        tag: int,
+        algorithm: object,
+        prepared: Prepared,
+        /,
     ) -> None:
         """A call with a whole of so many elements."""
         ...
 
 
 class Transport(Observed, Protocol):
-    """Runs programs one after the other, in the order in which they were started.
-
-    What they, and messages, use is kept alive until they have ended: the caller may be gone by
-    then, and where Ctrl-C comes it may never see the ticket.
-    A call's `number`, and a digest of its kind and of all before, go with every message: a receiver
-    that expects others fails (MISMATCH). After a failure, of this rank or reported by another, no
-    program ends any more.
-    """
+    """Runs what it has prepared one after the other, in the order in which that is started."""
 
     @property
     def rank(self) -> int: ...
@@ -172,21 +182,19 @@ class Transport(Observed, Protocol):
         round at a time, and wants programs as `project` makes them."""
         ...
 
-    def start(
+    def prepare_program(
         self,
         program: Program,
-        buffer: Tensor,
+        bounds: tuple[int, ...],
+        dtype: torch.dtype,
         op: Op,
-        call: Call,
-        *,
-        background: bool,
-        bounds: tuple[int, ...] | None = None,
-    ) -> int:
-        """Begin `program` on `buffer` (1-D, contiguous) and return a ticket for `wait`.
+        kind: int,
+        elements: int,
+    ) -> Prepared:
+        """`program`, ready to run on a buffer whose chunk c is [bounds[c], bounds[c+1]).
 
-        Chunk c is [bounds[c], bounds[c+1]), by default as `chunk_bounds` cuts. Two ranks must agree
-        on the lengths of the chunks that one sends the other, and on no others. In the
-        `background` it runs at once; else it may leave the work to whoever waits for it.
+        Two ranks must agree on the lengths of the chunks that one sends the other, and on no
+        others. `elements`: of the collective, for those who look on.
         """
         ...
 
@@ -288,6 +296,7 @@ def shard_bounds(elements: int, ranks: int) -> tuple[int, ...]:
     return bounds_of(_cut(elements, ranks))
 
 
+@lru_cache(maxsize=256)
 def chunk_bounds(elements: int, program: Program) -> tuple[int, ...]:
     """Chunk c of a buffer is [bounds[c], bounds[c+1]).
 

@@ -39,8 +39,8 @@ from ringdp.transport.base import (
     Prepared,
     ReduceOp,
     Stamp,
-    chunk_bounds,
 )
+from ringdp.transport.issued import Issued
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.told import somebody
@@ -98,20 +98,29 @@ class C10dTransport(Answering):
         self._spawn(self._loop)
         self._spawn(self._listen)
 
-    def start(
+    def prepare_program(
         self,
         program: Program,
-        buffer: Tensor,
+        bounds: tuple[int, ...],
+        dtype: torch.dtype,
+        op: Op,
+        kind: int,
+        elements: int,
+    ) -> Prepared:
+        return Issued(partial(self._start, program, bounds, op), kind, elements)
+
+    def _start(
+        self,
+        program: Program,
+        bounds: tuple[int, ...],
         op: Op,
         call: Call,
-        *,
-        background: bool,
-        bounds: tuple[int, ...] | None = None,
+        whole: Tensor | None,
+        _: Tensor | None,
     ) -> int:
-        self.check(buffer)
-        cuts = bounds or chunk_bounds(buffer.numel(), program)
+        assert whole is not None
         ticket, digest = self._ticket(), self._digested(call[1])
-        job = _Job(ticket, program, buffer, cuts, op, call, digest)
+        job = _Job(ticket, program, whole, bounds, op, call, digest)
         self._jobs.put(partial(self._run, job))
         return ticket
 
@@ -214,7 +223,7 @@ class C10dTransport(Answering):
 
     def end(self) -> None:
         """See `Ending`. Gloo ends every wait of a group when one has timed out."""
-        self.close()
+        C10dTransport.close(self)  # at exit nobody waits for a device
         if os.getpid() == self._process and self.ranks > 1:
             threads.join(list(self._sending))
             with suppress(RuntimeError):

@@ -11,11 +11,8 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -36,7 +33,6 @@ from ringdp.transport.base import (
     Op,
     Prepared,
     ReduceOp,
-    chunk_bounds,
 )
 from ringdp.transport.files import Address, answer, ask, create, open_other
 from ringdp.transport.making import Making
@@ -152,36 +148,28 @@ class ShmTransport:
             self.ready = _ready(self.rank, self.ranks)
             self._mail = _core.Mailbox(self._core, files[2], self.rank)
 
-    def start(
+    def prepare_program(
         self,
         program: Program,
-        buffer: Tensor,
+        bounds: tuple[int, ...],
+        dtype: torch.dtype,
         op: Op,
-        call: Call,
-        *,
-        background: bool,
-        bounds: tuple[int, ...] | None = None,
-    ) -> int:
-        self.check(buffer)
-        number, kind, elements, site = call
-        cuts = np.array(bounds, np.int64) if bounds else _bounds(buffer.numel(), program)
-        self.release()
-        return self._core.start(
+        kind: int,
+        elements: int,
+    ) -> Prepared:
+        return _core.Prepared.program(
+            self._core,
+            program,
             program.rows.ctypes.data,
             len(program.rows),
-            cuts.ctypes.data,
             program.chunks,
             program.scratch,
-            buffer.data_ptr(),
-            DTYPES.index(buffer.dtype),
+            bounds,
+            DTYPES.index(dtype),
             OPS.index(op),
-            number,
             kind,
             elements,
-            site,
-            background,
             self.kept,
-            (buffer, program, cuts, site),
         )
 
     def prepare(
@@ -193,14 +181,14 @@ class ShmTransport:
         kind: int,
         root: int | None = None,
     ) -> Prepared:
-        return _core.Prepared(
+        return _core.Prepared.exchange(
             self._core,
             DIRECT.index(collective),
-            list(shards),
+            -1 if root is None else root,
+            shards,
             DTYPES.index(dtype),
             REDUCE_OPS.index(op),
             kind,
-            -1 if root is None else root,
             self.kept,
         )
 
@@ -342,8 +330,3 @@ def _size(ranks: int, depth: int) -> int:
 
 def _mail_size(ranks: int, depth: int) -> int:
     return int(_core.mailbox_size(ranks, depth, slab_bytes(ranks)))
-
-
-@lru_cache(maxsize=4096)
-def _bounds(elements: int, program: Program) -> NDArray[np.int64]:
-    return np.array(chunk_bounds(elements, program), dtype=np.int64)

@@ -189,4 +189,5 @@ def test_noise_for_records_is_only_shown(forks: Forks, seed):
 def test_text_of_another_process_is_shown_without_its_control_characters():
     assert place(b"\x1b[2Jtrain.py:7\n\xff\0\0") == "?[2Jtrain.py:7?\N{REPLACEMENT CHARACTER}"
     assert place(b"") == "an unknown line"
-    assert named(3, 2**63 - 1) == "unknown 31 #3 (unknown 31)"
+    assert named(3, 2**55 - 1) == "unknown 31 #3 (unknown 31)"
+    assert named(3, 100 << 55 | 2**55 - 1) == "unknown 31 #3 (unknown 31, by unknown 100)"

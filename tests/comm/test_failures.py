@@ -163,11 +163,13 @@ def interrupted_at_the_end(comm: Communicator) -> list[int]:
     transport: Any = other._transport
     x = torch.ones(100_000)
     calls = (
-        lambda: other.all_reduce(x, algorithm="ring", async_op=True),
+        lambda: other.all_reduce(x, "avg", algorithm="ring", async_op=True),  # not to be repeated
         lambda: other.isend(x, 1 - comm.rank),
         lambda: other.irecv(x, 1 - comm.rank),
     )
-    transport._core, transport._mail = Interrupted(transport._core), Interrupted(transport._mail)
+    prepare = transport.prepare_program
+    transport.prepare_program = lambda *arguments: Interrupted(prepare(*arguments))
+    transport._mail = Interrupted(transport._mail)
     for call in calls:
         comm.barrier()  # nothing has ended by the next line: the other rank has not begun it
         if comm.rank == 0:

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from ringdp import Communicator, Work
+from ringdp.comm.call import fingerprint, named
+from ringdp.schedule import Builder
 from tests.comm.failing import RANKS, Form, Heard, forms, hear, held
 from tests.forks import Forks, Say
+from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
 
@@ -87,6 +90,39 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
             assert call[:2] != other_call[:2], where
             for _, name, _, file, line in calls:
                 assert f".{name}" in linecache.getline(file, int(line)), where
+
+
+def other_algorithms(comm: Communicator, say: Say) -> None:
+    """An exchange and two programs: some of the ranks get no message of another's."""
+    x, ways = torch.ones(100), ("direct", "ring", star)
+    for way in ways:
+        comm.all_reduce(x, algorithm=way)
+    say(hear(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_different_algorithms_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
+    by = {0: "sum", 1: "sum, by ring", 2: "sum, by an algorithm of yours"}
+    for code, (h,) in forks(n, other_algorithms):
+        assert code == 0
+        assert h.error == h.again == "CollectiveMismatch", h
+        told = re.findall(r"^  rank (\d): all_reduce #3 \(float32, (.*)\) of 100", h.text, re.M)
+        assert len(told) == 2, h
+        assert all(way == by[int(rank) % 3] for rank, way in told), h
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "by"),
+    [
+        ("direct", ""),
+        ("hierarchical:4", ", by hierarchical"),
+        ("mine.py:star", ", by an algorithm of yours"),
+        (star, ", by an algorithm of yours"),
+    ],
+)
+def test_an_algorithm_is_called_by_its_name(algorithm: str | Builder, by: str):
+    kind = fingerprint("all_reduce", torch.float32, "sum", 0, algorithm)
+    assert named(3, kind) == f"all_reduce #3 (float32, sum{by})"
 
 
 def other_roots(comm: Communicator, say: Say) -> None:

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import inspect
-import os
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringdp import Communicator, PeerLost, Work
+from ringdp import Communicator, Work
 from ringdp.comm.call import named, place
 from ringdp.comm.job import How, Job
-from tests.comm.failing import Heard, fallible, hear
+from ringdp.schedule import Schedule
+from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
 
 Call = Callable[[Communicator, Tensor, Tensor], Work]  # of a whole and a part of it
+
+
+class Stars:
+    def one(self, n: int) -> Schedule:
+        return star(n)
+
+    __call__ = one
+
+
+STARS = Stars()
+
+
+def own(comm: Communicator, whole: Tensor) -> Tensor:
+    """This rank's part of it."""
+    return whole.view(comm.size, -1)[comm.rank]
+
 
 REPEATED: dict[str, Call] = {
     "all_reduce": lambda c, x, _: c.all_reduce(x),
@@ -35,13 +50,39 @@ REPEATED: dict[str, Call] = {
     "reduce_scatter": lambda c, x, p: c.reduce_scatter(p, x),
     "reduce_scatter, op": lambda c, x, p: c.reduce_scatter(p, x, "min", tag=1),
     "all_gather": lambda c, x, p: c.all_gather(x, p),
+    "broadcast": lambda c, x, _: c.broadcast(x),
+    "broadcast, root": lambda c, x, _: c.broadcast(x, 1),
+    "broadcast, root by name": lambda c, x, _: c.broadcast(x, root=1, async_op=True),
+    "broadcast by a program": lambda c, x, _: c.broadcast(x, 1, algorithm="ring"),
+    "reduce": lambda c, x, _: c.reduce(x, 1, "max"),
+    "reduce, op by name": lambda c, x, _: c.reduce(x, op="max"),
+    "gather": lambda c, x, p: c.gather(x if c.rank == 1 else None, p, 1),
+    "gather, an output nowhere looked at": lambda c, x, p: c.gather(x, p),
+    "scatter": lambda c, x, p: c.scatter(p, x if c.rank == 1 else None, 1),
+    "all_to_all": lambda c, x, p: c.all_to_all(x, torch.empty_like(x)),
+    "algorithm": lambda c, x, _: c.all_reduce(x, algorithm="ring"),
+    "own algorithm": lambda c, x, _: c.all_reduce(x, algorithm=star),
+    "some string": lambda c, x, _: c.all_reduce(x, algorithm="".join(("r", "ing"))),
+    "the default's name": lambda c, x, _: c.all_reduce(x, algorithm="direct"),
+    "algorithm, async": lambda c, x, _: c.all_reduce(x, "max", algorithm="ring", async_op=True),
+    "reduce_scatter by a program": lambda c, x, _: c.reduce_scatter(own(c, x), x, algorithm="ring"),
+    "apart": lambda c, x, p: c.reduce_scatter(p, x, algorithm="ring"),
+    "apart, async": lambda c, x, p: c.reduce_scatter(p, x, algorithm="ring", async_op=True),
+    "all_gather apart": lambda c, x, p: c.all_gather(x, p, algorithm="ring"),
+    "all_to_all by a program": lambda c, x, _: c.all_to_all(
+        torch.empty_like(x), x, algorithm="pairwise"
+    ),
+    "all_gather by a program": lambda c, x, _: c.all_gather(x, own(c, x), algorithm="ring"),
 }
 OTHERS: dict[str, Call] = {
     "tensor by name": lambda c, x, _: c.all_reduce(tensor=x),
     "scale": lambda c, x, _: c.all_reduce(x, scale=2.0),
-    "algorithm": lambda c, x, _: c.all_reduce(x, algorithm="ring"),
+    "average by a program": lambda c, x, _: c.all_reduce(x, "avg", algorithm="ring"),
     "not flat": lambda c, x, _: c.all_reduce(x.view(-1, 2).t()),
-    "broadcast": lambda c, x, _: c.broadcast(x),
+    "all_to_all in place": lambda c, x, _: c.all_to_all(x, x),
+    "a bound method": lambda c, x, _: c.all_reduce(x, algorithm=STARS.one),
+    "an object that may change": lambda c, x, _: c.all_reduce(x, algorithm=STARS),
+    "gather by a program": lambda c, x, p: c.gather(x, p, algorithm="binomial"),
 }
 
 
@@ -80,6 +121,90 @@ def test_which_calls_stay_in_c(ranks, n: int):
     ranks(n)(second_calls)
 
 
+def by_algorithm(comm: Communicator, each: int) -> None:
+    """Each in its own way, time and again: they differ in rounding."""
+    xs = torch.randn(3, each * comm.size, generator=torch.Generator().manual_seed(comm.rank))
+    first: dict[object, list[Tensor]] = {}
+    for later in (False, False, True, True):
+        for algorithm in ("ring", "direct", star, "halving"):
+            for x, apart in zip(xs, (True, False, True), strict=True):
+                by = "ring" if algorithm is star else algorithm
+                whole = x.clone()
+                part = torch.empty(each) if apart else own(comm, whole)
+                comm.reduce_scatter(part, whole, algorithm=by, async_op=later).wait()
+                assert not apart or torch.equal(whole, x)
+                sums, gathered, turned = x.clone(), torch.empty_like(x), torch.empty_like(x)
+                comm.all_reduce(sums, algorithm=algorithm, async_op=later).wait()
+                comm.all_gather(gathered, part, algorithm=by, async_op=later).wait()
+                comm.all_to_all(turned, x, algorithm="pairwise", async_op=later).wait()
+                found = [part.clone(), sums, gathered, turned]
+                before = first.setdefault((algorithm, x.data_ptr()), found)
+                assert all(map(torch.equal, found, before))
+                assert torch.allclose(gathered, sums, atol=1e-5)
+                comm.all_to_all(whole, x)
+                assert torch.equal(turned, whole)
+
+
+@pytest.mark.parametrize("each", [0, 4, 5000, 70_000])
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_algorithm_repeats_itself(ranks, n: int, each: int):
+    ranks(n)(by_algorithm, each)
+
+
+def from_root_to_root(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    for turn in range(3):
+        for root in range(n):
+            given = torch.arange(n * 4 * n, dtype=torch.float32).view(n, 4 * n) + turn  # by rank
+            mine, others = given[me].clone(), torch.full((4 * n,), -1.0)
+            x, whole, part = mine.clone(), others.clone(), torch.empty(4)
+            comm.broadcast(x, root)
+            assert torch.equal(x, given[root])
+            x = mine.clone()
+            comm.reduce(x, root)
+            assert torch.equal(x, given.sum(0) if me == root else mine)
+            x = mine.clone()
+            for piece in (mine[:4], own(comm, whole).copy_(mine[:4])):  # apart, and in its place
+                comm.gather(whole if me == root else None, piece, root)
+                gathered = whole.view(n, 4) if me == root else given[:, :4]
+                assert torch.equal(gathered, given[:, :4])
+            for out in (part, own(comm, x)):  # the root's overlaps its input
+                comm.scatter(out, x, root)
+                assert torch.equal(out, own(comm, given[root]))
+            comm.all_to_all(others, mine)
+            assert torch.equal(others.view(n, 4), given.view(n, n, 4)[:, me])
+            comm.all_to_all(mine, mine)
+            assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_each_root_repeats_itself(ranks, n: int):
+    ranks(n)(from_root_to_root)
+
+
+def other_memory(comm: Communicator) -> None:
+    """An output that gets other memory before what it waits for has come; inputs that others change
+    meanwhile."""
+    n, each = comm.size, 70_000
+    x, part = torch.ones(n * each), torch.empty(each)
+    for _ in range(3):
+        works = []
+        for value in (1.0, 2.0):
+            out = torch.zeros(each)
+            works.append(comm.reduce_scatter(out, x.fill_(value), algorithm="ring", async_op=True))
+            x.fill_(7)
+            old, out.data = out.data, part
+            works[-1].wait()
+            assert torch.equal(old, torch.full((each,), value * n))
+        with comm.group():
+            comm.reduce_scatter(part, x.fill_(3), algorithm="ring")
+        assert torch.equal(part, torch.full((each,), 3.0 * n))
+
+
+def test_a_copy_comes_home_to_where_it_was_asked_for(ranks):
+    ranks(2)(other_memory)
+
+
 def within_a_group(comm: Communicator) -> None:
     xs = [torch.full((8,), comm.rank + 1.0) for _ in range(3)]
     comm.all_reduce(torch.ones(8))
@@ -94,104 +219,6 @@ def within_a_group(comm: Communicator) -> None:
 
 def test_a_group_takes_in_what_would_be_repeated(ranks):
     ranks(2)(within_a_group)
-
-
-def under_way(comm: Communicator) -> None:
-    """Several at once; nobody but the transport holds what one of them works on."""
-    x, lengths = torch.ones(4), (4, 1 << 10, 1 << 18)
-    for _ in range(3):
-        works, kept = [], []
-        for length in lengths:
-            works.append(comm.all_reduce(torch.ones(length), async_op=True))
-            kept.append(torch.full((length,), comm.rank + 1.0))
-            works.append(comm.all_reduce(kept[-1], "max", async_op=True, tag=1))
-        comm.all_reduce(x.fill_(1))
-        assert x.tolist() == [comm.size] * 4
-        for work in works:
-            work.wait()
-            assert work.is_completed()
-        assert all(bool((y == comm.size).all()) for y in kept)
-    assert not comm._transport.kept
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_repeated_calls_in_the_background(ranks, n: int):
-    ranks(n)(under_way)
-
-
-@fallible
-def differing(comm: Communicator) -> tuple[Heard | None, str, int]:
-    x = torch.ones(8)
-    calls = [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, "max")]
-    for call in calls:  # both have been made before
-        call()
-    number = comm.issued
-    return hear(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
-
-
-def test_ranks_that_repeat_different_calls_are_told_both(ranks):
-    for heard, here, number in ranks(2)(differing):
-        assert heard.error == heard.again == "CollectiveMismatch"
-        for op in ("sum", "max"):
-            assert f"all_reduce #{number} (float32, {op}) of 8 elements" in heard.text
-        assert heard.text.count(here.rpartition(":")[0]) >= 2
-
-
-@fallible
-def alone(comm: Communicator, later: bool) -> Heard | None:
-    x = torch.ones(8)
-    comm.all_reduce(x)
-    if comm.rank == 0:
-        comm.set_timeout(0.3)
-    else:  # until rank 0 has given up
-        while comm._transport.failure() is None:
-            time.sleep(0.01)
-    return hear(comm, lambda: comm.all_reduce(x, async_op=later).wait())
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_repeated_call_times_out(ranks, later: bool):
-    heard, _ = ranks(2)(alone, later)
-    assert heard.error == heard.again == "CollectiveTimeout"
-    assert "rank 0 waited for all_reduce #2 (float32, sum) of 8 elements" in heard.text
-    assert f"{os.path.basename(__file__)}:" in heard.text
-
-
-@fallible
-def kept_after_a_failure(comm: Communicator) -> int:
-    comm.all_reduce(torch.ones(8))
-    if comm.rank == 1:
-        comm.close()
-        return 0
-    for _ in range(10):
-        with pytest.raises(PeerLost):
-            comm.all_reduce(torch.ones(8))
-    return len(comm._transport.kept)
-
-
-def test_retries_after_a_failure_keep_nothing(ranks):
-    assert ranks(2)(kept_after_a_failure)[0] <= 1  # the call that failed may still be read
-
-
-def replaced(comm: Communicator) -> None:
-    """The tensor gets other memory while the call is under way, and others get its."""
-    with comm.duplicate() as other:
-        x = torch.ones(200_000)
-        for _ in range(2):
-            other.all_reduce(x)
-        if comm.rank == 0:
-            work = other.all_reduce(x, async_op=True)
-            x.data = torch.empty(0)
-        others = [torch.full((200_000,), 7.0) for _ in range(4)]
-        comm.barrier()
-        if comm.rank == 1:
-            work = other.all_reduce(x, async_op=True)
-        work.wait()
-        assert all(bool((y == 7).all()) for y in others)
-
-
-def test_a_call_keeps_the_memory_that_it_began_with(ranks):
-    ranks(2)(replaced)
 
 
 def recorded(comm: Communicator) -> None:

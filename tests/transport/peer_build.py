@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import torch
 
 from ringdp.transport.peer import FATBIN, CudaKernels
+from tests.builds import Build
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
-CXX = os.environ.get("CXX", "g++")
-
-
-def build(out: Path, *options: str, sources: Path = CSRC) -> Path:
-    if not shutil.which(CXX):
-        pytest.skip(f"no {CXX}")
-    command = [CXX, "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", *options]
-    command += ["-I", str(sources), str(HERE / "peer_in_threads.cpp"), "-o", str(out)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    if "cannot find" in built.stderr and "tsan" in built.stderr:
-        pytest.skip("no library for the sanitizer of threads")
-    assert built.returncode == 0, built.stderr
-    return out
+SOURCE, EXACT = "transport/peer_in_threads.cpp", "-ffp-contract=off"
+LIBRARY = Build(SOURCE, (EXACT, "-O1", "-shared", "-fPIC"))
 
 
 class HostKernels:
     """In place of CudaKernels: launches on the CPU, and returns when all threads have ended."""
 
-    def __init__(self, at: Path) -> None:
-        self._library = ctypes.CDLL(str(build(at / "peer.so", "-O1", "-shared", "-fPIC")))
+    def __init__(self, library: Path) -> None:
+        """`library`: of LIBRARY."""
+        self._library = ctypes.CDLL(str(library))
 
     def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
         table = ctypes.c_void_p(jobs.data_ptr())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from ringdp.transport import peer
 from ringdp.transport.base import DTYPES, OPS, Op
 from ringdp.transport.peer import Kernels, VirtualRanks
 from ringdp.transport.simulator import simulate
-from tests.transport.peer_build import CSRC, HostKernels, WithoutRank, build, missing
+from tests.builds import Build, Builds
+from tests.transport.peer_build import EXACT, LIBRARY, SOURCE, HostKernels, WithoutRank, missing
 from tests.transport.test_sanitizers import run
 
 DEVICES = [
@@ -39,14 +39,15 @@ CASES = [
     ("all_to_all", "direct"),
 ]
 SLAB = 256  # bytes: several slabs a chunk already where tensors are small
+FILLING = 9 << 20  # bytes of a buffer: inputs take a CPU seconds, and `make gpu` ends long tests
 # Seconds that a rank waits. A GPU's blocks all run, and `make gpu` ends a test that takes long,
 # which would then not say who waited for whom.
 PATIENCE = {"cpu": 60, "cuda": 5}
 
 
 @pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(tmp_path_factory.mktemp("peer"))
+def host_kernels(builds: Builds) -> HostKernels:
+    return HostKernels(builds[LIBRARY])
 
 
 @pytest.fixture
@@ -127,8 +128,9 @@ def test_unaligned_buffers(kernels: Kernels, device: str) -> None:
 def test_a_launch_fills_the_gpu(kernels: Kernels, device: str, n: int) -> None:
     """Of every dtype, so that all have the registers for it."""
     ranks = VirtualRanks(n, device=device, kernels=kernels, timeout=PATIENCE[device])
-    for dtype in DTYPES:
-        compare(ranks, programs("all_reduce", "ring", n), (16 << 20) + 1, dtype, "sum", device)
+    for dtype in DTYPES:  # enough for every channel: see `WORTH`
+        elems = FILLING // dtype.itemsize + 1
+        compare(ranks, programs("all_reduce", "ring", n), elems, dtype, "sum", device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,7 +175,13 @@ def test_refuses(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> 
         VirtualRanks(2)
 
 
-TSAN = ("-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
+TSAN = (EXACT, "-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
+RELEASE = "__atomic_store_n(flag, value, __ATOMIC_RELEASE)"
+BUILDS = {
+    "peer.so": LIBRARY,
+    "peer": Build(SOURCE, TSAN),
+    "peer-relaxed": Build(SOURCE, TSAN, (("cuda/target.hpp", RELEASE),)),
+}
 
 
 def files(at: Path, algorithm: str, n: int) -> list[str]:
@@ -186,8 +194,8 @@ def files(at: Path, algorithm: str, n: int) -> list[str]:
 
 
 @pytest.mark.process
-def test_no_race_and_every_wait_ends(tmp_path: Path) -> None:
-    program = str(build(tmp_path / "clean", *TSAN))
+def test_no_race_and_every_wait_ends(tmp_path: Path, builds: Builds) -> None:
+    program = str(builds[BUILDS["peer"]])
     for algorithm in ("ring", "direct"):
         for n, mode in ((3, "sum"), (2, "sum"), (3, "dead"), (3, "mistaken")):
             done = run([program, mode, *files(tmp_path, algorithm, n)])
@@ -195,16 +203,9 @@ def test_no_race_and_every_wait_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_release_made_relaxed_is_a_race(tmp_path: Path) -> None:
+def test_a_release_made_relaxed_is_a_race(tmp_path: Path, builds: Builds) -> None:
     """Else the test above shows nothing."""
-    sources = tmp_path / "csrc"
-    shutil.copytree(CSRC, sources)
-    target = sources / "cuda" / "target.hpp"
-    text = target.read_text()
-    store = "__atomic_store_n(flag, value, __ATOMIC_RELEASE)"
-    assert text.count(store) == 1
-    target.write_text(text.replace(store, store.replace("RELEASE", "RELAXED")))
-    program = str(build(tmp_path / "broken", *TSAN, sources=sources))
+    program = str(builds[BUILDS["peer-relaxed"]])
     done = run([program, "sum", *files(tmp_path, "ring", 2)])
     assert done.returncode != 0
     assert "ThreadSanitizer: data race" in done.stderr

@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ringdp.schedule import fuse, project, schedule
+from tests.builds import Build, Builds
 
 pytestmark = pytest.mark.process
 
-HERE = Path(__file__).parent
-CXX = os.environ.get("CXX", "g++")
 SECONDS = 240  # only a hang reaches it
 
 HEAD = "c.head.store(head + 1, std::memory_order_release)"
-RELEASES = (  # the store that publishes, and what runs over it
+RELEASES = (  # the stores that publish
     ("interpreter.hpp", HEAD),
     ("direct.hpp", "laid.store(tile + 1, std::memory_order_release)"),
     ("channels.hpp", HEAD),
 )
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Path]]:
-    """The program by sanitizer, and as "relaxed" for that of threads without the releases. A
-    compiler takes seconds of one core, so all run at once."""
-    at = tmp_path_factory.mktemp("built")
-    with ThreadPoolExecutor() as pool:
-        return {
-            "thread": pool.submit(compiled, "thread", at / "thread"),
-            "address,undefined": pool.submit(compiled, "address,undefined", at / "address"),
-            "relaxed": pool.submit(compiled, "thread", at / "relaxed", relaxed(at / "csrc")),
-        }
+def sanitized(sanitizer: str, relaxed: tuple[tuple[str, str], ...] = ()) -> Build:
+    options = ("-O1", "-g1", "-DRINGDP_CLONES=", "-fno-sanitize-recover=all")
+    return Build("transport/ranks_in_threads.cpp", (*options, f"-fsanitize={sanitizer}"), relaxed)
 
 
-def relaxed(sources: Path) -> str:
-    """A copy of the sources whose releases are none."""
-    shutil.copytree(HERE.parents[1] / "csrc", sources)
-    for file, store in RELEASES:
-        text = (sources / file).read_text()
-        assert text.count(store) == 1
-        (sources / file).write_text(text.replace(store, store.replace("release", "relaxed")))
-    return str(sources)
-
-
-def compiled(sanitizer: str, program: Path, sources: str = "csrc") -> Path:
-    if not shutil.which(CXX):
-        pytest.skip(f"no {CXX}")
-    command = [CXX, "-std=c++17", "-O1", "-g1", "-pthread", "-DRINGDP_CLONES=", "-Wno-psabi"]
-    command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", sources]
-    built = subprocess.run(
-        [*command, str(HERE / "ranks_in_threads.cpp"), "-o", str(program)],
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    if "cannot find" in built.stderr and "san" in built.stderr:
-        pytest.skip(f"no library for -fsanitize={sanitizer}")
-    assert built.returncode == 0, built.stderr
-    return program
+BUILDS = {
+    "thread": sanitized("thread"),
+    "address": sanitized("address,undefined"),
+    "relaxed": sanitized("thread", RELEASES),
+}
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -88,9 +56,9 @@ def programs(collective: str, algorithm: str, at: Path) -> list[str]:
     return [collective, *map(str, files)]
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_race_and_no_stray_access(tmp_path, built, sanitizer):
-    program = str(built[sanitizer].result())
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_no_race_and_no_stray_access(tmp_path: Path, builds: Builds, sanitizer: str) -> None:
+    program = str(builds[BUILDS[sanitizer]])
     for collective, algorithm in (
         ("all_reduce", "ring"),
         ("all_reduce", "direct"),
@@ -106,9 +74,9 @@ def test_no_race_and_no_stray_access(tmp_path, built, sanitizer):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_release_made_relaxed_is_a_race(tmp_path, built):
+def test_a_release_made_relaxed_is_a_race(tmp_path: Path, builds: Builds) -> None:
     """Else the test above shows nothing."""
-    program = str(built["relaxed"].result())
+    program = str(builds[BUILDS["relaxed"]])
     for arguments in (programs("all_reduce", "ring", tmp_path), ["direct", "2"], ["messages", "2"]):
         done = run([program, *arguments])
         assert done.returncode != 0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringdp.errors import CommunicationError
 from ringdp.kernels import fold as fold_rows
 from ringdp.transport.base import Op
 from ringdp.transport.nccl.library import Binding, Comm, grouped
@@ -30,6 +31,24 @@ class Nccl(NamedTuple):
     binding: Binding
     comm: Comm
     streams: Streams
+
+
+def warm_up(nccl: Nccl, rank: int, ranks: int) -> None:
+    """Every pair talks once: NCCL connects them then, which it must not do in a CUDA graph.
+
+    Raises CommunicationError where it cannot.
+    """
+    data = nccl.streams.empty(2)
+    comm, stream = nccl.comm, nccl.streams.handle
+    try:
+        for shift in range(1, ranks):
+            with grouped(nccl.binding):
+                comm.send(data.data_ptr(), 1, BYTES, (rank + shift) % ranks, stream)
+                comm.recv(data.data_ptr() + 1, 1, BYTES, (rank - shift) % ranks, stream)
+        nccl.streams.drain()
+    except nccl.binding.NcclError as e:
+        why = f"rank {rank} cannot reach all others by NCCL: {e}"
+        raise CommunicationError(why) from e
 
 
 def execute(

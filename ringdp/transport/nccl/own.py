@@ -13,13 +13,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.transport.base import Direct, ReduceOp
 from ringdp.transport.nccl.execute import BYTES, Nccl
 from ringdp.transport.nccl.library import grouped
-from ringdp.transport.records import Call
 
 TYPES = {  # ncclDataType_t
     torch.int8: 0,
@@ -126,19 +124,3 @@ class Own(NamedTuple):
                 if into is not None and into[1]:
                     comm.recv(*into, BYTES, r, stream)
         return sent
-
-
-# The collective, its call and its buffers; returns a ticket.
-Issue = Callable[[Own, Call, Tensor | None, Tensor | None], int]
-
-
-class PreparedOwn:
-    """See `Prepared`."""
-
-    def __init__(self, issue: Issue, own: Own, kind: int) -> None:
-        self.kind, self._issue, self._own = kind, issue, own
-
-    def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
-        return self._issue(self._own, (number, self.kind, self._own.shards[-1], site), whole, part)
-
-    run = start

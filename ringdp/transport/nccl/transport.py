@@ -6,15 +6,17 @@ beside a GPU, go over gloo, as does the word of a failure: NCCL itself says noth
 is gone on the same host.
 
 On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does;
-one that does not end on the GPU in `timeout` seconds is ended by the watching thread.
+one that does not end on the GPU in `timeout` seconds is ended by the watching thread. So `close`
+waits for what was waited for, which an abort would leave half done.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 
@@ -22,23 +24,23 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import Direct, FailureKind, Op, Prepared, ReduceOp, chunk_bounds
+from ringdp.transport.base import Direct, FailureKind, Op, Prepared, ReduceOp
 from ringdp.transport.c10d import C10dTransport, Failed
+from ringdp.transport.issued import Issued
 from ringdp.transport.making import Making
-from ringdp.transport.nccl.execute import BYTES, Nccl, execute
+from ringdp.transport.nccl.execute import Nccl, execute, warm_up
 from ringdp.transport.nccl.launches import launches
 from ringdp.transport.nccl.library import (
     INVALID_USAGE,
     Binding,
     binding,
     communicator,
-    grouped,
     shared_id,
 )
-from ringdp.transport.nccl.own import Own, PreparedOwn
+from ringdp.transport.nccl.own import Own
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.stamp import Stamped, exchanged, unpacked
 from ringdp.transport.nccl.streams import device_of, streams
@@ -94,27 +96,25 @@ class NcclTransport(C10dTransport):
             comm = communicator(nccl, self.ranks, unique, self.rank)
             self._nccl = Nccl(nccl, comm, self._streams)
             self._staging = self._streams.empty(0)
-            self._warm_up()
+            warm_up(self._nccl, self.rank, self.ranks)
 
     # --- for the communicator
 
-    def start(
+    def _start(
         self,
         program: Program,
-        buffer: Tensor,
+        bounds: tuple[int, ...],
         op: Op,
         call: Call,
-        *,
-        background: bool,
-        bounds: tuple[int, ...] | None = None,
+        whole: Tensor | None,
+        part: Tensor | None,
     ) -> int:
-        self.check(buffer)
-        if buffer.device != self.device:
-            return super().start(program, buffer, op, call, background=background, bounds=bounds)
-        cuts = bounds or chunk_bounds(buffer.numel(), program)
-        return self._issue(call, partial(self._execute, program, buffer, cuts, op), buffer)
+        assert whole is not None
+        if whole.device != self.device:
+            return super()._start(program, bounds, op, call, whole, part)
+        return self._issue(call, partial(self._execute, program, whole, bounds, op), whole)
 
-    def issue_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
+    def _start_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         """One of NCCL's collectives, on buffers of the device."""
         all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
         act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
@@ -131,7 +131,7 @@ class NcclTransport(C10dTransport):
     ) -> Prepared:
         own = Own(collective, shards, dtype, op, root)
         own.check()
-        return PreparedOwn(self.issue_own, own, kind)
+        return Issued(partial(self._start_own, own), kind, shards[-1])
 
     def check(self, buffer: Tensor) -> None:
         self._check_process()
@@ -169,6 +169,15 @@ class NcclTransport(C10dTransport):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        """Once what a wait has returned for has ended on the device, or something has failed."""
+        if os.getpid() == self._process:
+            with self._told.changed:
+                self._told.changed.wait_for(
+                    lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
+                )
+        super().close()
 
     # --- on the thread that issues
 
@@ -275,22 +284,6 @@ class NcclTransport(C10dTransport):
                 raise Failed(FailureKind.MISMATCH, before, (ours.short, ours.short)) from e
             raise Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {e}") from e
 
-    def _warm_up(self) -> None:
-        """Every pair talks once: NCCL connects them then, which it must not do in a CUDA graph."""
-        data = self._streams.empty(2)
-        comm, handle = self._nccl.comm, self._streams.handle
-        try:
-            for shift in range(1, self.ranks):
-                with grouped(self._nccl.binding):
-                    comm.send(data.data_ptr(), 1, BYTES, (self.rank + shift) % self.ranks, handle)
-                    comm.recv(
-                        data.data_ptr() + 1, 1, BYTES, (self.rank - shift) % self.ranks, handle
-                    )
-            self._streams.drain()
-        except self._nccl.binding.NcclError as e:
-            why = f"rank {self.rank} cannot reach all others by NCCL: {e}"
-            raise CommunicationError(why) from e
-
     # --- on the thread that watches
 
     def _look_after(self) -> None:
@@ -328,20 +321,21 @@ class NcclTransport(C10dTransport):
                 raise Failed(FailureKind.TIMEOUT, self.rank)
 
     def _leave(self) -> None:
-        """Abort, which ends what hangs, or hangs itself; destroy only what has nothing to do."""
+        """Abort, which ends what hangs, or hangs itself; destroy only what has nothing to do, which
+        waits for ranks of this host that have not closed."""
         hangs = self._busy()
-        end = self._nccl.comm.abort if hangs else self._nccl.comm.destroy
-        ending = threading.Thread(target=end, daemon=True, name="ringdp-nccl")
-        ending.start()
-        ending.join(PATIENCE)
-        if not ending.is_alive():
-            self._let_go()
-        elif hangs:
+        ending = threading.Thread(target=partial(self._let_go, hangs), daemon=True)
+        with suppress(RuntimeError):  # at exit no thread can be started, and none is needed
+            ending.start()
+            ending.join(PATIENCE)
+        if hangs and ending.is_alive():
             launches.cache_clear()  # its queue may never move again: new communicators have another
 
-    def _let_go(self) -> None:
-        """Of the device's memory: a thread that waits for a peer's end keeps this object."""
+    def _let_go(self, hangs: bool) -> None:
+        """Of NCCL, and of the device's memory: a thread that waits for a peer's end keeps this."""
         with self._streams.current():
+            self._streams.watch()  # a user may capture
+            (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
             self._streams.drain()  # folds may have been behind what was aborted
             self._captured.clear()
             self._staging = self._streams.empty(0)

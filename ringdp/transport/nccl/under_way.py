@@ -19,7 +19,7 @@ class UnderWay:
     until: float  # when it has failed, if it has not ended
     ours: Stamped
     theirs: Tensor  # the stamp of the rank before
-    kept: object
+    kept: object  # None once a wait for it has returned
     met: End  # of the exchange of stamps
     agreed: bool = False
     end: End | None = None  # None while it is being issued

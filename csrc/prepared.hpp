@@ -1,0 +1,123 @@
+// A job that is the same time and again, but for its number, its buffers and its caller. `kept`: where
+// its buffers are put for as long as they are used.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "kept.hpp"
+#include "progress.hpp"
+
+namespace ringdp {
+
+inline const char* checked(const nb::bytes& site) {
+  if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");
+  return site.c_str();
+}
+
+class Prepared {
+ public:
+  // A tensor that is given, or what keeps its memory, or None.
+  struct Buffer {
+    nb::handle owner;
+    std::byte* data;
+  };
+
+  // `bounds`: of the ranks' shards of the whole.
+  Prepared(Progress& core, Collective collective, int root, std::vector<std::int64_t> bounds, Dtype dtype,
+           std::uint64_t kind, nb::dict kept)
+      : Prepared(core, std::move(bounds), core.segment().ranks(), dtype, kind, std::move(kept)) {
+    what_ = Exchange{collective, bounds_.data(), nullptr, nullptr, root};
+    elements_ = bounds_.back();
+  }
+  // `bounds`: of the chunks of the whole, which is the buffer. `program` owns the rows. `elements`: of
+  // the collective, where the buffer has not all of them.
+  Prepared(Progress& core, nb::object program, Rows rows, std::vector<std::int64_t> bounds, Dtype dtype,
+           std::uint64_t kind, std::int64_t elements, nb::dict kept)
+      : Prepared(core, std::move(bounds), rows.chunks, dtype, kind, std::move(kept)) {
+    rows.bounds = bounds_.data();
+    brief_ &= rows.count <= kFewRows;
+    what_ = rows;
+    elements_ = elements;
+    program_ = std::move(program);
+  }
+  Prepared(const Prepared&) = delete;
+  Prepared& operator=(const Prepared&) = delete;
+
+  std::uint64_t kind() const { return kind_; }
+  // Whether the whole is its only buffer, and a part one in its place there.
+  bool in_place() const { return std::holds_alternative<Rows>(what_); }
+  bool failed() const { return core_.peers().reported().has_value(); }
+
+  bool keeps() const { return PyDict_Size(kept_.ptr()); }
+
+  // What keeps it, whatever the user does with the tensor: `x.data = y` lets go of x's.
+  static nb::object memory(Buffer buffer) {
+    static PyObject* const storage = PyUnicode_InternFromString("untyped_storage");
+    const bool tensor = nb::hasattr(buffer.owner, storage);
+    return tensor ? nb::object(buffer.owner.attr(storage)()) : nb::borrow(buffer.owner);
+  }
+
+  // A ticket for `wait`.
+  std::uint64_t start(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
+    const Job what = job(whole, part, number, site);
+    const auto used = uses(whole, part, site);
+    std::uint64_t ticket;
+    {
+      nb::gil_scoped_release free;
+      ticket = core_.start(what, true);
+    }
+    return keep(kept_, ticket, used);
+  }
+  // 0 if it has ended; after a while, or a failure, the ticket.
+  std::uint64_t run(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
+    const Job what = job(whole, part, number, site);
+    auto ticket = brief_ ? core_.dash(what) : 0;
+    if (brief_ && !ticket) return 0;
+    const auto used = uses(whole, part, site);
+    {
+      nb::gil_scoped_release free;
+      if (!brief_)
+        ticket = core_.run(what, kSlice);
+      else if (core_.wait(ticket, kSlice))
+        ticket = 0;
+    }
+    return ticket ? keep(kept_, ticket, used) : 0;
+  }
+
+ private:
+  static constexpr double kSlice = 0.1;  // s until Python looks for signals
+  static constexpr std::size_t kFewRows = 32;  // each of which may wait
+
+  Prepared(Progress& core, std::vector<std::int64_t> bounds, int pieces, Dtype dtype, std::uint64_t kind,
+           nb::dict kept)
+      : core_(core), bounds_(std::move(bounds)), dtype_(dtype), kind_(kind), kept_(std::move(kept)) {
+    if (bounds_.size() != std::size_t(pieces) + 1) throw nb::value_error("bounds are pieces + 1 numbers");
+    brief_ = core.brief(bounds_.back() * dtype_.size);
+  }
+
+  Job job(Buffer whole, Buffer part, std::uint64_t number, const nb::bytes& site) const {
+    Job made{what_, dtype_, number, kind_, elements_, checked(site)};
+    if (auto* const exchange = std::get_if<Exchange>(&made.what))
+      exchange->whole = whole.data, exchange->part = part.data;
+    else
+      std::get<Rows>(made.what).buffer = whole.data;
+    return made;
+  }
+
+  // What a job uses until it ends. To be asked before the GIL is given away: then `x.data` may change.
+  nb::tuple uses(Buffer whole, Buffer part, const nb::bytes& site) const {
+    return nb::make_tuple(nb::find(*this), memory(whole), memory(part), site);
+  }
+
+  Progress& core_;
+  std::vector<std::int64_t> bounds_;
+  std::variant<Rows, Exchange> what_;  // without buffers
+  nb::object program_;                 // whose rows they are
+  Dtype dtype_;
+  std::uint64_t kind_;
+  std::int64_t elements_ = 0;
+  nb::dict kept_;
+  bool brief_;  // over before the GIL would have been given away and taken back
+};
+
+}  // namespace ringdp

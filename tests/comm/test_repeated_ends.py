@@ -1,0 +1,147 @@
+"""Repeated calls that do not just end: in the background, differing, late, lost, refused."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringdp import Communicator, PeerLost, UsageError
+from ringdp.comm.call import place
+from tests.comm.failing import Heard, fallible, hear
+
+pytestmark = pytest.mark.process
+
+
+def under_way(comm: Communicator) -> None:
+    """Several at once; nobody but the transport holds what one of them works on."""
+    x, lengths = torch.ones(4), (4, 1 << 10, 1 << 18)
+    for _ in range(3):
+        works, kept = [], []
+        for length in lengths:
+            works.append(comm.all_reduce(torch.ones(length), async_op=True))
+            kept.append(torch.full((length,), comm.rank + 1.0))
+            works.append(comm.all_reduce(kept[-1], "max", async_op=True, tag=1))
+        comm.all_reduce(x.fill_(1))
+        assert x.tolist() == [comm.size] * 4
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+        assert all(bool((y == comm.size).all()) for y in kept)
+    assert not comm._transport.kept
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_repeated_calls_in_the_background(ranks, n: int):
+    ranks(n)(under_way)
+
+
+BY = {"direct": "", "ring": ", by ring"}
+BOTH_WAYS = pytest.mark.parametrize("algorithm", ["direct", "ring"])  # an exchange, and a program
+
+
+@fallible
+def differing(comm: Communicator, algorithm: str) -> tuple[Heard | None, str, int]:
+    x = torch.ones(8)
+    calls = [
+        lambda: comm.all_reduce(x, algorithm=algorithm),
+        lambda: comm.all_reduce(x, "max", algorithm=algorithm),
+    ]
+    for call in calls:  # both have been made before
+        call()
+    number = comm.issued
+    return hear(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
+
+
+@BOTH_WAYS
+def test_ranks_that_repeat_different_calls_are_told_both(ranks, algorithm: str):
+    for heard, here, number in ranks(2)(differing, algorithm):
+        assert heard.error == heard.again == "CollectiveMismatch"
+        for op in ("sum", "max"):
+            assert f"all_reduce #{number} (float32, {op}{BY[algorithm]}) of 8" in heard.text
+        assert heard.text.count(here.rpartition(":")[0]) >= 2
+
+
+@fallible
+def alone(comm: Communicator, algorithm: str, later: bool) -> Heard | None:
+    x = torch.ones(8)
+    comm.all_reduce(x, algorithm=algorithm)
+    if comm.rank == 0:
+        comm.set_timeout(0.3)
+    else:  # until rank 0 has given up
+        while comm._transport.failure() is None:
+            time.sleep(0.01)
+    return hear(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("later", [False, True])
+def test_a_repeated_call_times_out(ranks, algorithm: str, later: bool):
+    heard, _ = ranks(2)(alone, algorithm, later)
+    assert heard.error == heard.again == "CollectiveTimeout"
+    what = f"all_reduce #2 (float32, sum{BY[algorithm]}) of 8 elements"
+    assert f"rank 0 waited for {what}" in heard.text
+    assert f"{os.path.basename(__file__)}:" in heard.text
+
+
+@fallible
+def kept_after_a_failure(comm: Communicator, algorithm: str) -> int:
+    comm.all_reduce(torch.ones(8), algorithm=algorithm)
+    if comm.rank == 1:
+        comm.close()
+        return 0
+    for _ in range(10):
+        with pytest.raises(PeerLost):
+            comm.all_reduce(torch.ones(8), algorithm=algorithm)
+    return len(comm._transport.kept)
+
+
+@BOTH_WAYS
+def test_retries_after_a_failure_keep_nothing(ranks, algorithm: str):
+    assert ranks(2)(kept_after_a_failure, algorithm)[0] <= 1  # what failed may still be read
+
+
+def replaced(comm: Communicator, algorithm: str) -> None:
+    """The tensor gets other memory while the call is under way, and others get its."""
+    with comm.duplicate() as other:
+        x = torch.ones(200_000)
+        for _ in range(2):
+            other.all_reduce(x, algorithm=algorithm)
+        if comm.rank == 0:
+            work = other.all_reduce(x, algorithm=algorithm, async_op=True)
+            x.data = torch.empty(0)
+        others = [torch.full((200_000,), 7.0) for _ in range(4)]
+        comm.barrier()
+        if comm.rank == 1:
+            work = other.all_reduce(x, algorithm=algorithm, async_op=True)
+        work.wait()
+        assert all(bool((y == 7).all()) for y in others)
+
+
+@BOTH_WAYS
+def test_a_call_keeps_the_memory_that_it_began_with(ranks, algorithm: str):
+    ranks(2)(replaced, algorithm)
+
+
+def refused_late(comm: Communicator) -> None:
+    """By the transport, when nothing has begun: the call does not count."""
+    transport: Any = comm._transport
+    prepare, before = transport.prepare_program, comm.issued
+
+    def refuse(*_: object) -> int:
+        raise UsageError("not now")
+
+    transport.prepare_program = lambda *arguments: SimpleNamespace(run=refuse, start=refuse)
+    with pytest.raises(UsageError, match="not now"):
+        comm.all_reduce(torch.ones(3), "avg", algorithm="ring")
+    transport.prepare_program = prepare
+    assert comm.issued == before
+    comm.barrier()
+
+
+def test_a_call_that_is_refused_late_does_not_count(ranks):
+    ranks(2)(refused_late)
