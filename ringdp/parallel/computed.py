@@ -17,7 +17,7 @@ class Computed(nn.Parameter):
 
     @classmethod
     def of(cls, master: nn.Parameter, values: Tensor) -> Self:
-        made = cls(values, requires_grad=master.requires_grad)
+        made = cls(values.data, requires_grad=master.requires_grad)  # with a version of its own
         made._master = master
         return made
 

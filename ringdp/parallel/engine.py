@@ -20,8 +20,8 @@ every backward reduces, and shards add up.
 
 A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
 the gradients accumulated so far; the next forward or backward starts afresh. Stage 3 refuses
-`create_graph`. The loss must be made of what units return, as tensors in containers or dataclasses,
-or leave in attributes (see `left`): the hooks that tell when a unit's backward starts hang there.
+`create_graph`. The loss must be made of what units return or leave in attributes (see `made`): the
+hooks that tell when a unit's backward starts hang there.
 
 Note [nodes run in reverse]
     Autograd runs the nodes that are ready in the reverse order of their making. So once the
@@ -49,13 +49,12 @@ from torch.optim.optimizer import (
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import copies, sliced, state_dict, steps
+from ringdp.parallel import copies, made, sliced, state_dict, steps
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
-from ringdp.parallel.left import Left
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.outputs import lasting, tensors
+from ringdp.parallel.outputs import lasting
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
@@ -109,7 +108,7 @@ class Engine(Taped):
         ]
         weakref.finalize(self, _remove, self._handles)
         own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
-        self._left = {indices[0]: Left(module, of) for module, indices in of.items()}
+        self._made = made.of_units(of, self._around)
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
@@ -151,15 +150,14 @@ class Engine(Taped):
 
     def _after_forward(self, indices: list[int], output: Any) -> Any:
         output = lasting(output, [u.full for u in (self.units[i] for i in indices) if u.freed])
-        made = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
-        made += self._left[indices[0]].new() if self.stage.parameters is Keep.SHARD else []
+        starts = self._made[indices[0]].by(output)
         if not self._held:
             for index in indices:
                 free = index not in self.roots and not self._awaiting
                 self.gathering.done_with(index, free=free)
-        for t in made:
+        for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
-        if indices is self.roots and not made and not self._held:
+        if indices is self.roots and not starts and not self._held:
             self._rest(learn=False)
         return output
 
@@ -211,7 +209,8 @@ class Engine(Taped):
             raise UsageError(
                 f"parameter {name} of unit {self.plan[index].name!r} got a gradient, but none of "
                 "the unit's outputs did: the engine could not prepare its backward. Return the "
-                "tensors that the loss is made of from the unit's forward."
+                "tensors that the loss is made of from the unit's forward; call backward on a "
+                "penalty of gradients together with the loss."
             )
         if index in self._reduced:
             raise UsageError(
@@ -262,9 +261,9 @@ class Engine(Taped):
 
     def _rest(self, *, learn: bool) -> None:
         """Between iterations: every unit sharded, nothing in flight."""
+        self.gathering.end(learn=learn)
         if not self._held:
             self.gathering.reshard_all()
-        self.gathering.end(learn=learn)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not steps.has_any(optimizer, self.units):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringdp.comm import Communicator
+from ringdp.parallel import written
 from ringdp.parallel.given import Given
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
 from ringdp.parallel.unit import State
@@ -78,11 +79,13 @@ class Gathering:
         unit = self.units[index]
         if not (free and unit.freed and unit.state is State.UNSHARDED):
             return
-        if index in self._wanted(self._under_way(), or_freed=index):
+        lost = written.lost(unit)
+        if not lost and index in self._wanted(self._under_way(), or_freed=index):
             unit.set_aside()
             self._ahead.add(index)
         else:
             unit.reshard()
+        written.refuse(lost)
         self.prefetch()
 
     def summon_all(self) -> None:
@@ -105,11 +108,14 @@ class Gathering:
 
     def reshard_all(self) -> None:
         """Every unit sharded, nothing in flight."""
+        lost: list[str] = []
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.unshard()
             if unit.state is State.UNSHARDED and not unit.static:
+                lost += written.lost(unit)
                 unit.reshard()
+        written.refuse(lost)
 
     def end(self, *, learn: bool) -> None:
         """The iteration is over; `learn` its order."""

@@ -5,29 +5,65 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+DEEP = 3  # objects within objects: one may hold all that a program has
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """Those in containers and, as torch's DDP finds them, in dataclasses and in containers of a
-    class derived from dict, list or tuple."""
-    for leaf in tree_leaves(output):
+    """Those in containers, dataclasses, containers of a class derived from dict, list or tuple, and
+    attributes of other objects, as distributions are, and variables of functions, DEEP of these
+    within one another; but for modules."""
+    return _tensors(output, set(), DEEP)
+
+
+def _tensors(value: Any, seen: set[int], deep: int) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif isinstance(leaf, dict):
-            yield from tensors([*leaf.values()])
-        elif isinstance(leaf, list | tuple):
-            yield from tensors([*leaf])
-        elif is_dataclass(leaf):
-            yield from tensors([getattr(leaf, field.name) for field in fields(leaf)])
+        elif (parts := _parts(leaf)) and id(leaf) not in seen:
+            held = isinstance(leaf, dict | list | tuple) or is_dataclass(leaf)
+            if held or deep:
+                seen.add(id(leaf))
+                yield from _tensors(parts, seen, deep - (not held))
+
+
+def _parts(x: Any) -> list[Any]:
+    if isinstance(x, nn.Module | type | ModuleType):
+        return []
+    if isinstance(x, dict):
+        return [*x.values()]
+    if isinstance(x, list | tuple):
+        return [*x]
+    if is_dataclass(x):
+        return [getattr(x, field.name) for field in fields(x)]
+    slots = [names for c in type(x).__mro__ if (names := vars(c).get("__slots__"))]
+    names = [name for s in slots for name in ([s] if isinstance(s, str) else s)]
+    held = [getattr(x, name) for name in names if hasattr(x, name)]
+    held += getattr(x, "__dict__", {}).values()
+    if isinstance(x, FunctionType):
+        held += [_contents(cell) for cell in x.__closure__ or ()]
+    elif isinstance(x, partial):
+        held += x.func, x.args, x.keywords
+    return held
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value yet
+        return None
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with every tensor that `tensors` finds replaced by the function's."""
+    """The same structure with every tensor in containers and dataclasses replaced by the
+    function's."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor):

@@ -29,9 +29,7 @@ class Sharded(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **(kwargs or {}))
         except RuntimeError as e:  # the slice has another shape than the parameter
-            if torch.is_grad_enabled():
-                raise _refusal(args, kwargs) from e
-            raise
+            raise _refusal(args, kwargs) from e
         if torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.grad_fn is not None for t in _flat(out)
         ):

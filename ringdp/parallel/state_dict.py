@@ -66,10 +66,11 @@ def of_masters(model: nn.Module, gathering: Gathering, own: Own) -> list[Removab
                 unit.unshard()
 
     def loaded(module: nn.Module, *_: Any) -> None:
-        if resting.get(module):
+        if found := resting.get(module):
             gathering.given.check()
+            for unit in found:
+                increment_version(unit.computed)  # what autograd has saved of them is gone
             resume(module)
-            increment_version(list(module.parameters()))  # what autograd has saved of them is gone
 
     handles: list[RemovableHandle] = []
     for module in model.modules():

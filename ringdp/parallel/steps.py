@@ -44,10 +44,16 @@ def check(optimizer: Optimizer, stage: Stage) -> None:
             "an optimizer steps within backward, where gradients are not reduced yet and weights "
             "are gathered; step it after backward"
         )
-    if stage.optimizer is Keep.SHARD and isinstance(optimizer, _NOT_BY_ELEMENT):
+    if stage.optimizer is Keep.SHARD:
+        check_slices(optimizer, f"in stage {stage.number}", "or stage 0")
+
+
+def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
+    """Raises UsageError if it cannot step slices."""
+    if isinstance(optimizer, _NOT_BY_ELEMENT):
         raise UsageError(
-            f"{type(optimizer).__name__} needs whole parameters, and in stage {stage.number} has "
-            "this rank's slices; allowed: optimizers that step each element by itself, or stage 0"
+            f"{type(optimizer).__name__} needs whole parameters, and {where} has this rank's "
+            f"slices; allowed: optimizers that step each element by itself, {otherwise}"
         )
 
 

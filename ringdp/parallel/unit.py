@@ -46,8 +46,8 @@ class FlatUnit:
 
     Note [masters apart]
         Where parameters compute in another dtype than they have at rest, or rest on the host, the
-        full buffer is not made of what the optimizer steps. Then the modules hold other
-        nn.Parameters while the unit is unsharded (`computed`), and autograd puts gradients there.
+        full buffer is not what the optimizer steps. Then the modules hold other nn.Parameters while
+        the unit is unsharded (`computed`), and autograd puts gradients there.
         One object could not do: given another dtype, a tensor gets another gradient accumulator,
         and the count of gradients that a backward still owes would be wrong.
 
@@ -99,7 +99,7 @@ class FlatUnit:
         self._make_gradients()
         self.emptied: sliced.Emptied = []  # while an optimizer steps
         ledger.take("parameters", self.widths.parameters(plan, stage))
-        self.state = State.UNSHARDED
+        self.state, self.versions = State.UNSHARDED, list[int]()  # for `written`
         self.work: Work | None = None
         self._homes = [] if self.static else [t.data_ptr() for t in self.rest]
         if self.static:
@@ -151,7 +151,7 @@ class FlatUnit:
             if self.stage.optimizer is Keep.SHARD:
                 outside.guard(self.parameters)
         self._point(self.computed, self.views)
-        self.state = State.UNSHARDED
+        self.state, self.versions = State.UNSHARDED, [p._version for p in self.computed]
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: the parameters are this rank's slices again."""
@@ -204,34 +204,53 @@ class FlatUnit:
 
     def settle(self) -> None:
         """SHARDED or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
-        its values belong. Raises UsageError for another shape or dtype."""
-        if self.static:
+        its values belong. That is other memory then, as the user may have kept what was there.
+        Raises UsageError for another shape or dtype."""
+        summoned = self.state is State.SUMMONED and self.stage.optimizer is Keep.SHARD
+        tensors = self._views(self.summoned) if summoned else self.rest
+        if self.static or not self._has_moved(tensors if summoned else None):
             return
-        homes, tensors = self._homes, self.rest
-        if self.state is State.SUMMONED and self.stage.optimizer is Keep.SHARD:
-            tensors = self._views(self.summoned)
-            homes = [t.data_ptr() for t in tensors]
-        for p, tensor, home, entry in zip(
-            self.parameters, tensors, homes, self.plan.entries, strict=True
-        ):
-            if p.data_ptr() == home and p.dtype == tensor.dtype:
-                continue
+        for p, tensor, entry in zip(self.parameters, tensors, self.plan.entries, strict=True):
             if p.shape != tensor.shape or p.dtype != tensor.dtype:
                 raise UsageError(
                     f"parameter {entry.name} has become {p.dtype}{list(p.shape)}, by `.data` or "
                     f"`.to()`; in the sharded model it is {tensor.dtype}{list(tensor.shape)}. "
                     "Change the model before shard(), or values in place"
                 )
-            tensor.copy_(p.data)
-            p.data = tensor
+        given = [p.data for p in self.parameters]
+        if summoned and (self.apart or self.freed):
+            self.summoned = self.summoned.clone()
+        else:
+            self._move()
+            if summoned:
+                self.summoned = self.full
+        tensors = self._views(self.summoned) if summoned else self.rest
+        for tensor, values in zip(tensors, given, strict=True):
+            tensor.copy_(values)
+        self._point(self.parameters, tensors)
 
-    def _has_moved(self) -> bool:
-        """SHARDED: whether `settle` has anything to do. Every gather asks."""
+    def _move(self) -> None:
+        """The masters go to other memory."""
+        if self.apart:
+            was = self.master
+            self.master = torch.empty_like(was, pin_memory=was.is_pinned()).copy_(was)
+        elif self.freed:
+            made = self.ledger.make(self.plan.shard, self.dtypes.compute, self.full.device)
+            self.master = self.shard = made.copy_(self.master)
+        else:
+            self.full = self.full.clone()
+            self.views = self._views(self.full)
+            self.master = self.shard = self.full[self.part]
+        self._homes = [t.data_ptr() for t in self.rest]
+
+    def _has_moved(self, tensors: Sequence[Tensor] | None = None) -> bool:
+        """Whether parameters are no longer those, or what they rest in. Every gather asks."""
+        homes = self._homes if tensors is None else [t.data_ptr() for t in tensors]
         dtype = self.dtypes.master
         with torch._C.DisableTorchFunctionSubclass():  # to ask a `Sharded` takes ten times as long
             return any(
                 p.data_ptr() != home or p.dtype != dtype
-                for p, home in zip(self.parameters, self._homes, strict=True)
+                for p, home in zip(self.parameters, homes, strict=True)
             )
 
     @property
@@ -239,26 +258,22 @@ class FlatUnit:
         """What the parameters are between uses: views of the master."""
         if self.static:
             return [p.data for p in self.parameters]  # which the user may have changed by `p.data`
-        if self.stage.optimizer is Keep.FULL:
-            return self._views(self.master)
-        return self.slices(self.master)
-
-    def slices(self, shard: Tensor) -> list[Tensor]:
-        """This rank's part of every parameter, as views of a shard-shaped buffer."""
-        spans = (self.plan.local(e, self.rank) for e in self.plan.entries)
-        return [shard[begin:end] for begin, end in spans]
+        return self._kept(self.master)
 
     def at_rest(self, whole: Tensor) -> list[Tensor]:
         """Of a padded buffer the part of every parameter that it has between steps, as views."""
-        if self.stage.optimizer is Keep.SHARD:
-            return self.slices(whole[self.part])
-        return self._views(whole)
+        return self._kept(whole[self.part] if self.stage.optimizer is Keep.SHARD else whole)
 
     def gradient_views(self) -> list[Tensor]:
         """The gradient of each parameter, in the shape that it has between steps."""
-        if self.stage.optimizer is Keep.SHARD:
-            return self.slices(self.gradient)
-        return self._views(self.gradient)
+        return self._kept(self.gradient)
+
+    def _kept(self, buffer: Tensor) -> list[Tensor]:
+        """Every parameter's part of what this rank keeps, as views: a slice, or in its shape."""
+        if self.stage.optimizer is Keep.FULL:
+            return self._views(buffer)
+        spans = (self.plan.local(e, self.rank) for e in self.plan.entries)
+        return [buffer[begin:end] for begin, end in spans]
 
     def _master(self, whole: Tensor) -> Tensor:
         """What the optimizer steps: all of it in stage 0, else this rank's shard."""

@@ -15,8 +15,11 @@ from tests.parallel.loop_models import (
     Checkpointed,
     CheckpointedWhole,
     Detached,
+    Leaves,
+    Objects,
     Outer,
     PartOfUnit,
+    PassesOn,
     SharedInside,
     Skips,
     Structured,
@@ -123,6 +126,11 @@ def input_gradient(net: nn.Module, x: Batches) -> None:
     loss(net(x(1) + g)).backward()
 
 
+def left_alone(net: nn.Module, x: Batches) -> None:
+    net(x(0))
+    loss(net.y).backward()
+
+
 def bfloat16() -> nn.Module:
     return Chain().bfloat16()
 
@@ -157,6 +165,10 @@ CASES = {
     "called twice, micro-batches": Case(shared_twice, micro_batches),
     "shared by units": Case(SharedInside),
     "structured outputs": Case(Structured),
+    "objects": Case(Objects),
+    "left in an attribute": Case(Leaves, left_alone),
+    "passed on": Case(PassesOn),
+    "passed on, micro-batches": Case(PassesOn, micro_batches),
     "tiny": Case(Tiny),
     "one parameter": Case(lambda: nn.Linear(WIDTH, 1, bias=False)),
     "unequal": Case(Unequal),

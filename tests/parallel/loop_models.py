@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 11
@@ -79,6 +81,34 @@ class Skips(Chain):
             if i != 1 or self.calls % 2:
                 x = x + b(x)
         return x
+
+
+class Sometimes(nn.Module):
+    """Returns what it gets: itself, or written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.used = linear(), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(torch.tanh(self.linear(x.clone()))) if self.used else x
+
+
+class PassesOn(Chain):
+    """Its blocks are skipped in turn, as for stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Sometimes() for _ in range(4)))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for i, b in enumerate(self.blocks):
+            b.used = bool((self.calls + i) % 3)
+        return super().forward(x)
+
+    def call(self, b: nn.Module, x: Tensor) -> Tensor:
+        return b(x)
 
 
 class PartOfUnit(nn.Module):
@@ -156,6 +186,32 @@ class Answer:
     more: Any = None
 
 
+class Objects(nn.Module):
+    """Returns a distribution; its blocks return an object of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            Answers(lambda a, b: SimpleNamespace(y=a, more=[SimpleNamespace(b=b)]))
+            for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Independent:
+        for part in self.parts:
+            out = part(x)
+            x = x + out.y * out.more[0].b
+        return Independent(Normal(x, self.scale.exp()), 1)
+
+
+class Leaves(Chain):
+    """Leaves its result in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.y = super().forward(x)
+        return self.y.detach()
+
+
 class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,5 +269,7 @@ def buffered() -> nn.Module:
 
 
 def loss(out: Any) -> Tensor:
+    if isinstance(out, Independent):
+        return -out.log_prob(torch.ones(WIDTH)).mean()
     y: Tensor = out.y if isinstance(out, Answer) else out
     return y.float().square().mean()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ringdp import Precision
+from ringdp import Engine, Precision
 
 WIDTH = 6
 APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
@@ -23,3 +23,13 @@ def batch(seed: int = 0) -> Tensor:
 def loss(model: nn.Module, seed: int = 0) -> Tensor:
     out: Tensor = model(batch(seed)).square().mean()
     return out
+
+
+def whole(engine: Engine) -> list[Tensor]:
+    with engine.full_parameters():
+        return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def assert_equal(engine: Engine, twin: nn.Module) -> None:
+    for mine, exact in zip(whole(engine), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, exact.detach())

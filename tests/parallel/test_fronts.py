@@ -134,6 +134,15 @@ def fsdp(comm: Communicator) -> None:
             model.module[0].weight.fill_(3.0)
         with model.engine.full_parameters():
             assert model.module[0].weight.eq(3).all()
+        state = {n: v + 1 for n, v in net().state_dict().items()}
+        outer = nn.Sequential(model)
+        for module, prefix in ((model, ""), (outer, "0.")):
+            given = {prefix + n: v for n, v in state.items()}
+            with model.engine.full_parameters(write=True):
+                module.load_state_dict(given)
+                found = module.state_dict()  # with torch's keys
+                assert list(found) == list(given)
+                assert all(torch.equal(found[n], v) for n, v in given.items())
         assert model.append == model.module.append  # the wrapper forwards what it has not
         model.engine.close()
     with pytest.raises(UsageError, match="HYBRID_SHARD is not implemented"):
@@ -162,6 +171,8 @@ def zero(comm: Communicator) -> None:
             s.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+    defaults = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, comm)
+    torch.optim.lr_scheduler.OneCycleLR(defaults, 0.1, total_steps=2)  # asks for lr and betas
     held = sum(s["exp_avg"].numel() for s in optimizer.optim.state.values())
     total = sum(p.numel() for p in model.parameters())
     assert held <= total // comm.size + 16
@@ -171,6 +182,8 @@ def zero(comm: Communicator) -> None:
         optimizer.load_state_dict({})
     with pytest.raises(UsageError, match="load_state_dict are not implemented"):
         optimizer.consolidate_state_dict()
+    with pytest.raises(UsageError, match="Adafactor needs whole parameters, and in Zero"):
+        fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, comm)
     with pytest.raises(UsageError, match="add_param_group is not implemented"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
@@ -279,6 +292,8 @@ def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[l
         model=net(), config=config, optimizer=ringdp.AdamW, unit=Block, comm=comm
     )
     losses = []
+    assert not trainer.eval().training
+    trainer.train()
     for step in range(4):
         loss = trainer(batch(comm, step)).float().square().mean()
         trainer.backward(loss)

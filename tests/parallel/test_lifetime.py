@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -205,28 +206,23 @@ def test_collectives_are_issued_ahead_of_need(ranks, stage, keeps):
 # ---- refusals
 
 
-class Answer:
-    def __init__(self, y: Tensor) -> None:
-        self.y = y
-
-
 class Opaque(nn.Module):
-    """Its output is of a class that no one can look into."""
+    """Its output is what no one can look into."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([block()])
         self.last = linear()
 
-    def forward(self, x: Tensor) -> Answer:
-        return Answer(self.last(self.blocks[0](x)))
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        return iter([self.last(self.blocks[0](x))])
 
 
 def refused(comm: Communicator, stage: int) -> list[str]:
     """What each wrong use says; after it the engine still trains."""
 
     def opaque() -> None:
-        net_of(Opaque())(batch()).y.sum().backward()
+        next(net_of(Opaque())(batch())).sum().backward()
 
     def twice_reentrant() -> None:
         b = block()

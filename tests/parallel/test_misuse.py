@@ -6,32 +6,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch import nn
 
 import ringdp
-from ringdp import Communicator, Engine, Offload, Precision, UsageError
+from ringdp import Communicator, Offload, Precision, UsageError
 from ringdp.parallel.clip import finite, grad_norm
-from tests.parallel.small import APART, batch, loss, net
+from tests.parallel.small import APART, assert_equal, batch, loss, net
 
 pytestmark = pytest.mark.process
 
 STEPS = 3
-
-
-def whole(engine: Engine) -> list[Tensor]:
-    with engine.full_parameters():
-        return [p.detach().clone() for p in engine.model.parameters()]
-
-
-def assert_equal(engine: Engine, twin: nn.Module) -> None:
-    for mine, exact in zip(whole(engine), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, exact.detach())
 
 
 # ---- loops, which train as one process does
@@ -55,6 +43,23 @@ def puts_into_data(model: nn.Module, optimizer: Any) -> None:
                 if p.grad is not None:  # as that of an empty slice is
                     p.data = p.data - 0.1 * p.grad
         optimizer.zero_grad()
+
+
+def swaps_averages_in(model: nn.Module, optimizer: Any) -> None:
+    """What was in `p.data` is kept meanwhile, and comes back."""
+    averages = {n: p.data.clone() for n, p in model.named_parameters()}
+    for step in range(STEPS):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backup = {}
+        for n, p in model.named_parameters():
+            averages[n] = (averages[n] + p.data) / 2
+            backup[n], p.data = p.data, averages[n]
+        with torch.no_grad():
+            loss(model, step)
+        for n, p in model.named_parameters():
+            p.data = backup[n]
 
 
 def calls_blocks(model: nn.Module, optimizer: Any) -> None:
@@ -90,6 +95,7 @@ def freezes_with_gradients(model: nn.Module, optimizer: Any) -> None:
 LOOPS: list[Loop] = [
     clears_late,
     puts_into_data,
+    swaps_averages_in,
     calls_blocks,
     freezes_for_a_while,
     freezes_with_gradients,
@@ -188,58 +194,6 @@ def test_a_norm_is_of_gradients_alone(ranks, stage):
     """Not of what lies behind them in a buffer."""
     for added, made in ranks(2)(starts_with_gradients, stage):
         assert added == made
-
-
-# ---- reading and writing whole parameters
-
-
-def writes(comm: Communicator, stage: int, precision: Precision | None) -> None:
-    model = net()
-    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
-    with engine.full_parameters(write=True), torch.no_grad():
-        ones = torch.ones_like(parameters_to_vector(model.parameters()))
-        vector_to_parameters(ones, model.parameters())  # by p.data
-    assert all((p == 1).all() for p in whole(engine))
-    if stage:
-        with engine.full_parameters():
-            with pytest.raises(
-                UsageError, match=r"load_state_dict .* within full_parameters\(write"
-            ):
-                model.load_state_dict(net().state_dict())
-            for p in model.parameters():
-                p.data.zero_()
-        assert all((p == 1).all() for p in whole(engine))
-        for call in (model[0].state_dict, lambda: model[0].load_state_dict(net()[0].state_dict())):
-            with pytest.raises(UsageError, match="of a sharded model"):
-                call()
-    with engine.full_parameters(), engine.full_parameters(write=True):
-        model.load_state_dict(net(1).state_dict())
-    assert_equal(engine, net(1))
-    engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_kept_is_what_was_to_be_written(ranks, stage, precision):
-    ranks(2)(writes, stage, precision)
-
-
-def saves(comm: Communicator, path: Path, stage: int) -> None:
-    model = net()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
-    for p in model.parameters():
-        p.data = torch.ones_like(p)
-    ringdp.save(path, engine)
-    for p in model.parameters():
-        p.data = torch.zeros_like(p)
-    ringdp.load(path, engine)
-    assert all((p == 1).all() for p in whole(engine))
-    engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_checkpoint_has_what_was_put_into_data(ranks, tmp_path, stage):
-    ranks(2)(saves, tmp_path / "checkpoint", stage)
 
 
 # ---- copies

@@ -133,8 +133,12 @@ def outside(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=f"{name} is used outside the forward of its unit"):
             attempt()
     peeks = ringdp.shard(mixed := Peeks(), stage=3, comm=comm)
-    with pytest.raises(UsageError, match=r"blocks\.1\.weight is used outside"):
-        mixed(batch(0))
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(UsageError, match=r"blocks\.1\.weight is used outside"),
+        ):
+            mixed(batch(0))
     with torch.no_grad():  # reading is free
         assert sum(p.square().sum() for p in model.parameters()) >= 0
     assert all(type(p) is Sharded for p in model.parameters())

@@ -10,7 +10,9 @@ Note [gradients live in their bucket]
     other rank reads. No step of 2 ranks was faster without half of the copies: they are of hot
     memory, and a gradient that lives on takes new memory for the next. Nor the factor as a tensor
     made once, for 3 of the 19 us that a small gradient takes: where one is made while torch traces,
-    it is a fake one, and the next backward's gradients stay what they were.
+    it is a fake one, and the next backward's gradients stay what they were. Nor stores around the
+    caches into the bucket: a step with 55 MB of gradients took 1.4 % less, but 4 MiB in all, which
+    the caches hold until a peer reads them, took longer on the whole.
 """
 
 from __future__ import annotations

@@ -87,6 +87,12 @@ class Trainer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What it has not, the module may have: train() and eval(), for instance."""
+        if name == "module":  # which a copy has not yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
     def backward(self, loss: Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps, reduced and added up."""
         self.micro_steps += 1

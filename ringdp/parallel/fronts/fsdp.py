@@ -107,6 +107,9 @@ class FullyShardedDataParallel(nn.Module):
             comm=of_mesh(process_group, device_mesh),
         )
 
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -154,6 +157,21 @@ class FullyShardedDataParallel(nn.Module):
         )
         with module.engine.full_parameters(write=writeback):
             yield
+
+
+def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    """As torch's: keys are those of the model that is not wrapped."""
+    _rename(state, f"{prefix}module.", prefix)
+
+
+def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    _rename(state, prefix, f"{prefix}module.")
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    for key in list(state):
+        if key.startswith(old):
+            state[new + key.removeprefix(old)] = state.pop(key)
 
 
 def _wrapped(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:

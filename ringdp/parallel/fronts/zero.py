@@ -16,6 +16,7 @@ from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel.fronts.refuse import refuse
 from ringdp.parallel.layout import Unit, layout
+from ringdp.parallel.steps import check_slices
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -77,6 +78,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             options = {k: v for k, v in group.items() if k != "params"}
             groups.append(options | {"params": [part for _, part, _ in parts]})
         self.optim = optimizer_class(groups, **defaults)
+        check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
+        self.defaults = self.optim.defaults
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            group.update({k: v for k, v in inner.items() if k != "params"})  # for schedulers
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

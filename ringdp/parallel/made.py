@@ -1,0 +1,87 @@
+"""The tensors that a unit's forward has made, where its backward may start.
+
+    returned   in whatever holds them (see `outputs`)
+    left       in attributes of its modules, as the auxiliary losses of mixtures of experts
+
+Of the attributes those count that are tensors, lists, tuples and dicts; of the latter those whose
+names do not start with "_". What a unit only passes on was made by one before it, as by the last
+block where a residual block is skipped: the backward of that one starts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringdp.parallel.outputs import tensors
+
+
+class Made:
+    """By the modules of one unit, without those of `others`.
+
+    `around`: of every unit, those whose forward calls it. `makers`: who has made a tensor, and its
+    last operation's number, as it may be written in place since; one for all units.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        module: nn.Module,
+        others: Container[nn.Module],
+        around: Sequence[set[int]],
+        makers: Any,
+    ) -> None:
+        self._unit, self._around, self._makers = unit, around, makers
+        self._modules = list(_own(module, others))
+        self._known: Any = WeakIdKeyDictionary()  # left by an earlier forward
+
+    def by(self, output: Any) -> list[Tensor]:
+        """By the forward that has just returned `output`."""
+        if not torch.is_grad_enabled():
+            return []
+        left = [t for m in self._modules for t in _tensors(m) if t not in self._known]
+        for t in left:
+            self._known[t] = None
+        return [t for t in (*tensors(output), *left) if t.grad_fn is not None and self._is_ours(t)]
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        """Whether operations of this unit may have made it: it, or a unit within it, has."""
+        number = tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
+        maker, then = self._makers.get(tensor, (self._unit, None))
+        if then != number:
+            maker = self._unit
+            self._makers[tensor] = maker, number
+        return maker == self._unit or self._unit in self._around[maker]
+
+
+def of_units(modules: Mapping[nn.Module, list[int]], around: Sequence[set[int]]) -> dict[int, Made]:
+    """Of every module with units, by its first one."""
+    makers: Any = WeakIdKeyDictionary()
+    return {i[0]: Made(i[0], m, modules, around, makers) for m, i in modules.items()}
+
+
+def _own(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in others:
+            yield from _own(child, others)
+
+
+_OF_ALL = frozenset(vars(nn.Module()))  # attributes: to look at these, too, takes twice as long
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    for name, value in vars(module).items():
+        if name in _OF_ALL:
+            continue
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                yield value
+        elif type(value) in (list, tuple, dict) and name[0] != "_":
+            for inner in value.values() if isinstance(value, dict) else value:
+                if isinstance(inner, Tensor) and inner.grad_fn is not None:
+                    yield inner

@@ -1,0 +1,126 @@
+"""Writing to whole parameters: between steps, amid a forward, and before a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import ringdp
+from ringdp import Communicator, Precision, UsageError
+from tests.parallel.small import APART, WIDTH, assert_equal, loss, net, whole
+
+pytestmark = pytest.mark.process
+
+
+def writes(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    with engine.full_parameters(write=True), torch.no_grad():
+        ones = torch.ones_like(parameters_to_vector(model.parameters()))
+        vector_to_parameters(ones, model.parameters())  # by p.data
+    assert all((p == 1).all() for p in whole(engine))
+    if stage:
+        with engine.full_parameters():
+            with pytest.raises(
+                UsageError, match=r"load_state_dict .* within full_parameters\(write"
+            ):
+                model.load_state_dict(net().state_dict())
+            for p in model.parameters():
+                p.data.zero_()
+        assert all((p == 1).all() for p in whole(engine))
+        for call in (model[0].state_dict, lambda: model[0].load_state_dict(net()[0].state_dict())):
+            with pytest.raises(UsageError, match="of a sharded model"):
+                call()
+    with engine.full_parameters(), engine.full_parameters(write=True):
+        model.load_state_dict(net(1).state_dict())
+    assert_equal(engine, net(1))
+    with engine.full_parameters(write=True):
+        backup = [p.data for p in model.parameters()]
+        for p in model.parameters():
+            p.data = torch.zeros_like(p)
+    with engine.full_parameters(write=True):
+        for p, values in zip(model.parameters(), backup, strict=True):
+            assert not p.any()
+            p.data = values
+    assert_equal(engine, net(1))
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_kept_is_what_was_to_be_written(ranks, stage, precision):
+    ranks(2)(writes, stage, precision)
+
+
+class Writes(nn.Sequential):
+    """Its forward writes to a weight, `how`."""
+
+    how: Callable[[nn.Parameter], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how:
+            with torch.no_grad():
+                self.how(self[0].weight)
+        return super().forward(x)
+
+
+def assigns(p: nn.Parameter) -> None:
+    p.data = p.data.clamp(min=0)
+
+
+def writes_amid(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    def made() -> Writes:
+        torch.manual_seed(0)
+        return Writes(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    model, twin = made(), made()
+    engine = ringdp.shard(model, stage=stage, unit=1 << 40, precision=precision, comm=comm)
+    for how in (lambda p: p.clamp_(min=0), assigns):
+        model.how = how
+        if how is not assigns and stage < 3 and not precision:
+            twin.how = how  # it is kept, which is right where all ranks write the same
+            for one in (model, twin):
+                loss(one).backward()
+                one.zero_grad()
+            twin.how = None
+        else:
+            with pytest.raises(
+                UsageError, match=r"written to while its unit computes: 0\.weight\."
+            ):
+                loss(model).backward()
+    model.how = None
+    for one in (model, twin):
+        loss(one).backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_write_amid_a_forward_is_kept_or_told(ranks, stage, precision):
+    """It was lost without a word."""
+    ranks(2)(writes_amid, stage, precision)
+
+
+def saves(comm: Communicator, path: Path, stage: int) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    for p in model.parameters():
+        p.data = torch.ones_like(p)
+    ringdp.save(path, engine)
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    ringdp.load(path, engine)
+    assert all((p == 1).all() for p in whole(engine))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_has_what_was_put_into_data(ranks, tmp_path, stage):
+    ranks(2)(saves, tmp_path / "checkpoint", stage)
