@@ -25,7 +25,13 @@ from ringdp.transport.processes import stat
 ROOT = Path(__file__).parent.parent
 TAIL = 6000  # characters of a part's output that are kept
 GRACE = 5.0  # s
-TALKS = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+SETTINGS = {
+    "NCCL_DEBUG": "WARN",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+    # gloo asks for this host's name: of a name server that cannot be reached for 10 s, but for this
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -61,7 +67,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=TALKS | os.environ,
+            env=SETTINGS | os.environ,
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,

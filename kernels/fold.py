@@ -39,25 +39,27 @@ def fold(parts: Tensor, out: Tensor) -> None:
     Rows may lie apart, but each must be contiguous. `out` may be one of the rows. Raises ValueError
     on a wrong shape, dtype or device.
     """
-    if parts.dim() != 2 or out.dim() != 1 or len(parts) == 0 or parts.shape[1:] != out.shape:
+    shape = parts.shape
+    if len(shape) != 2 or shape[0] == 0 or (shape[1],) != out.shape:
         raise ValueError(
             f"parts must be [n, elems] with n > 0 and out [elems], "
-            f"not {list(parts.shape)} and {list(out.shape)}"
+            f"not {list(shape)} and {list(out.shape)}"
         )
-    if out.numel() == 0:
+    elems = shape[1]
+    if elems == 0:
         return
-    if (parts.stride(1) != 1 or out.stride(0) != 1) and out.numel() > 1:
+    if elems > 1 and (parts.stride(1) != 1 or out.stride(0) != 1):
         raise ValueError(
             f"rows must be contiguous; strides are {parts.stride()} in parts, {out.stride()} in out"
         )
     if parts.device != out.device:
         raise ValueError(f"parts are on {parts.device}, out on {out.device}")
-    if parts.dtype == out.dtype and out.dtype in SIGNED:
-        parts, out = parts.view(SIGNED[out.dtype]), out.view(SIGNED[out.dtype])
-    if parts.dtype == out.dtype and out.dtype in INTEGERS:
-        wide = out.dtype
-    else:
-        wide = wide_dtype(parts.dtype, out.dtype)
+    source, target = parts.dtype, out.dtype
+    if source == target and target in SIGNED:
+        source = target = SIGNED[target]
+        parts, out = parts.view(target), out.view(target)
+    whole = source == target and target in INTEGERS
+    wide = target if whole else wide_dtype(source, target)
     (fold_triton if out.is_cuda else fold_torch)(parts, out, wide)
 
 
@@ -104,7 +106,7 @@ def fold_kernel(
 
 
 def fold_triton(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
-    ranks, stride = len(parts), parts.stride(0)
+    ranks, stride = parts.shape[0], parts.stride(0)
     for _, elems, (x, target) in sixteens(parts, out):  # See Note [16-byte accesses]
         fold_kernel.launch(
             -(-elems // BLOCK), x, target, elems, stride, RANKS=ranks, WIDE=wide, BLOCK=BLOCK

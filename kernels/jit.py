@@ -8,7 +8,7 @@ another decorated function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -84,11 +84,12 @@ def jit(
 
 def _variant(x: Any) -> Any:
     """Equal only where Triton would compile the same: it looks at no more of an argument."""
-    if isinstance(x, Tensor):
+    kind = type(x)
+    if kind is int:
+        return x if x == 1 else (x & 15 == 0, x >> 31 > 0, x >> 63)
+    if kind is not float and isinstance(x, Tensor):  # which is a slower question
         return x.dtype, x.data_ptr() % 16
-    if isinstance(x, int):
-        return x % 16 == 0, x == 1, x >> 31 > 0, x >> 63
-    return type(x)
+    return kind
 
 
 def triton_dtype(constant: Any) -> Any:
@@ -100,19 +101,20 @@ def triton_dtype(constant: Any) -> Any:
     return getattr(tl, str(constant).removeprefix("torch."))
 
 
-def sixteens(*tensors: Tensor) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
+def sixteens(*tensors: Tensor) -> Iterable[tuple[int, int, Sequence[Tensor]]]:
     """Note [16-byte accesses]
 
     A masked access stays 16 bytes wide only if Triton knows that the mask changes at multiples of
     16 elements, which it does if the length is one. Any other length is two launches: the part that
-    is, and fewer than 16 elements. Yields for each the first element, how many there are, and those
-    of the tensors [..., elems]. Flat buffers are padded, so the second is rare.
+    is, and fewer than 16 elements. For each the first element, how many there are, and those of the
+    tensors [..., elems]. Flat buffers are padded, so the second is rare.
     """
     elems = tensors[0].shape[-1]
-    body = elems - elems % 16
+    body = elems & ~15
     if body == elems > 0:
-        yield 0, elems, tensors  # as they are: slices would cost as much as the launch
-        return
-    for first, last in ((0, body), (body, elems)):
-        if first < last:
-            yield first, last - first, [x[..., first:last] for x in tensors]
+        return ((0, elems, tensors),)  # as they are: slices would cost as much as the launch
+    return [
+        (first, last - first, [x[..., first:last] for x in tensors])
+        for first, last in ((0, body), (body, elems))
+        if first < last
+    ]

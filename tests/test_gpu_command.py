@@ -19,6 +19,7 @@ from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
 from ringdp.errors import CollectiveTimeout
+from ringdp.transport import peer
 from tests.transport import test_peer
 
 MARK = "pytest.mark." + "gpu"
@@ -70,6 +71,12 @@ def test_a_part_passes_or_fails(log: Path) -> None:
     assert log.read_text().count("==== part") == 2
     half = done(part("import sys; open(sys.argv[1], 'w').write('[1, 2'); sys.exit(1)"), log)
     assert (half.state, half.rows) == ("failed", None)
+
+
+def test_a_part_waits_for_no_name_server(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RES_OPTIONS", raising=False)  # of tests/ranks.py
+    asked = done(part("import os; assert 'attempts:1' in os.environ['RES_OPTIONS']"), log)
+    assert asked.state == "passed", asked.tail
 
 
 HANGS = """
@@ -208,6 +215,10 @@ def test_a_wait_in_the_tests_of_peer_memory_ends_before_the_test_is_ended() -> N
     """Else nothing says who waited for whom."""
     (part,) = (p for p in gpu.PARTS if p.name.startswith("peer memory"))
     assert test_peer.PATIENCE["cuda"] <= part.limit / 4
+
+
+def test_the_buffers_that_fill_a_gpu_are_worth_all_its_channels() -> None:
+    assert peer.TOGETHER * 132 // 2 * peer.WORTH <= test_peer.FILLING  # two ranks on an H200
 
 
 def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

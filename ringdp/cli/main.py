@@ -107,6 +107,7 @@ def train(
 
 @app.command()
 def show(
+    context: typer.Context,
     algorithm: Annotated[
         str | None,
         typer.Argument(help="a name that --list lists, or FILE.py:function", show_default=False),
@@ -126,11 +127,16 @@ def show(
     everything: Annotated[bool, typer.Option("--list", help="list the algorithms")] = False,
 ) -> int:
     """Prove an algorithm and draw it: who sends which chunk to whom in every round."""
-    if everything == (algorithm is not None):
-        raise UsageError("show takes either an ALGORITHM or --list")
-    if algorithm is None:
+    given = [
+        p for p in context.params if f"{context.get_parameter_source(p)}".endswith("COMMANDLINE")
+    ]
+    if given == ["everything"]:
         print(showing.listing())
         return 0
+    if everything or algorithm is None:
+        raise UsageError("show takes either an ALGORITHM or --list alone")
+    if not cost and (terms := [term for term in Machine._fields if term in given]):
+        raise UsageError(f"--{terms[0]} changes what --cost prints; allowed: with --cost")
     print(
         showing.show(
             algorithm,

@@ -1,4 +1,4 @@
-"""Commands under test as processes, none of which outlives its test."""
+"""Commands under test as processes, none of which outlives its test, or its file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """start(*command): a process with its output in pipes, in a group of its own."""
+@contextmanager
+def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """It starts a process with its output in pipes, in a group of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*command: str) -> subprocess.Popen[str]:
@@ -32,3 +32,10 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """start(*command): see `processes`."""
+    with processes() as start:
+        yield start

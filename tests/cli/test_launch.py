@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ringdp.cli.main import exit_code
 from ringdp.cli.record import Record
 from ringdp.cli.runs import Job
 from ringdp.cli.train import run
+from tests.cli.conftest import processes
 from tests.cli.misbehaving import (
     OPTIONS,
     killed,
@@ -30,6 +32,23 @@ pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).with_name("misbehaving.py")
 SECONDS = 240.0  # only a hang reaches it
+
+
+@pytest.fixture(scope="module")
+def misbehaving() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """misbehaving(entry): a process whose ranks run that entry of misbehaving.py, once.
+
+    All start at once: a start is imports for the most part, of which each takes one core.
+    """
+    with processes() as start:
+        entries = ("raises", "talks", "sleeps", "sleeps")
+        started = [(entry, start(sys.executable, str(SCRIPT), entry)) for entry in entries]
+
+        def take(wanted: str) -> subprocess.Popen[str]:
+            place = next(i for i, (entry, _) in enumerate(started) if entry == wanted)
+            return started.pop(place)[1]
+
+        yield take
 
 
 def await_ranks(process: subprocess.Popen[str]) -> list[int]:
@@ -72,8 +91,8 @@ def assert_gone(process: subprocess.Popen[str], pids: list[int]) -> None:
     assert group_of(process.pid) == []
 
 
-def test_a_process_whose_rank_raises_ends_with_all_it_started(start) -> None:
-    process = start(sys.executable, str(SCRIPT), "raises")
+def test_a_process_whose_rank_raises_ends_with_all_it_started(misbehaving) -> None:
+    process = misbehaving("raises")
     pids = await_ranks(process)
     _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
@@ -113,8 +132,8 @@ def test_others_are_heard_after_a_rank_that_was_killed_in_an_event(
     assert re.search("PeerLost: .*rank 1 has ended", told(killed_while_it_talks, capfd))
 
 
-def test_an_output_that_nobody_reads_any_more_ends_every_rank(start) -> None:
-    process = start(sys.executable, str(SCRIPT), "talks")
+def test_an_output_that_nobody_reads_any_more_ends_every_rank(misbehaving) -> None:
+    process = misbehaving("talks")
     pids = await_ranks(process)
     process.stdout.close()
     assert process.wait(SECONDS) == 1
@@ -123,8 +142,8 @@ def test_an_output_that_nobody_reads_any_more_ends_every_rank(start) -> None:
 
 
 @pytest.mark.parametrize("to_group", [True, False], ids=["group", "parent"])
-def test_an_interrupt_ends_every_rank(start, to_group: bool) -> None:
-    process = start(sys.executable, str(SCRIPT), "sleeps")
+def test_an_interrupt_ends_every_rank(misbehaving, to_group: bool) -> None:
+    process = misbehaving("sleeps")
     pids = await_ranks(process)
     (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=SECONDS)

@@ -141,6 +141,8 @@ def test_a_wrong_schedule_is_refused_with_the_transfer_at_fault(
 REFUSED = {
     "neither": ([], "either an ALGORITHM or --list"),
     "both": (["ring", "--list"], "either an ALGORITHM or --list"),
+    "list of some": (["--list", "--collective", "gather"], "an ALGORITHM or --list alone"),
+    "terms of nothing": (["ring", "--beta", "1e-9"], "--beta changes what --cost prints; allowed"),
     "unknown": (["rng"], "no all_reduce algorithm 'rng'; there are ring, "),
     "unknown there": (["ring", "--collective", "gather"], "there are direct, binomial"),
     "collective": (["ring", "--collective", "sum"], "--collective is 'sum'; allowed: all_reduce"),

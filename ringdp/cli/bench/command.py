@@ -1,9 +1,10 @@
-"""`ringdp bench`: measure, show progress meanwhile, then the table; write the file."""
+"""`ringdp bench`: measure, show progress meanwhile, then the table. The file is written after every
+size, so that one that takes too long costs no other."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,15 +23,18 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def bench(options: Options, console: Console) -> int:
     """The exit code: 0 where every result is right, 1 where one is not."""
     check(options)
+
+    def keep(report: Report) -> None:
+        if options.json is not None:
+            write(options.json, report)
+
     with _signals_raised():
-        report = watch(options, console)
+        report = watch(options, console, keep)
     show(console, report, options.op)
-    if options.json is not None:
-        write(options.json, report)
     return 1 if any(row.wrong for row in report.rows) else 0
 
 
-def watch(options: Options, console: Console) -> Report:
+def watch(options: Options, console: Console, keep: Callable[[Report], None]) -> Report:
     """A bar on a terminal; elsewhere a line for each size."""
     if not console.is_terminal:
         sizes: set[int] = set()
@@ -40,7 +44,7 @@ def watch(options: Options, console: Console) -> Report:
                 sizes.add(step.size)
                 console.print(f"measuring {step.size:,} bytes", soft_wrap=True)
 
-        return measure(options, line)
+        return measure(options, line, keep)
     parts = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*parts, console=console, transient=True) as progress:
         bar = progress.add_task("starting the ranks of every contender", total=None)
@@ -49,7 +53,7 @@ def watch(options: Options, console: Console) -> Report:
             says = f"{options.collective} {step.size:>13,} bytes  {step.entry:<12}"
             progress.update(bar, description=says, completed=step.done, total=1)
 
-        return measure(options, update)
+        return measure(options, update, keep)
 
 
 @contextmanager

@@ -67,7 +67,10 @@ def names(given: str) -> tuple[str, ...]:
 def check(options: Options) -> None:
     """Raise UsageError for the first thing that cannot work, ScheduleError for an algorithm of
     one's own that is wrong."""
-    one_of("COLLECTIVE", options.collective, CASES)
+    if options.collective not in CASES:
+        raise UsageError(
+            f"COLLECTIVE is {options.collective!r}; allowed: {', '.join(CASES)}, kernels, error"
+        )
     one_of("--dtype", options.dtype, DTYPES)
     one_of("--op", options.op, FOLDS)
     _check_transports(options)
@@ -77,6 +80,9 @@ def check(options: Options) -> None:
     between("--factor", options.factor, 2, 1 << 20)
     between("--rounds", options.rounds, 1, 10_000)
     case = CASES[options.collective]
+    if options.op != Options.op and not case.reduces:
+        adding = ", ".join(name for name in CASES if CASES[name].reduces)
+        raise UsageError(f"--op is for what is reduced: {adding}; {options.collective} only moves")
     if elements(case, options.dtype, options.min, options.ranks) == 0:
         raise UsageError(
             f"--min is {options.min}; allowed: at least one {options.dtype} for each of "

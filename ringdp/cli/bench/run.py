@@ -52,8 +52,10 @@ class Samples:
     wrong: int = 0
 
 
-def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
-    """Raises RankError where a contender fails."""
+def measure(
+    options: Options, on_step: Callable[[Step], None], keep: Callable[[Report], None]
+) -> Report:
+    """`keep` is given what is known after every size. Raises RankError where a contender fails."""
     cores = sorted(os.sched_getaffinity(0))
     machine = describe(len(cores))
     names = [*options.transports, *options.peers, "probe"]
@@ -70,8 +72,10 @@ def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
             note = partial(_note, on_step, size, place, len(options.sizes))
             samples = _interleave(groups, entries, options.rounds, note)
             rows += _rows(options, count, len(cores), samples)
-    machine["load after"] = load()
-    return Report(machine, contenders, predicted(rows))
+            machine["load after"] = load()
+            report = Report(machine, contenders, predicted(rows))
+            keep(report)
+    return report
 
 
 def _note(

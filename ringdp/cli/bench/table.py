@@ -17,27 +17,27 @@ from ringdp.cli.console import table, wide_enough, width_of
 class Column(NamedTuple):
     heading: str
     cell: Callable[[Row], str]
-    needed: bool = True  # also where the console is narrow
+    spare: int = 0  # where the console is narrow, the columns of the highest number go first
 
 
 def columns(rows: Sequence[Row], op: str) -> list[Column]:
     transports = {r.transport for r in rows if r.ours}
     found = [
         Column("bytes", lambda r: f"{r.bytes:,}"),
-        Column("count", lambda r: f"{r.bytes // itemsize(r.dtype):,}", needed=False),
-        Column("type", lambda r: r.dtype, needed=False),
-        Column("redop", lambda r: op if CASES[r.collective].reduces else "-", needed=False),
+        Column("count", lambda r: f"{r.bytes // itemsize(r.dtype):,}", spare=3),
+        Column("type", lambda r: r.dtype, spare=3),
+        Column("redop", lambda r: op if CASES[r.collective].reduces else "-", spare=3),
         Column("algorithm", lambda r: r.label),
         *([Column("transport", lambda r: r.transport)] if len(transports) > 1 else []),
         Column("p50 µs", lambda r: _us(r.p50_us)),
-        Column("min", lambda r: _us(r.min_us), needed=False),
-        Column("p20", lambda r: _us(r.p20_us), needed=False),
-        Column("p80", lambda r: _us(r.p80_us), needed=False),
-        Column("algbw", lambda r: f"{r.algbw:.2f}", needed=False),
+        Column("min", lambda r: _us(r.min_us), spare=3),
+        Column("p20", lambda r: _us(r.p20_us), spare=3),
+        Column("p80", lambda r: _us(r.p80_us), spare=3),
+        Column("algbw", lambda r: f"{r.algbw:.2f}", spare=3),
         Column("busbw", lambda r: f"{r.busbw:.2f}"),
-        Column("#wrong", lambda r: f"{r.wrong:,}"),
+        Column("#wrong", lambda r: f"{r.wrong:,}", spare=2),  # said below, too
         Column("predicted", lambda r: _us(r.predicted_us)),
-        Column("bound", lambda r: _us(r.bound_us)),
+        Column("bound", lambda r: _us(r.bound_us), spare=1),
         Column("%", lambda r: "-" if r.bound_us is None else f"{100 * r.bound_us / r.p50_us:.0f}"),
     ]
     if any(not r.ours for r in rows):
@@ -57,8 +57,9 @@ def _ratio(rows: Sequence[Row], row: Row) -> str:
     return "-" if peer is None or not row.ours else f"{peer.p50_us / row.p50_us:.2f}"
 
 
-def rows_shown(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
-    shown = [c for c in columns(rows, op) if wide or c.needed]
+def rows_shown(rows: Sequence[Row], op: str, most: int) -> Table:
+    """Without the columns that are spared more easily than `most`."""
+    shown = [c for c in columns(rows, op) if c.spare <= most]
     made = table(*(c.heading for c in shown), left=("algorithm", "transport", "type", "redop"))
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.bytes != row.bytes:
@@ -70,9 +71,8 @@ def rows_shown(rows: Sequence[Row], op: str, *, wide: bool) -> Table:
 def show(console: Console, report: Report, op: str) -> None:
     """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
     rows = report.rows
-    wide = rows_shown(rows, op, wide=True)
-    needs = width_of(console, wide)
-    console = wide_enough(console, needs)
+    tables = [rows_shown(rows, op, most) for most in (3, 2, 1, 0)]
+    console = wide_enough(console, width_of(console, tables[0]))
     first = rows[0]
     peers = any(not row.ours for row in rows)
     versus = "; × peer is the best peer's median over ours" if peers else ""
@@ -82,7 +82,8 @@ def show(console: Console, report: Report, op: str) -> None:
         f"bandwidths in GB/s; % of the physical bound{versus}.",
         soft_wrap=True,
     )
-    console.print(wide if needs <= console.width else rows_shown(rows, op, wide=False))
+    fitting = (made for made in tables if width_of(console, made) <= console.width)
+    console.print(next(fitting, tables[-1]))
     if beaten := [f"{r.label} at {r.bytes:,} bytes" for r in rows if r.beats_bound]:
         says = f"Faster than the bound at its best: {', '.join(beaten)}."
         console.print(Text(says), soft_wrap=True)

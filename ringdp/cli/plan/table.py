@@ -57,9 +57,12 @@ def show(
     of_bytes = _unit(BYTES, max(r.total for r in rows))
     of_sent = _unit(BYTES, max(r.sent for r in rows))
     of_times = _unit(SECONDS, max(r.step.total for r in rows))
-    console.print(f"\nHeld by a rank, {of_bytes.name}", soft_wrap=True)
+    console.print(
+        f"\nHeld by a rank, {of_bytes.name}; parameters of the largest model that fits",
+        soft_wrap=True,
+    )
     categories = ("params", "gathered", "grads", "buckets", "optimizer")
-    held = table("stage", *categories, "total", "fits", "largest, parameters")
+    held = table("stage", *categories, "total", "fits", "largest")
     for r in rows:
         cells = [f"{b / of_bytes.size:,.3f}" for b in (*r.memory, r.total)]
         held.add_row(str(r.stage), *cells, "yes" if r.fits else "no", _largest(r.largest))
@@ -71,12 +74,12 @@ def show(
     for r in rows:
         s = r.step
         parts = (s.compute, s.communication, s.hidden, s.exposed, s.optimizer, s.total)
-        label = "extrapolated" if r.extrapolated else ""
+        label = "*" if r.extrapolated else ""
         cells = [f"{x / of_times.size:,.2f}" for x in parts]
         times.add_row(str(r.stage), f"{r.sent / of_sent.size:,.3f}", *cells, label)
     console.print(times)
     for reasons in dict.fromkeys("; ".join(r.extrapolated) for r in rows if r.extrapolated):
-        console.print(f"Extrapolated: {reasons}.", soft_wrap=True)
+        console.print(f"* Extrapolated: {reasons}.", soft_wrap=True)
     console.print(LEFT_OUT, soft_wrap=True)
     console.print(f"Recommended: {says}.", soft_wrap=True)
 

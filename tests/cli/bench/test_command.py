@@ -9,12 +9,15 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Self
 
 import pytest
 
-from ringdp.cli.bench import peers
+from ringdp.cli.bench import peers, run
+from ringdp.cli.bench.contender import Round, Times
 from ringdp.cli.bench.groups import probe_ranks
 from ringdp.cli.bench.rows import read
+from ringdp.cli.launch import RankError
 from ringdp.cli.main import main
 from tests.cli.test_launch import SECONDS, alive
 from tests.transport.nccl.faults import only_with_host_nccl
@@ -22,6 +25,7 @@ from tests.transport.nccl.faults import only_with_host_nccl
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
     "collective": (["all_reduc"], "COLLECTIVE is 'all_reduc'; allowed: all_reduce, "),
+    "what else it times": (["kernel"], "all_to_all, kernels, error"),
     "ranks": (["all_reduce", "--ranks", "1"], "--ranks is 1; allowed: a whole number from 2"),
     "min": (["all_reduce", "--min", "1X"], "--min is '1X'; allowed: bytes, as in 4096, 1K"),
     "min zero": (["all_reduce", "--min", "0"], "--min is 0; allowed"),
@@ -30,6 +34,7 @@ REFUSED = {
     "factor": (["all_reduce", "--factor", "1"], "--factor is 1; allowed"),
     "dtype": (["all_reduce", "--dtype", "int4"], "--dtype is 'int4'; allowed: float32, "),
     "op": (["all_reduce", "--op", "avg"], "--op is 'avg'; allowed: sum, prod, min, max"),
+    "op of a move": (["all_gather", "--op", "max"], "--op is for what is reduced: all_reduce, "),
     "algorithm": (["all_reduce", "--algorithm", "fast"], "no all_reduce algorithm 'fast'"),
     "no algorithm": (["all_reduce", "--algorithm", ","], "--algorithm is empty; allowed: auto"),
     "own": (["all_reduce", "--algorithm", "/no.py:f"], "cannot read /no.py"),
@@ -80,17 +85,14 @@ def test_a_peer_that_is_not_installed_says_what_to_install(
 
 
 @pytest.mark.process
-def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
+def test_a_run_measures_checks_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "rows.json"
-    command = [RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "4K", "--rounds", "2"]
-    run = subprocess.run(
-        [*command, "--peer", "gloo", "--algorithm", "auto,ring", "--json", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "× peer" in run.stdout
+    command = ["bench", "all_reduce", "--min", "1K", "--max", "4K", "--rounds", "2"]
+    command += ["--peer", "gloo", "--algorithm", "auto,ring", "--json", str(out)]
+    assert main(command) == 0
+    assert "× peer" in capsys.readouterr().out
     report = read(out)
     assert list(report.contenders) == ["shm", "gloo"]
     assert [(r.algorithm, r.bytes) for r in report.rows] == [
@@ -105,17 +107,14 @@ def test_a_run_measures_checks_and_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_transports_beside_each_other_and_nccls_own(tmp_path: Path) -> None:
+def test_transports_beside_each_other_and_nccls_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     only_with_host_nccl()
     out = tmp_path / "rows.json"
-    command = [RINGDP, "bench", "all_gather", "--min", "4K", "--max", "4K", "--rounds", "1"]
-    run = subprocess.run(
-        [*command, "--transport=c10d,nccl-host", "--algorithm=ring,nccl", "--json", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
+    command = ["bench", "all_gather", "--min", "4K", "--max", "4K", "--rounds", "1"]
+    command += ["--transport=c10d,nccl-host", "--algorithm=ring,nccl", "--json", str(out)]
+    assert main(command) == 0
     report = read(out)
     assert list(report.contenders) == ["c10d", "nccl-host"]
     assert [(r.transport, r.algorithm, r.predicted_us is None, r.wrong) for r in report.rows] == [
@@ -123,7 +122,7 @@ def test_transports_beside_each_other_and_nccls_own(tmp_path: Path) -> None:
         ("nccl-host", "ring", False, 0),
         ("nccl-host", "nccl", True, 0),
     ]
-    assert "transport" in run.stdout
+    assert "transport" in capsys.readouterr().out
 
 
 def measuring(start) -> tuple[subprocess.Popen[str], list[int]]:
@@ -167,3 +166,35 @@ def assert_gone(ranks: list[int]) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Groups:
+    """In place of processes: every call takes a microsecond, and at the second size a rank dies."""
+
+    def __init__(self, *_: object) -> None:
+        self.counts: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def versions(self) -> dict[str, str]:
+        return {"shm": "1"}
+
+    def run(self, name: str, command: Round) -> list[Times]:
+        if name == "shm":
+            self.counts.add(command.task.count)
+        if len(self.counts) == 2:
+            raise RankError("rank 1 died")
+        return [Times([1000] * command.calls, 0)] * 2
+
+
+def test_what_was_measured_is_in_the_file_though_a_later_size_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "Groups", Groups)
+    file = tmp_path / "rows.json"
+    sizes = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "all_reduce", *sizes]) != 0
+    assert {row.bytes for row in read(file).rows} == {1024}

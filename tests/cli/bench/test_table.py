@@ -11,6 +11,7 @@ from ringdp.cli.bench.table import show
 from tests.cli.bench.rows import peer, row
 
 ROWS = [row(), peer("gloo", 300.0), peer("mpich", 150.0)]
+SLOW = ((53.1, "shm"), (48_433.0, "c10d"))
 
 
 def shown(rows: list, width: int, *, terminal: bool) -> str:
@@ -41,6 +42,15 @@ def test_a_narrow_terminal_shows_what_matters() -> None:
     assert "…" not in text
     assert max(map(len, text.splitlines()[2:])) <= 80
     assert " ".join(cells(text, "auto")) == "1,048,576 auto 100.0 10.49 0 99.0 50.0 50 1.50"
+
+
+def test_no_number_is_cut_off_where_there_are_more_columns() -> None:
+    ours = [replace(ROWS[0], bytes=64 << 20, p50_us=p, transport=t) for p, t in SLOW]
+    text = shown([*ours, replace(ROWS[1], bytes=64 << 20, p50_us=54_380.9)], 80, terminal=True)
+    assert "…" not in text
+    assert max(map(len, text.splitlines()[2:])) <= 80
+    assert "#wrong" not in text
+    assert " ".join(cells(text, "shm")) == "67,108,864 auto shm 53.1 10.49 99.0 50.0 94 1024.12"
 
 
 def test_what_is_faster_than_the_bound_is_said() -> None:

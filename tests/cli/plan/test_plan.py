@@ -110,9 +110,18 @@ def test_a_small_model_is_shown_in_small_units(capsys):
     assert main(asked) == 0
     shown = capsys.readouterr().out
     total = sum(held(planned(model=f"{HERE}:net", ranks=2)[0], 3, 2))
-    assert "Held by a rank, kB" in shown
+    assert "Held by a rank, kB; parameters of the largest model that fits" in shown
     assert f" {total / 1e3:,.3f} " in shown
     assert "µs predicted" in shown
+
+
+def test_a_narrow_terminal_cuts_off_no_number(monkeypatch, capsys):
+    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["plan", "--model", "params=7e9", "--ranks", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" in shown, "as on a terminal"
+    assert "…" not in shown
 
 
 @pytest.mark.parametrize(("given", "size"), [("80GB", 80e9), ("80g", 80e9), ("80GiB", 80 << 30)])
