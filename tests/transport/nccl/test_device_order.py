@@ -139,10 +139,12 @@ def test_what_does_not_end_on_the_device_in_time_is_aborted(ranks) -> None:
 @over_nccl
 def queued(comm: Communicator) -> None:
     """On a communicator that fails before the queue comes to it."""
-    spied, transport = Spied(comm), comm._transport
+    other = comm.duplicate()
+    spied, transport = Spied(other), other._transport
     failed, passed = threading.Event(), threading.Event()
     transport._jobs.put(failed.wait)
-    work = comm.all_reduce(torch.ones(4), async_op=True)
+    work = other.all_reduce(torch.ones(4), async_op=True)
+    comm.barrier()  # else the first rank's failure would be heard before the other's call
     transport.fail(FailureKind.ABORTED, comm.rank)
     failed.set()
     transport._jobs.put(passed.set)

@@ -76,6 +76,7 @@ def stuck(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "PATIENCE", 0.1)
         other.all_reduce(torch.ones(3), async_op=True)
+        comm.barrier()  # else the first rank's failure would be heard before the other's call
         other._transport.fail(FailureKind.ABORTED, comm.rank)
         until = time.monotonic() + 60
         while launches(device) is before and time.monotonic() < until:
