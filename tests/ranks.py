@@ -135,5 +135,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
             pipe.send(function(comm, *arguments))
         except (Exception, pytest.fail.Exception) as e:
             pipe.send(RankError(rank, type(e).__name__, traceback.format_exc()))
+            comm.abort()  # else the others would wait for this rank until their timeout
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -26,32 +25,17 @@ from ringdp.transport.told import Told
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE, Forks, Say, store
+from tests.transport.over import over_gloo
 from tests.transport.test_conformance import ROWS, Case, agree, found
 
 pytestmark = pytest.mark.process
 
-TIMEOUT = PATIENCE
 LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16", "int16", "bool")
 
 
 def BUSY() -> bool:  # noqa: N802
     return True
-
-
-def over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Called with a communicator over gloo in place of the pool's."""
-
-    @wraps(function)
-    def run(comm: Communicator, *arguments: Any) -> Any:
-        other = ringdp.init(transport="c10d", timeout=TIMEOUT)
-        rendezvous._world = comm  # which the tests after this one use
-        result = function(other, *arguments)
-        comm.barrier()  # else a rank that is done would be lost to one that is not
-        other.close()
-        return result
-
-    return run
 
 
 @over_gloo
@@ -148,7 +132,7 @@ def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
 
 
 def killed(comm: Communicator) -> list[Heard | None]:
-    c = ringdp.init(transport="c10d", timeout=TIMEOUT)
+    c = ringdp.init(transport="c10d", timeout=PATIENCE)
     others = [c.duplicate() for _ in range(2)]
     c.barrier()
     comm.barrier()  # who were still in the other one might hear of the death there
@@ -194,7 +178,7 @@ def test_a_death_is_heard_by_who_waits_for_another_rank(forks: Forks):
 
 def leaves(comm: Communicator) -> Heard | None:
     """Rank 1 closes where the others still count on it."""
-    c = ringdp.init(transport="c10d", timeout=TIMEOUT)
+    c = ringdp.init(transport="c10d", timeout=PATIENCE)
     rendezvous._world = comm
     c.barrier()
     comm.barrier()
@@ -302,7 +286,7 @@ def server_ends_first(comm: Communicator, say: Say) -> None:
         talk.set("server", str(os.getpid()))
     os.environ["MASTER_PORT"] = talk.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    whole = ringdp.init(transport="c10d", timeout=TIMEOUT)
+    whole = ringdp.init(transport="c10d", timeout=PATIENCE)
     other = whole.duplicate()
     for c in (whole, other):
         c.barrier()

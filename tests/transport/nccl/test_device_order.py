@@ -16,7 +16,7 @@ from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
 from ringdp.transport.nccl.streams import End, Streams
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.nccl.test_transport import over_nccl
+from tests.transport.over import over_nccl
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process

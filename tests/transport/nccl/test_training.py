@@ -9,7 +9,7 @@ import ringdp
 from ringdp import Communicator
 from tests.parallel.test_engine import batch, equal, model, train
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.nccl.test_transport import over_nccl
+from tests.transport.over import over_nccl
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -18,29 +17,14 @@ from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE, Say
 from tests.transport.nccl.faults import FAIL, LOSE, STALL, fault, only_with_host_nccl
+from tests.transport.over import over_nccl
 from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
 
-TIMEOUT = PATIENCE
 LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16")
-
-
-def over_nccl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Called with a communicator over the host NCCL in place of the pool's."""
-
-    @wraps(function)
-    def run(comm: Communicator, *arguments: Any) -> Any:
-        other = ringdp.init(transport="nccl-host", timeout=TIMEOUT)
-        rendezvous._world = comm  # which the tests after this one use
-        result = function(other, *arguments)
-        comm.barrier()  # else a rank that is done would be lost to one that is not
-        other.close()
-        return result
-
-    return run
 
 
 @over_nccl
@@ -62,7 +46,7 @@ def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
 
 
 def eight(comm: Communicator, say: Say, cases: list[Case]) -> None:
-    with ringdp.init(transport="nccl-host", timeout=TIMEOUT) as other:
+    with ringdp.init(transport="nccl-host", timeout=PATIENCE) as other:
         say(found(other, cases))
         comm.barrier()
 
@@ -197,7 +181,7 @@ def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
 
 def suffers(comm: Communicator, what: int) -> Heard | None:
     """Rank 1 does, in its third launch from now on; every collective has one for its stamp."""
-    c = ringdp.init(transport="nccl-host", timeout=TIMEOUT)
+    c = ringdp.init(transport="nccl-host", timeout=PATIENCE)
     rendezvous._world = comm
     c.barrier()
     comm.barrier()
@@ -221,7 +205,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all(ranks, what: int):
 
 
 def lost(comm: Communicator) -> list[Heard | None]:
-    c = ringdp.init(transport="nccl-host", timeout=TIMEOUT)
+    c = ringdp.init(transport="nccl-host", timeout=PATIENCE)
     other = c.duplicate()
     c.barrier()
     comm.barrier()  # who were still in the other one might hear of the death there
@@ -242,14 +226,14 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
 
 def again(comm: Communicator) -> None:
     """After a failure the same processes come together once more."""
-    c = ringdp.init(transport="nccl-host", timeout=TIMEOUT)
+    c = ringdp.init(transport="nccl-host", timeout=PATIENCE)
     comm.barrier()  # both have come
     if comm.rank == 0:
         c.abort()
     else:
         assert hear(c, c.barrier).error == "PeerLost"
         c.abort()
-    with ringdp.init(transport="nccl-host", timeout=TIMEOUT) as c:
+    with ringdp.init(transport="nccl-host", timeout=PATIENCE) as c:
         c.all_reduce(x := torch.ones(3))
         assert torch.all(x == comm.size)
         comm.barrier()

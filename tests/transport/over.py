@@ -1,0 +1,35 @@
+"""Functions of rank processes that want a communicator over another transport than the pool's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import rendezvous
+from tests.forks import PATIENCE
+
+Function = Callable[..., Any]
+
+
+def over(transport: str) -> Callable[[Function], Function]:
+    """A decorator: called with a communicator over `transport` in place of the pool's."""
+
+    def decorator(function: Function) -> Function:
+        @wraps(function)
+        def run(comm: Communicator, *arguments: Any) -> Any:
+            other = ringdp.init(transport=transport, timeout=PATIENCE)
+            rendezvous._world = comm  # which the tests after this one use
+            result = function(other, *arguments)
+            comm.barrier()  # else a rank that is done would be lost to one that is not
+            other.close()
+            return result
+
+        return run
+
+    return decorator
+
+
+over_gloo, over_nccl = over("c10d"), over("nccl-host")
