@@ -1,6 +1,6 @@
 """The norm of all gradients over all ranks, and clipping by it: the same bits in every stage.
 
-    norm = √(Σ over ranks r, in order, of Σ over units of Σ over r's shard of g²), in float64
+    norm = √(Σ over ranks r, in order, of squared_norm of r's shards of all units), in float64
 
 In stage 0 a rank has every shard and adds them in that order by itself. `torch.nn.utils`' own
 clipping is right as well (see `sliced`), in other bits and with a collective for each parameter.
@@ -11,32 +11,27 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from ringdp.errors import UsageError
+from ringdp.kernels import squared_norm, unscale
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import FlatUnit
-
-PIECE = 1 << 18  # elements squared at a time, in float64
 
 
 def grad_norm(engine: Engine) -> float:
     """The L2 norm of all gradients. A parameter without a gradient counts as zero. Collective."""
     whole = engine.stage.optimizer is Keep.FULL
-    ranks = range(engine.comm.size) if whole else [engine.comm.rank]
-    sums = [0.0 for _ in ranks]
-    for unit in _settled(engine):
-        parts = unit.gradient.view(len(sums), -1)
-        for i, part in enumerate(parts):
-            sums[i] += _squares(part)
+    count = engine.comm.size if whole else 1
+    shards = [unit.gradient.view(count, -1) for unit in _settled(engine)]
+    sums = torch.stack([squared_norm([s[i] for s in shards]) for i in range(count)]).cpu()
     if not whole:
         every = torch.empty(engine.comm.size, dtype=torch.float64)
-        engine.comm.all_gather(every, torch.tensor(sums, dtype=torch.float64))
-        sums = every.tolist()
+        engine.comm.all_gather(every, sums)
+        sums = every
     total = 0.0
-    for s in sums:
-        total += s
+    for squares in sums.tolist():
+        total += squares
     return math.sqrt(total) if total >= 0 else total  # NaN stays
 
 
@@ -61,12 +56,15 @@ def scale_gradients(engine: Engine, factor: float) -> None:
         unit.gradient.mul_(factor)
 
 
-def finite(engine: Engine) -> bool:
-    """Whether every gradient on every rank is. Collective."""
-    bad = any(not bool(torch.isfinite(unit.gradient).all()) for unit in _settled(engine))
-    found = torch.tensor([int(bad)])
-    engine.comm.all_reduce(found, "max")
-    return not found.item()
+def unscale_gradients(engine: Engine, scale: float) -> bool:
+    """Divide them by `scale`; whether all on all ranks are finite then. Collective."""
+    units = _settled(engine)
+    found = torch.zeros(1, device=units[0].gradient.device if units else None)
+    for unit in units:
+        unscale(unit.gradient, unit.gradient, found, scale=1 / scale)
+    anywhere = found.cpu()
+    engine.comm.all_reduce(anywhere, "max")
+    return not anywhere.item()
 
 
 def _settled(engine: Engine) -> list[FlatUnit]:
@@ -81,10 +79,3 @@ def _settled(engine: Engine) -> list[FlatUnit]:
                 view.copy_(p.grad)
                 p.grad = view
     return units
-
-
-def _squares(part: Tensor) -> float:
-    total = torch.zeros((), dtype=torch.float64, device=part.device)  # which waits for no piece
-    for first in range(0, part.numel(), PIECE):
-        total += part[first : first + PIECE].double().square_().sum()
-    return total.item()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.parallel.clip import finite, scale_gradients
+from ringdp.parallel.clip import unscale_gradients
 from ringdp.parallel.engine import Engine
 
 
@@ -46,9 +46,7 @@ class LossScaler:
     def unscale_(self) -> bool:
         """Divide all gradients by the scale, once a step. Whether all are finite. Collective."""
         if self._finite is None:
-            self._finite = finite(self.engine)
-            if self._finite:
-                scale_gradients(self.engine, 1 / self.current)
+            self._finite = unscale_gradients(self.engine, self.current)
         return self._finite
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
