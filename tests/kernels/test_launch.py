@@ -13,6 +13,7 @@ import torch
 from ringdp.kernels.adamw import adamw_kernel
 from ringdp.kernels.fold import BLOCK, fold_kernel, fold_triton
 from ringdp.kernels.jit import Kernel, sixteens
+from ringdp.kernels.spans import tables
 from ringdp.kernels.stochastic import keys, stochastic_round_kernel, stochastic_round_triton
 
 pytest.importorskip("triton")
@@ -172,6 +173,8 @@ def test_a_cuda_graph_may_hold_only_what_it_may_repeat(monkeypatch: pytest.Monke
     there = torch.zeros(4).as_subclass(Elsewhere)
     with pytest.raises(RuntimeError, match=r"adamw_kernel.*capture of a CUDA graph"):
         adamw_kernel.launch(1, there)
+    with pytest.raises(RuntimeError, match=r"tables of addresses .* capture of a CUDA graph"):
+        tables([there], torch.device("cuda"))
     ran = []
     kernel = Kernel(fold_kernel.fn, (), {}, capturable=fold_kernel.capturable)
     kernel.function = {(1,): lambda x, **_: ran.append(x)}
