@@ -3,10 +3,11 @@
     python -m bench.gpu [--seconds S]   tests, then benches, into bench/results/<gpu>.json
     python -m bench.gpu peer F          one part: times the kernels over peer memory, into F
 
-Every part is processes with a limit of their own, so one that hangs costs its own time only; all
-together take at most S seconds. What is known is written after every part, and all that they print
-goes to build/gpu.log. A part whose tests were all skipped counts as not run, and says why. Exit
-code: 0 if all parts passed, 1 if one did not, 2 if there is no GPU.
+Every part is processes with a limit of their own, so one that hangs costs its own time and what
+those before it did not need; all together take at most S seconds. What is known is written after
+every part, and all that they print goes to build/gpu.log. A part whose tests were all skipped
+counts as not run, and says why. Exit code: 0 if all parts passed, 1 if one did not, 2 if there is
+no GPU.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS) -> int:
     LOG.unlink(missing_ok=True)
     outcomes = [Outcome(part.name, "not begun") for part in parts]
     for at, part in enumerate(parts):
-        limit = min(part.limit, until - time.monotonic())
+        left = until - time.monotonic()
+        spare = left - sum(p.limit for p in parts[at:])  # of those before, which took less
+        limit = min(left, part.limit + max(0.0, spare))
         if limit >= min(LEAST, part.limit):
             print(f"{part.name} (at most {limit:.0f} s)", flush=True)
             outcomes[at] = run(part, limit, LOG)

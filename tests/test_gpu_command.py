@@ -148,6 +148,30 @@ def test_writes_what_it_found_after_every_part(
     assert "failed in" in capsys.readouterr().out
 
 
+def test_a_part_may_take_what_those_before_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "any")
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu, "LOG", tmp_path / "log")
+    now, limits = [0.0], list[float]()
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+
+    def taken(part: Part, limit: float, _: Path) -> Outcome:
+        limits.append(limit)
+        now[0] += {30.0: 12.0, 50.0: limit, 20.0: 1.0}[part.limit]
+        return Outcome(part.name, "passed")
+
+    monkeypatch.setattr(gpu, "run", taken)
+    parts = [part("", limit) for limit in (30, 50, 20)]
+    main(parts, seconds=110)
+    assert limits == [40, 78, 20]  # the second hangs, and the third still has its own
+    limits.clear()
+    main(parts, seconds=40)
+    assert limits == [30, 28]
+
+
 def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
