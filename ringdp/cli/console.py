@@ -1,12 +1,19 @@
-"""Consoles that print text as it is: no path becomes markup, a color or an emoji; and tables."""
+"""Consoles that print text as it is: no path becomes markup, a color or an emoji; and tables.
+
+What is printed fits a terminal: lines break between words, and a table that is too wide becomes
+several, of some columns each. A file gets every line and every table whole.
+"""
 
 from collections.abc import Collection
+from copy import copy
+from dataclasses import replace
 from typing import IO
 
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 MOST_WIDTH = 10_000  # characters: no terminal is wider
 
@@ -14,6 +21,10 @@ MOST_WIDTH = 10_000  # characters: no terminal is wider
 def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
     """On `file`, else on standard output."""
     return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+
+
+def say(console: Console, line: str, style: str = "") -> None:
+    console.print(Text(line, style), soft_wrap=not console.is_terminal)
 
 
 def wide_enough(console: Console, width: int) -> Console:
@@ -33,3 +44,22 @@ def table(*headings: str, left: Collection[str] = ()) -> Table:
     for heading in headings:
         made.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
     return made
+
+
+def show_table(console: Console, made: Table, keys: int = 1) -> None:
+    """Where it does not fit as many columns at a time as do, its first `keys` before each lot."""
+    console = wide_enough(console, width_of(console, made))
+    first, last = keys, len(made.columns)
+    while first < last:
+        end = last
+        while end > first + 1 and width_of(console, _some(made, keys, first, end)) > console.width:
+            end -= 1
+        console.print(_some(made, keys, first, end))
+        first = end
+
+
+def _some(made: Table, keys: int, first: int, end: int) -> Table:
+    part = copy(made)
+    chosen = [*made.columns[:keys], *made.columns[first:end]]
+    part.columns = [replace(column, _index=index) for index, column in enumerate(chosen)]
+    return part

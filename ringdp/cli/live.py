@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from ringdp.cli.console import say
 from ringdp.cli.record import MEMORY
 from ringdp.cli.training import Progress
 
@@ -47,7 +48,7 @@ class Display:
         now = time.monotonic()
         if now >= self._plain_due or progress.step == progress.steps:
             self._plain_due = now + PLAIN_EVERY
-            self._console.print(plain_line(progress), soft_wrap=True, highlight=False)
+            say(self._console, plain_line(progress))
 
     def table(self) -> Table:
         """One row a run, the last one running. Bytes are those of rank 0."""

@@ -39,7 +39,12 @@ _ClickException: type[typer.BadParameter] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback()
@@ -316,7 +321,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except _ClickException as error:
-        return _refuse(error.format_message())
+        asked = getattr(error, "ctx", None)
+        more = f"; see `{asked.command_path} --help`" if asked is not None else ""
+        return _refuse(error.format_message().rstrip(".") + more)
     except UsageError as error:
         return _refuse(str(error))
     except typer.Exit as error:

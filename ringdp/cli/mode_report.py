@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from ringdp.cli.console import table
+from ringdp.cli.console import say, show_table, table
 from ringdp.cli.modes import ModeRun
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
@@ -27,12 +26,12 @@ def show(
     first = runs[0]
     title = f"{first.parameters:,} parameters, {first.ranks} ranks, {len(first.loss)} steps"
     console.print()
-    console.print(Text(title, style="bold"))
-    console.print(_table(runs, reference))
+    say(console, title, "bold")
+    show_table(console, _table(runs, reference))
     if not problems:
-        console.print(Text(_all_hold(runs, reference), style="green"))
+        say(console, _all_hold(runs, reference), "green")
     for problem in problems:
-        console.print(Text(f"WRONG: {problem}", style="bold red"), soft_wrap=True)
+        say(console, f"WRONG: {problem}", "bold red")
 
 
 def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:

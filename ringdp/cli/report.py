@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.console import width_of
+from ringdp.cli.console import say, show_table, width_of
 from ringdp.cli.record import MEMORY, Record
 from ringdp.cli.verdict import differences, equal_bits, loss_bound
 
@@ -70,16 +70,16 @@ def show(
     console: Console, runs: Sequence[Record], reference: Record | None, problems: Sequence[str]
 ) -> None:
     console.print()
-    console.print(final_table(runs, reference, console))
+    show_table(console, final_table(runs, reference, console))
     line = equality_line(runs)
     if line is not None:
-        console.print(Text(line, style="green" if equal_bits(runs) else "bold red"))
+        say(console, line, "green" if equal_bits(runs) else "bold red")
     if not problems:
-        console.print(Text(_all_hold(reference), style="green"))
+        say(console, _all_hold(reference), "green")
     if runs[-1].sample:
-        console.print(Text(f"It writes: {sample_line(runs[-1].sample)}"), soft_wrap=True)
+        say(console, f"It writes: {sample_line(runs[-1].sample)}")
     for problem in problems:
-        console.print(Text(f"WRONG: {problem}", style="bold red"), soft_wrap=True)
+        say(console, f"WRONG: {problem}", "bold red")
 
 
 def _title(run: Record) -> str:

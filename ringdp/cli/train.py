@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ringdp.cli import mode_report, text
+from ringdp.cli.console import say
 from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
@@ -29,11 +30,10 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     """
     check(options)
     learned = text.load(options.text, options.context + 1)
-    console.print(
+    say(
+        console,
         f"Learning {len(learned.data):,} bytes of {learned.source} ({learned.files} files): "
         f"{options.steps} steps of {options.batch} rows × {options.context} bytes",
-        highlight=False,
-        soft_wrap=True,
     )
     warm_up(entry)
     with Display(console) as display:

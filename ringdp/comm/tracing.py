@@ -150,7 +150,9 @@ def unwritable(asked: str, path: Path) -> str | None:
     """Why no trace can be written there, which was `asked` for; None if one can be."""
     existed = path.exists()
     why = None
-    if existed and not (path.is_file() or path.is_dir()):
+    if not path.name:
+        why = "it is a directory"
+    elif existed and not (path.is_file() or path.is_dir()):
         why = "it is a device or a pipe"  # a file would take its place
     else:
         try:

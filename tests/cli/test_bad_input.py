@@ -24,6 +24,7 @@ REFUSED = {
     "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
     "trace nowhere": (["--trace", "/nowhere/run.json"], "--trace: cannot write /nowhere/run.json"),
+    "trace the root": (["--trace", "/"], "--trace: cannot write /: it is a directory"),
     "trace of modes": (["--trace", "run.json", "--mode", "ddp"], "--trace is given with --mode"),
     "trace a device": (["--trace", "/proc/self/fd/0"], "fd/0: it is a device or a pipe"),
     "trace and json": (
@@ -32,7 +33,7 @@ REFUSED = {
     ),
     "unknown option": (["--rank", "2"], "--rank"),
     "missing value": (["--ranks"], "--ranks"),
-    "extra argument": (["now"], "now"),
+    "extra argument": (["now"], "(now); see `ringdp train --help`"),
 }
 
 
@@ -47,9 +48,12 @@ def test_one_line_and_exit_code_2(
     assert says in captured.err
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trian"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize("arguments", [["trian"], []])
+def test_no_such_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.endswith("; see `ringdp --help`\n")
 
 
 def test_too_short_text_says_how_much_is_needed(

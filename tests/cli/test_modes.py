@@ -54,7 +54,7 @@ def test_what_does_not_hold_is_named(runs: list[ModeRun], says: str) -> None:
 
 
 def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:
-    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     show(console, list(RUNS.values()), REFERENCE, [])
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()

@@ -15,6 +15,7 @@ from ringdp.cli.bench.options import Options, check
 from ringdp.cli.bench.rows import Report, write
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
+from ringdp.cli.console import say
 from ringdp.cli.launch import SignalError
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,7 +43,7 @@ def watch(options: Options, console: Console, keep: Callable[[Report], None]) ->
         def line(step: Step) -> None:
             if step.size not in sizes:
                 sizes.add(step.size)
-                console.print(f"measuring {step.size:,} bytes", soft_wrap=True)
+                say(console, f"measuring {step.size:,} bytes")
 
         return measure(options, line, keep)
     parts = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -7,7 +7,8 @@ measured on two kinds of inputs:
 
     positive   uniform in [1, 2): nothing cancels, so at most n - 1 additions and as many roundings
                of what is sent on leave at most 2 (n - 1) ulps
-    normal     as gradients are: where a sum nearly cancels its ulps are small, and the errors many
+    normal     as gradients are: where a sum nearly cancels its ulps are small, and the errors many;
+               one that cancels has no ulps to count in, and is left out of mean and greatest
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, only
-from ringdp.cli.console import table, wide_enough
+from ringdp.cli.console import say, show_table, table
 from ringdp.cli.options import check_writable, write
 from ringdp.comm.programs import program
 from ringdp.errors import UsageError
@@ -32,6 +33,7 @@ from ringdp.transport.simulator import simulate
 NAME = "error"
 RANKS = (2, 3, 4, 8, 16, 64)
 DTYPES = ("float32", "float16", "bfloat16")
+KEYS = ("dtype", "algorithm")  # columns
 ELEMENTS = 8192  # of a buffer: of each of the 64 chunks of a ring of 64 as many as make a mean
 INPUTS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "positive": lambda g: 1 + torch.rand(ELEMENTS, generator=g),
@@ -41,7 +43,7 @@ INPUTS: dict[str, Callable[[torch.Generator], Tensor]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """ulps over all elements of the result."""
+    """ulps over all elements of the result whose exact sum is not zero."""
 
     algorithm: str
     dtype: str
@@ -49,7 +51,7 @@ class Row:
     inputs: str
     mean: float
     max: float
-    rounded_right: float  # share of the elements: no neighbour is nearer to the exact sum
+    rounded_right: float  # share of all elements: no neighbour is nearer to the exact sum
     same_on_all_ranks: bool
 
 
@@ -77,7 +79,7 @@ def bench(options: Options, console: Console) -> int:
     algorithms = check(options)
     rows: list[Row] = []
     for algorithm in algorithms:
-        console.print(f"adding by {algorithm}", soft_wrap=True)
+        say(console, f"adding by {algorithm}")
         rows += [row for n in RANKS for row in measure(algorithm, n)]
     show(rows, console)
     if options.json is not None:
@@ -97,14 +99,15 @@ def measure(algorithm: str, n: int) -> list[Row]:
             simulate(programs, buffers)
             found = ulps(buffers[0], exact)
             best = ulps(exact.to(torch_dtype(dtype)), exact)
+            counted = found[exact != 0]
             rows.append(
                 Row(
                     algorithm=algorithm,
                     dtype=dtype,
                     ranks=n,
                     inputs=inputs,
-                    mean=round(found.mean().item(), 4),
-                    max=round(found.max().item(), 4),
+                    mean=round(counted.mean().item(), 4),
+                    max=round(counted.max().item(), 4),
                     rounded_right=round((found <= best).double().mean().item(), 4),
                     same_on_all_ranks=all(torch.equal(b, buffers[0]) for b in buffers),
                 )
@@ -126,22 +129,22 @@ def ulps(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    console = wide_enough(console, 120)
-    console.print(
-        f"\nErrors of all_reduce against float64 in ulps: mean and greatest of {ELEMENTS:,} sums.",
-        soft_wrap=True,
-    )
+    says = f"Errors of all_reduce against float64 in ulps: mean and greatest of {ELEMENTS:,} sums"
     for inputs in INPUTS:
-        left = (f"{inputs} inputs", "")
-        made = table(*left, *(f"{n} ranks" for n in RANKS), left=left)
+        made = table(*KEYS, *(f"{n} ranks" for n in RANKS), left=KEYS)
         for dtype in DTYPES:
             of_dtype = [r for r in rows if (r.dtype, r.inputs) == (dtype, inputs)]
             for algorithm in dict.fromkeys(r.algorithm for r in of_dtype):
                 cells = [_cell(r) for r in of_dtype if r.algorithm == algorithm]
                 made.add_row(dtype, algorithm, *cells)
             made.add_section()
-        console.print(made)
+        say(console, f"\n{says} of {inputs} inputs.")
+        show_table(console, made, len(KEYS))
 
 
 def _cell(row: Row) -> str:
-    return f"{row.mean:.2f} {row.max:,.2f}" if row.max < 1000 else f"{row.mean:.2f} {row.max:,.0f}"
+    return f"{_number(row.mean)} {_number(row.max)}"
+
+
+def _number(x: float) -> str:
+    return f"{x:.2f}" if x < 1000 else f"{x:,.0f}" if x < 1e6 else f"{x:.0e}"

@@ -29,7 +29,7 @@ from torch import Tensor
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe
 from ringdp.cli.bench.options import MOST_BYTES, Options, only
-from ringdp.cli.console import table, wide_enough
+from ringdp.cli.console import say, show_table, table
 from ringdp.cli.options import between, check_writable, write
 
 NAME = "kernels"
@@ -93,7 +93,7 @@ def bench(options: Options, console: Console) -> int:
         if options.json is not None:
             write(options.json, json.dumps(asdict(report), indent=1) + "\n")
 
-    report = measure(options, lambda says: console.print(says, soft_wrap=True), keep)
+    report = measure(options, lambda says: say(console, says), keep)
     show(report, console)
     return 1 if report.failures else 0
 
@@ -248,9 +248,11 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+KEYS = ("size", "kernel", "way")  # columns
+
+
 def rows_shown(report: Report) -> Table:
-    headings = ("size", "kernel", "way", "µs", "min", "GB/s", "% of copy", "× ours")
-    made = table(*headings, left=("kernel", "way"))
+    made = table(*KEYS, "µs", "min", "GB/s", "% of copy", "× ours", left=KEYS[1:])
     for before, row in zip([None, *report.rows], report.rows, strict=False):
         if before is not None and before.size != row.size:
             made.add_section()
@@ -269,20 +271,14 @@ def rows_shown(report: Report) -> Table:
 
 
 def show(report: Report, console: Console) -> None:
-    console = wide_enough(console, 120)
-    console.print(
+    say(
+        console,
         f"\nkernels on {report.device}. A size is that of one float32 buffer, in bytes; µs is the "
         "median of a call, for large sizes on a GPU of the GPU's time; GB/s is what must move over "
         "that; a copy of the same size, in turn with the kernel, is 100 %; × ours is torch's time "
         "over ringdp's.",
-        soft_wrap=True,
     )
-    console.print(rows_shown(report))
+    show_table(console, rows_shown(report), len(KEYS))
     for failure in report.failures:
-        console.print(
-            f"{failure.kernel}, {failure.way}, {failure.size:,} bytes: {failure.error}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        where = f"{failure.kernel}, {failure.way}, {failure.size:,} bytes"
+        say(console, f"{where}: {failure.error}", "red")

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ringdp.cli.bench.cases import CASES, itemsize
 from ringdp.cli.bench.rows import Report, Row, best_peer
-from ringdp.cli.console import table, wide_enough, width_of
+from ringdp.cli.console import say, show_table, table, wide_enough, width_of
 
 
 class Column(NamedTuple):
@@ -76,18 +75,18 @@ def show(console: Console, report: Report, op: str) -> None:
     first = rows[0]
     peers = any(not row.ours for row in rows)
     versus = "; × peer is the best peer's median over ours" if peers else ""
-    console.print(
+    say(
+        console,
         f"\n{first.collective}, {first.ranks} ranks on {report.machine['cores']} cores "
         f"({report.machine['cpu']}), {first.dtype}. Times are the slowest rank's, in µs; "
         f"bandwidths in GB/s; % of the physical bound{versus}.",
-        soft_wrap=True,
     )
     fitting = (made for made in tables if width_of(console, made) <= console.width)
-    console.print(next(fitting, tables[-1]))
+    keys = [column.header for column in tables[-1].columns].index("p50 µs")
+    show_table(console, next(fitting, tables[-1]), keys)
     if beaten := [f"{r.label} at {r.bytes:,} bytes" for r in rows if r.beats_bound]:
-        says = f"Faster than the bound at its best: {', '.join(beaten)}."
-        console.print(Text(says), soft_wrap=True)
+        say(console, f"Faster than the bound at its best: {', '.join(beaten)}.")
     for row in rows:
         if row.wrong:
             says = f"WRONG: {row.label} at {row.bytes:,} bytes: {row.wrong:,} elements"
-            console.print(Text(says, style="bold red"), soft_wrap=True)
+            say(console, says, "bold red")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ringdp.cli.console import say
 from ringdp.comm.outside import asked
 from ringdp.comm.rendezvous import VARIABLES
 from ringdp.comm.table import HEADINGS, missing, row, table
@@ -140,14 +141,14 @@ def _show(found: list[Seen], console: Console) -> int:
     for number, (where, observed, failed, problem) in enumerate(found, 1):
         heading = f"communicator {number} of {len(found)}, at {where}"
         if observed is None:
-            console.print(f"{heading}: {problem}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"{heading}: {problem}")
             continue
         lines = [f"{heading}: {observed.ranks} ranks", *_verdicts(observed, failed)]
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        say(console, "\n".join(lines))
         if console.is_terminal:
             console.print(_rich(observed))
         else:
-            console.print(table(observed), markup=False, highlight=False, soft_wrap=True)
+            say(console, table(observed))
     return int(any(seen.observed is None for seen in found))
 
 

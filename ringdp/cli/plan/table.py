@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ringdp.cli.console import table, wide_enough
+from ringdp.cli.console import say, show_table, table
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.options import Options
@@ -16,7 +16,6 @@ from ringdp.cli.plan.published import figures
 from ringdp.cli.plan.stages import Row, Setting
 from ringdp.schedule.cost import Machine
 
-MOST_WIDTH = 100  # characters that the tables need; a file gets them
 LEFT_OUT = (
     "Left out: activations, attention's own flops (2 a parameter and token forward, 4 backward), "
     "launches, the input."
@@ -40,7 +39,6 @@ def show(
     rows: Sequence[Row],
     says: str,
 ) -> None:
-    console = wide_enough(console, MOST_WIDTH)
     rate = "given" if options.flops else f"{options.device} × {options.utilisation:g}, assumed"
     network = setting.network
     fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
@@ -50,26 +48,21 @@ def show(
         f"{options.precision}",
         f"{_counted(setting.ranks, 'rank')}, {setting.tokens:,} tokens each; "
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
-        f"{setting.algorithm} over {network.source}{hides}",
+        f"{setting.algorithm}; {network.source}{hides}",
         *(fits or [_terms(network.machine)]),
     ):
-        console.print(line, soft_wrap=True)
+        say(console, line)
     of_bytes = _unit(BYTES, max(r.total for r in rows))
     of_sent = _unit(BYTES, max(r.sent for r in rows))
     of_times = _unit(SECONDS, max(r.step.total for r in rows))
-    console.print(
-        f"\nHeld by a rank, {of_bytes.name}; parameters of the largest model that fits",
-        soft_wrap=True,
-    )
+    say(console, f"\nHeld by a rank, {of_bytes.name}; parameters of the largest model that fits")
     categories = ("params", "gathered", "grads", "buckets", "optimizer")
     held = table("stage", *categories, "total", "fits", "largest")
     for r in rows:
         cells = [f"{b / of_bytes.size:,.3f}" for b in (*r.memory, r.total)]
         held.add_row(str(r.stage), *cells, "yes" if r.fits else "no", _largest(r.largest))
-    console.print(held)
-    console.print(
-        f"One step of a rank: {of_sent.name} sent, {of_times.name} predicted", soft_wrap=True
-    )
+    show_table(console, held)
+    say(console, f"One step of a rank: {of_sent.name} sent, {of_times.name} predicted")
     times = table("stage", "sent", "compute", "wire", "hidden", "exposed", "optimizer", "step", "")
     for r in rows:
         s = r.step
@@ -77,11 +70,11 @@ def show(
         label = "*" if r.extrapolated else ""
         cells = [f"{x / of_times.size:,.2f}" for x in parts]
         times.add_row(str(r.stage), f"{r.sent / of_sent.size:,.3f}", *cells, label)
-    console.print(times)
+    show_table(console, times)
     for reasons in dict.fromkeys("; ".join(r.extrapolated) for r in rows if r.extrapolated):
-        console.print(f"* Extrapolated: {reasons}.", soft_wrap=True)
-    console.print(LEFT_OUT, soft_wrap=True)
-    console.print(f"Recommended: {says}.", soft_wrap=True)
+        say(console, f"* Extrapolated: {reasons}.")
+    say(console, LEFT_OUT)
+    say(console, f"Recommended: {says}.")
 
 
 def _counted(number: int, noun: str) -> str:
@@ -116,14 +109,14 @@ def show_published(console: Console) -> int:
         for f in group:
             figures_of = (f"{f.published:g}", f"{f.theirs:.2f}", f"{f.engine:.2f}")
             made.add_row(str(f.stage), *figures_of)
-        console.print(f"\n{source}", soft_wrap=True)
-        console.print(made)
-    console.print(
+        say(console, f"\n{source}")
+        show_table(console, made)
+    say(
+        console,
         "ZeRO's formula is the engine's for 2-byte parameters with 12 bytes of state an element. "
         "In bf16 the engine holds gradients for its optimizer in float32, and in stages 0 and 1 "
         "the reduced bucket too. DeepSpeed's stage 2 counts every gradient whole, the engine's "
         "two buckets; in stage 3 both hold 18 bytes an element over n, DeepSpeed and one layer, "
         "the engine and two units gathered, two buckets. ZeRO's rows leave these out.",
-        soft_wrap=True,
     )
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ringdp.cli.console import say
 from ringdp.cli.options import check_writable, write
 from ringdp.cli.timeline.digest import digest, share
 from ringdp.cli.timeline.page import fill
@@ -29,12 +30,12 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         write(page, text)
     for rank in sorted(run.parts):
         _, compute, moves, hidden, exposed = share(run, rank)
-        console.print(
+        say(
+            console,
             f"rank {rank}: computed {compute / 1e3:.1f} ms, communicated {moves / 1e3:.1f} ms, "
             f"of which {hidden / 1e3:.1f} hidden and {exposed / 1e3:.1f} waited for",
-            soft_wrap=True,
         )
     for why in run.missing.values():
-        console.print(Text(why, style="bold red"), soft_wrap=True)
-    console.print(f"{page}: {len(text):,} bytes", soft_wrap=True)
+        say(console, why, "bold red")
+    say(console, f"{page}: {len(text):,} bytes")
     return 0

@@ -44,6 +44,11 @@ def test_every_sum_is_within_its_bound(algorithm):
                 assert (row.max, row.rounded_right) == (0.5, 1.0), "one addition, rounded once"
 
 
+def test_a_sum_that_cancels_has_no_ulps_to_count_in():
+    rows = [row for row in measure("ring", 8) if row.dtype == "bfloat16"]
+    assert max(row.max for row in rows) < 2**24, "or one is divided by the least subnormal"
+
+
 def test_direct_rounds_16_bits_once_and_halving_adds_least():
     direct, ring, halving = (
         {(r.dtype, r.inputs): r for r in measure(name, 16)}

@@ -1,0 +1,76 @@
+"""What is printed fits a terminal of any width, and is whole in a file."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ringdp.cli.bench import error
+from ringdp.cli.bench.rows import Report
+from ringdp.cli.bench.table import show as show_bench
+from ringdp.cli.console import say, show_table, table
+from ringdp.cli.plan import command as planning
+from ringdp.cli.plan.options import Options as PlanOptions
+from ringdp.cli.plan.table import show_published
+from tests.cli.bench.rows import peer, row
+
+BENCH = Path(__file__).parents[2] / "bench/results/all_reduce.json"
+PLAN = PlanOptions(model="gpt2", ranks=2, network=str(BENCH))
+LEAST = 40  # characters of a terminal that everything fits
+LARGE = error.Row("two_way_ring", "bfloat16", 64, "normal", 4123.4, 5.1e33, 0.5, True)
+
+
+def errors(console: Console) -> None:
+    of_each = [replace(LARGE, ranks=n, inputs=i) for i in error.INPUTS for n in error.RANKS]
+    error.show(of_each, console)
+
+
+COMMANDS = {
+    "bench": lambda c: show_bench(c, Report({"cores": "2", "cpu": "a cpu"}, {}, ROWS), "sum"),
+    "bench error": errors,
+    "plan": lambda c: planning.plan(PLAN, c),
+    "plan --published": show_published,
+}
+ROWS = [row(), peer("gloo", 300.0)]
+
+
+def printed(command: str, width: int, *, terminal: bool) -> str:
+    out = io.StringIO()
+    COMMANDS[command](Console(file=out, width=width, force_terminal=terminal, color_system=None))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("width", [LEAST, 80])
+def test_a_terminal_shows_all_of_it_and_breaks_no_word(command: str, width: int) -> None:
+    text, whole = (printed(command, w, terminal=True) for w in (width, 1000))
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    if command != "bench":  # which leaves columns out
+        assert set(whole.replace("─", "").split()) == set(text.replace("─", "").split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_gets_it_whole_whatever_its_width_is_said_to_be(command: str) -> None:
+    assert printed(command, LEAST, terminal=False) == printed(command, 1000, terminal=False)
+
+
+def test_a_table_too_wide_becomes_several_with_its_keys_in_each() -> None:
+    made = table("name", "first", "second", "third", left=("name",))
+    made.add_row("a", "1", "2", "3")
+    out = io.StringIO()
+    console = Console(file=out, width=22, force_terminal=True, color_system=None)
+    show_table(console, made)
+    rows = [line.split() for line in out.getvalue().splitlines() if line.strip("─ ")]
+    assert rows == [["name", "first", "second"], ["a", "1", "2"], ["name", "third"], ["a", "3"]]
+
+
+def test_a_line_is_whole_in_a_file_and_broken_between_words_on_a_terminal() -> None:
+    for terminal, expected in ((False, "ten letters\n"), (True, "ten\nletters\n")):
+        out = io.StringIO()
+        say(Console(file=out, width=8, force_terminal=terminal), "ten letters")
+        assert out.getvalue().replace(" \n", "\n") == expected
