@@ -150,4 +150,18 @@ inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in,
   }
 }
 
+// Divides sums that have been rounded before, as torch does: `dtype` is that of an average.
+inline void average(const Dtype& dtype, std::byte* sums, std::size_t count, int by) {
+  if (!dtype.wide()) return dtype.divide(sums, count, by);
+  constexpr std::size_t kBlock = 1024;
+  float block[kBlock];
+  for (std::size_t first = 0; first < count; first += kBlock) {
+    const std::size_t some = std::min(kBlock, count - first);
+    std::byte* const at = sums + first * dtype.size;
+    dtype.widen(block, at, some);
+    dtype.divide(block, some, by);
+    dtype.narrow(at, block, some);
+  }
+}
+
 }  // namespace ringdp

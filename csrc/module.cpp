@@ -114,11 +114,11 @@ NB_MODULE(_core, m) {
       .def_static(
           "program",
           [](Progress& core, nb::object program, std::uintptr_t rows, std::size_t count, int chunks,
-             int scratch, std::vector<std::int64_t> bounds, int dtype_code, int op, std::uint64_t kind,
-             std::int64_t elements, nb::dict kept) {
+             int scratch, bool changes, std::vector<std::int64_t> bounds, int dtype_code, int op,
+             std::uint64_t kind, std::int64_t elements, nb::dict kept) {
             const Rows what{reinterpret_cast<const Row*>(rows), count, nullptr, chunks, scratch, nullptr};
-            return new Prepared(core, std::move(program), what, std::move(bounds), dtype(dtype_code, op),
-                                kind, elements, std::move(kept));
+            return new Prepared(core, std::move(program), what, changes, std::move(bounds),
+                                dtype(dtype_code, op), kind, elements, std::move(kept));
           },
           nb::keep_alive<0, 1>())
       .def_prop_ro("kind", &Prepared::kind)

@@ -29,14 +29,15 @@ class Prepared {
     what_ = Exchange{collective, bounds_.data(), nullptr, nullptr, root};
     elements_ = bounds_.back();
   }
-  // `bounds`: of the chunks of the whole, which is the buffer. `program` owns the rows. `elements`: of
-  // the collective, where the buffer has not all of them.
-  Prepared(Progress& core, nb::object program, Rows rows, std::vector<std::int64_t> bounds, Dtype dtype,
-           std::uint64_t kind, std::int64_t elements, nb::dict kept)
+  // `bounds`: of the chunks of the whole, which is the buffer. `program` owns the rows. `changes`: whether
+  // they change the buffer. `elements`: of the collective, where the buffer has not all of them.
+  Prepared(Progress& core, nb::object program, Rows rows, bool changes, std::vector<std::int64_t> bounds,
+           Dtype dtype, std::uint64_t kind, std::int64_t elements, nb::dict kept)
       : Prepared(core, std::move(bounds), rows.chunks, dtype, kind, std::move(kept)) {
     rows.bounds = bounds_.data();
     brief_ &= rows.count <= kFewRows;
     what_ = rows;
+    changes_ = changes;
     elements_ = elements;
     program_ = std::move(program);
   }
@@ -46,6 +47,13 @@ class Prepared {
   std::uint64_t kind() const { return kind_; }
   // Whether the whole is its only buffer, and a part one in its place there.
   bool in_place() const { return std::holds_alternative<Rows>(what_); }
+  bool changes() const { return changes_; }
+  std::size_t bytes() const { return bounds_.back() * dtype_.size; }
+  // Where a rank's part of a program's buffer begins, in bytes.
+  std::size_t part_at(int rank) const {
+    const auto each = (bounds_.size() - 1) / core_.segment().ranks();
+    return bounds_[rank * each] * dtype_.size;
+  }
   bool failed() const { return core_.peers().reported().has_value(); }
 
   bool keeps() const { return PyDict_Size(kept_.ptr()); }
@@ -92,7 +100,7 @@ class Prepared {
            nb::dict kept)
       : core_(core), bounds_(std::move(bounds)), dtype_(dtype), kind_(kind), kept_(std::move(kept)) {
     if (bounds_.size() != std::size_t(pieces) + 1) throw nb::value_error("bounds are pieces + 1 numbers");
-    brief_ = core.brief(bounds_.back() * dtype_.size);
+    brief_ = core.brief(bytes());
   }
 
   Job job(Buffer whole, Buffer part, std::uint64_t number, const nb::bytes& site) const {
@@ -113,6 +121,7 @@ class Prepared {
   std::vector<std::int64_t> bounds_;
   std::variant<Rows, Exchange> what_;  // without buffers
   nb::object program_;                 // whose rows they are
+  bool changes_ = true;
   Dtype dtype_;
   std::uint64_t kind_;
   std::int64_t elements_ = 0;

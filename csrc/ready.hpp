@@ -8,14 +8,11 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "prepared.hpp"
+#include "around.hpp"
 #include "sites.hpp"
 #include "tensors.hpp"
 
 namespace ringdp {
-
-// The methods of a communicator that repeat, in the order of transport.repeated.METHODS.
-enum class Method { all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather, scatter };
 
 // A call's arguments: null is not given. `whole` has the elements of all ranks, or is the only tensor.
 struct Asked {
@@ -64,28 +61,28 @@ class Ready {
     if (!letters || root < 0 || tag < 0 || !by) return PyErr_Clear(), nb::object();
     const auto given = buffers(method, asked, root == rank_);
     if (!given) return {};
-    const auto& [whole, part, dtype, elements, apart, _] = *given;
-    const Known* const found = find({method, dtype, elements, letters, root, tag, by});
+    const Known* const found = find({method, given->dtype, given->elements, letters, root, tag, by});
     if (!found) return {};
     Prepared& prepared = *found->prepared;
     const nb::object alive = found->object;
     if (prepared.failed()) return {};  // there it raises, and keeps nothing for what never ends
-    Prepared::Buffer buffer = whole, piece = part;
-    Copied copy;
-    if (apart && prepared.in_place()) {
-      copy = copied(method, *given);
-      buffer = {copy.keeper, copy.data}, piece = nothing();
+    static const std::uint64_t average = packed(std::string_view("avg"));
+    Prepared::Buffer whole = given->whole, part = given->part;
+    Around also;
+    if (prepared.in_place()) {
+      also = around(prepared, method, *given, rank_, root == rank_, letters == average ? ranks_ : 0);
+      whole = also.buffer, part = nothing();
     }
     const auto site = sites_.here();
     const auto number = issued++;
-    const auto ticket = asked.later ? prepared.start(buffer, piece, number, site)
-                                    : prepared.run(buffer, piece, number, site);
+    const auto ticket = asked.later ? prepared.start(whole, part, number, site)
+                                    : prepared.run(whole, part, number, site);
     if (ticket) {
-      const auto call = nb::make_tuple(number, prepared.kind(), elements, site);
-      const auto finish = copy.home.to ? nb::object(nb::cpp_function(copy.home)) : nb::none();
+      const auto call = nb::make_tuple(number, prepared.kind(), given->elements, site);
+      const auto finish = also.home.left ? nb::object(nb::cpp_function(also.home)) : nb::none();
       return comm.attr("_begun")(call, ticket, asked.later, finish);
     }
-    copy.home();
+    also.home();
     if (prepared.keeps()) comm.attr("_release")();
     return ended_;
   }
@@ -94,7 +91,6 @@ class Ready {
   static constexpr Py_ssize_t kLetters = 4;    // of the longest op
   static constexpr std::size_t kMost = 4096;  // calls that it remembers; then it forgets them all
   static constexpr std::size_t kRecent = 64;  // where it looks first
-  static constexpr std::size_t kHeld = 16 << 10;  // bytes that are copied under the GIL
 
   struct Key {
     Method method;
@@ -120,73 +116,26 @@ class Ready {
     }
   };
 
-  struct Buffers {
-    Prepared::Buffer whole, part;
-    int dtype;
-    std::int64_t elements;  // of the whole
-    bool apart;
-    std::size_t part_bytes;
-  };
   static Prepared::Buffer nothing() { return {nb::none(), nullptr}; }
   // If its tensors are plain, and apart or the part in its place in the whole.
-  std::optional<Buffers> buffers(Method method, const Asked& asked, bool at_root) {
+  std::optional<Given> buffers(Method method, const Asked& asked, bool at_root) {
     const bool everywhere = method != Method::gather && method != Method::scatter;  // there is a whole
     std::optional<Plain> all, one;
     if ((everywhere || at_root) && !(all = tensors_.plain(asked.whole))) return std::nullopt;
     if (!asked.part) {
       const Prepared::Buffer whole{asked.whole, all->data};
       const bool has_part = at_root && (method == Method::broadcast || method == Method::reduce);
-      return Buffers{whole, has_part ? whole : nothing(), all->dtype, all->elements, false, 0};
+      return Given{whole, has_part ? whole : nothing(), all->dtype, all->elements, all->bytes, 0, false};
     }
     if (!(one = tensors_.plain(asked.part))) return std::nullopt;
     const Prepared::Buffer part{asked.part, one->data};
     const auto elements = method == Method::all_to_all ? one->elements : one->elements * ranks_;
-    if (!all) return Buffers{nothing(), part, one->dtype, elements, true, one->bytes};
+    if (!all) return Given{nothing(), part, one->dtype, elements, 0, one->bytes, true};
     if (one->dtype != all->dtype || elements != all->elements) return std::nullopt;
     const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
     const bool must_be = method == Method::all_to_all || method == Method::scatter;
     if (!apart && (must_be || one->data != all->data + rank_ * one->bytes)) return std::nullopt;
-    return Buffers{{asked.whole, all->data}, part, all->dtype, elements, apart, one->bytes};
-  }
-
-  // What brings a part home from a copy of the whole; `own` and `kept` are their memory.
-  struct Home {
-    nb::object own, kept;
-    std::byte* to = nullptr;
-    const std::byte* from = nullptr;
-    std::size_t bytes = 0;
-    void operator()() const { copy_freely(to, from, bytes); }
-  };
-  // A program's only buffer.
-  struct Copied {
-    nb::object keeper;
-    std::byte* data = nullptr;
-    Home home;
-  };
-  // With what tensors that are apart hold.
-  Copied copied(Method method, const Buffers& given) {
-    const auto bytes = given.part_bytes, at = rank_ * bytes;
-    std::byte *const whole = given.whole.data, *const part = given.part.data;
-    // first: with the GIL gone, a tensor may get other memory
-    const auto of_whole = Prepared::memory(given.whole), of_part = Prepared::memory(given.part);
-    if (method == Method::all_to_all) {
-      copy_freely(part, whole, bytes);
-      return {of_part, part, {}};
-    }
-    if (method == Method::all_gather) {
-      copy_freely(whole + at, part, bytes);
-      return {of_whole, whole, {}};
-    }
-    const auto own = nb::steal(PyByteArray_FromStringAndSize(nullptr, bytes * ranks_));
-    if (!own.is_valid()) throw nb::python_error();
-    auto* const data = reinterpret_cast<std::byte*>(PyByteArray_AsString(own.ptr()));
-    copy_freely(data, whole, bytes * ranks_);
-    return {own, data, {own, of_part, part, data + at, bytes}};
-  }
-  static void copy_freely(std::byte* to, const std::byte* from, std::size_t bytes) {
-    if (bytes <= kHeld) return copy_bytes(to, from, bytes);
-    nb::gil_scoped_release free;
-    copy_bytes(to, from, bytes);
+    return Given{{asked.whole, all->data}, part, all->dtype, elements, all->bytes, one->bytes, apart};
   }
 
   // A root or a tag: 0 by default, -1 for what is none.

@@ -65,6 +65,7 @@ class Prepared:
         count: int,
         chunks: int,
         scratch: int,
+        changes: bool,
         bounds: Sequence[int],
         dtype: int,
         op: int,

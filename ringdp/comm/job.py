@@ -74,7 +74,7 @@ class Exchange(NamedTuple):
 class Run(NamedTuple):
     """A program, in place on a buffer: see `Transport.prepare_program`.
 
-    `again`: likewise; where tensors are apart, csrc makes the copies that were made here.
+    `again`: likewise; what was done here before and after it, csrc does: see csrc/around.hpp.
     """
 
     program: Program

@@ -162,7 +162,7 @@ class Moves(Issuer):
         else:
             buffer = empty(bounds[-1], input)
             fill(buffer[part], input)
-        run = Run(program, buffer, bounds)
+        run = Run(program, buffer, bounds, self._again(input, shards))
         return self._issue(Job("gather", run, finish, elements=sum(shards)), how)
 
     def _gather_exchange(
@@ -241,7 +241,7 @@ class Moves(Issuer):
             fill(out.data, buffer[part])
             out.settle()
 
-        run = Run(program, buffer, bounds)
+        run = Run(program, buffer, bounds, self._again(output, shards))
         return self._issue(Job("scatter", run, finish, elements=sum(shards)), how)
 
     @repeated

@@ -65,7 +65,7 @@ class Reductions(Issuer):
             what = Exchange("all_reduce", bounds, out.data, None, again)
         else:
             cuts = chunk_bounds(out.data.numel(), program)
-            what = Run(program, out.data, cuts, again and op != "avg")
+            what = Run(program, out.data, cuts, again)
         return self._issue(Job("all_reduce", what, self._home(out, program, op), op), how)
 
     @repeated
@@ -96,7 +96,6 @@ class Reductions(Issuer):
         again = self._again(tensor, factor=factor)
         if program:
             cuts = chunk_bounds(buffer.numel(), program)
-            again &= op != "avg" and (self.rank == root or not program.changes)
             return self._issue(Job("reduce", Run(program, buffer, cuts, again), finish, op), how)
         # a reduce_scatter where only the root has a shard
         bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
@@ -177,7 +176,7 @@ class Reductions(Issuer):
             fill(out.data, buffer[part])
             out.settle()
 
-        run = Run(program, buffer, whole_bounds(program, shards), again and op != "avg")
+        run = Run(program, buffer, whole_bounds(program, shards), again)
         return self._issue(Job("reduce_scatter", run, finish, op), how)
 
     def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:

@@ -164,6 +164,7 @@ class ShmTransport:
             len(program.rows),
             program.chunks,
             program.scratch,
+            program.changes,
             bounds,
             DTYPES.index(dtype),
             OPS.index(op),

@@ -163,7 +163,9 @@ def interrupted_at_the_end(comm: Communicator) -> list[int]:
     transport: Any = other._transport
     x = torch.ones(100_000)
     calls = (
-        lambda: other.all_reduce(x, "avg", algorithm="ring", async_op=True),  # not to be repeated
+        lambda: other.all_reduce(
+            x, scale=2.0, algorithm="ring", async_op=True
+        ),  # not to be repeated
         lambda: other.isend(x, 1 - comm.rank),
         lambda: other.irecv(x, 1 - comm.rank),
     )

@@ -73,16 +73,21 @@ REPEATED: dict[str, Call] = {
         torch.empty_like(x), x, algorithm="pairwise"
     ),
     "all_gather by a program": lambda c, x, _: c.all_gather(x, own(c, x), algorithm="ring"),
+    "average by a program": lambda c, x, _: c.all_reduce(x, "avg", algorithm="ring"),
+    "average apart, async": lambda c, x, p: c.reduce_scatter(
+        p, x, "avg", algorithm="ring", async_op=True
+    ),
+    "gather by a program": lambda c, x, p: c.gather(x, p, algorithm="binomial"),
+    "scatter by a program": lambda c, x, p: c.scatter(p, x, c.size - 1, algorithm="binomial"),
+    "a reduce that would change": lambda c, x, _: c.reduce(x, 1, "avg", algorithm="binomial"),
 }
 OTHERS: dict[str, Call] = {
     "tensor by name": lambda c, x, _: c.all_reduce(tensor=x),
     "scale": lambda c, x, _: c.all_reduce(x, scale=2.0),
-    "average by a program": lambda c, x, _: c.all_reduce(x, "avg", algorithm="ring"),
     "not flat": lambda c, x, _: c.all_reduce(x.view(-1, 2).t()),
     "all_to_all in place": lambda c, x, _: c.all_to_all(x, x),
     "a bound method": lambda c, x, _: c.all_reduce(x, algorithm=STARS.one),
     "an object that may change": lambda c, x, _: c.all_reduce(x, algorithm=STARS),
-    "gather by a program": lambda c, x, p: c.gather(x, p, algorithm="binomial"),
 }
 
 
