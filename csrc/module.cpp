@@ -50,6 +50,7 @@ NB_MODULE(_core, m) {
   m.def("segment_size", &Segment::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of a shared segment.");
   m.attr("SITE_BYTES") = kSite;
+  m.attr("SLICE") = kSlice;
   m.attr("CALLS") = kCalls;
   m.attr("CALL_CELLS") = kCallCells;
 

@@ -14,6 +14,8 @@ inline const char* checked(const nb::bytes& site) {
   return site.c_str();
 }
 
+constexpr double kSlice = 0.1;  // s that a call is worked on until Python looks for signals
+
 class Prepared {
  public:
   // A tensor that is given, or what keeps its memory, or None.
@@ -93,7 +95,6 @@ class Prepared {
   }
 
  private:
-  static constexpr double kSlice = 0.1;  // s until Python looks for signals
   static constexpr std::size_t kFewRows = 32;  // each of which may wait
 
   Prepared(Progress& core, std::vector<std::int64_t> bounds, int pieces, Dtype dtype, std::uint64_t kind,

@@ -4,6 +4,7 @@ from types import FrameType
 from torch import Tensor
 
 CALLS: int
+SLICE: float
 SITE_BYTES: int
 CALL_CELLS: int
 

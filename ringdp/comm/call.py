@@ -35,7 +35,6 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
 
-@cache
 def fingerprint(
     collective: str,
     dtype: torch.dtype,
@@ -44,7 +43,14 @@ def fingerprint(
     algorithm: str | Builder = "direct",
 ) -> int:
     """All of it but the tag, which `Communicator` adds. `root`: for send and recv, the peer."""
-    name = algorithm.partition(":")[0] if isinstance(algorithm, str) else ""  # as hierarchical:4
+    return _fingerprint(
+        collective, dtype, op, root, algorithm if isinstance(algorithm, str) else ""
+    )
+
+
+@cache
+def _fingerprint(collective: str, dtype: torch.dtype, op: str, root: int, algorithm: str) -> int:
+    name = algorithm.partition(":")[0]  # as hierarchical:4
     by = BY.index(name) if name in BY else OWN
     codes = COLLECTIVES.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
     return by << 55 | root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]

@@ -8,6 +8,7 @@ the same order. One thread at a time may use a communicator; others take a `dupl
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
@@ -33,7 +34,7 @@ from ringdp.transport import heap
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import DTYPES, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
-from ringdp.transport.repeated import METHODS
+from ringdp.transport.repeated import METHODS, SLICE
 
 _all: WeakSet[Communicator] = WeakSet()
 
@@ -294,7 +295,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
     ) -> Work:
         """Of a repeated call in the background, or one that takes long or has failed."""
         self._transport.release()
-        return self._waited(Work(self._guard, call, ticket, finish), background)
+        waited = 0.0 if background else SLICE
+        return self._waited(Work(self._guard, call, ticket, finish, waited), background)
 
     def _release(self) -> None:
         self._transport.release()
@@ -309,6 +311,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
     ) -> Work:
         number, _, _, site = call
         self._calls.issued += 1
+        begun = time.monotonic()
         try:
             ticket = (ready.start if background else ready.run)(what.whole, what.part, number, site)
         except UsageError:  # nothing has begun
@@ -316,7 +319,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
             raise
         self._transport.release()
         if ticket:
-            return self._waited(Work(self._guard, call, ticket, finish), background)
+            waited = 0.0 if background else time.monotonic() - begun
+            return self._waited(Work(self._guard, call, ticket, finish, waited), background)
         if finish is not None:
             finish()
         return ENDED

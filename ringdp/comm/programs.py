@@ -1,20 +1,23 @@
 """From a collective and its algorithm to what a transport runs: one rank's program, and bounds.
 
-A schedule is proved, projected and fused once per (collective, algorithm, n, root).
+A schedule is proved, projected and fused once per (collective, algorithm, n, root), as long as it
+is among the last ones: functions made anew for every call must not pile up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 from ringdp.errors import ScheduleError
 from ringdp.schedule import (
     Builder,
     Collective,
     Program,
+    Row,
     contract,
     fifo_depth,
     fuse,
@@ -24,36 +27,37 @@ from ringdp.schedule import (
 from ringdp.schedule.own import name_of
 from ringdp.transport.base import bounds_of, uneven_bounds
 
+MOST = 1024  # that are remembered
 
-class Origin(NamedTuple):
+
+@dataclass(frozen=True)
+class Origin:
     """What a program is made of."""
 
     collective: Collective
     builder: str | Builder
     root: int
-    program: Program
+    rows: Iterable[Iterable[int]]
 
     @property
     def algorithm(self) -> str:
         """Its name."""
         return name_of(self.builder)
 
-    @property
+    @cached_property
     def names(self) -> dict[tuple[int, ...], str]:
         """Of rows, by round, peers and chunks."""
-        return _row_names(self.program)
+        rows = [Row(*map(int, row)) for row in self.rows]
+        return {row[:5]: row.name for row in rows}
 
 
-@cache
-def _row_names(program: Program) -> dict[tuple[int, ...], str]:
-    return {row[:5]: row.name for row in program}
-
-
-_origins: dict[int, Origin] = {}  # by the address of a program's rows, which live as long as it
+# By the address of a program's rows, as long as it lives: they outlive it here, so that no others
+# get the address before.
+_origins: dict[int, Origin] = {}
 Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
 
 
-@cache
+@lru_cache(maxsize=MOST)
 def program(
     collective: Collective,
     algorithm: str | Builder,
@@ -77,11 +81,17 @@ def program(
         needed = fifo_depth(programs)
         if needed <= depth:
             made = programs[rank]
-            _origins[made.rows.ctypes.data] = Origin(collective, algorithm, root, made)
+            _remember(Origin(collective, algorithm, root, made.rows), made)
             return made
     raise ScheduleError(
         f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
     )
+
+
+def _remember(origin: Origin, made: Program) -> None:
+    address = made.rows.ctypes.data
+    _origins[address] = origin
+    weakref.finalize(made, _origins.pop, address).atexit = False
 
 
 def origin_of(rows: int) -> Origin | None:
@@ -89,13 +99,13 @@ def origin_of(rows: int) -> Origin | None:
     return _origins.get(rows)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST)
 def whole_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
     """Where rank r's shard has shards[r] elements."""
     return uneven_bounds(shards, program.chunks)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST)
 def own_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
     """The same without the chunks that this rank neither owns nor touches: they get no room."""
     each = program.chunks // program.ranks

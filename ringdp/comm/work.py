@@ -12,8 +12,8 @@ from ringdp.comm.guard import Guard
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import CommunicationError
 from ringdp.transport.records import Call
+from ringdp.transport.repeated import SLICE
 
-SLICE = 0.1  # seconds between looks at Ctrl-C
 _finishing = threading.Lock()
 
 
@@ -22,10 +22,16 @@ class Work:
     """Returned by every collective. `wait` is what makes the result visible to the caller."""
 
     def __init__(
-        self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None] | None
+        self,
+        guard: Guard,
+        call: Call,
+        ticket: int,
+        finish: Callable[[], None] | None,
+        waited: float = 0.0,
     ) -> None:
+        """`waited`: seconds that its own call has waited for it."""
         self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
-        self._done = False
+        self._done, self._waited = False, waited
         self._error: CommunicationError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -38,8 +44,8 @@ class Work:
         if self._done:
             return
         allowed = self._guard.transport.timeout if timeout is None else timeout
-        start, tell = time.monotonic(), self._guard.warn_after
-        waited = 0.0
+        waited, tell = self._waited, self._guard.warn_after
+        start = time.monotonic() - waited
         try:
             # Python sees signals between slices only: the wait itself holds no GIL.
             while not self._guard.transport.wait(

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ringdp._core import SLICE as SLICE  # s that one waits until Python looks for Ctrl-C
 from ringdp._core import Repeated
 
 METHODS = (  # in csrc's order

@@ -12,7 +12,7 @@ import torch
 
 from ringdp import Communicator, PeerLost, UsageError
 from ringdp.comm.call import place
-from tests.comm.failing import Heard, fallible, hear
+from tests.comm.failing import Heard, fallible, hear, until_failed
 
 pytestmark = pytest.mark.process
 
@@ -86,6 +86,28 @@ def test_a_repeated_call_times_out(ranks, algorithm: str, later: bool):
     what = f"all_reduce #2 (float32, sum{BY[algorithm]}) of 8 elements"
     assert f"rank 0 waited for {what}" in heard.text
     assert f"{os.path.basename(__file__)}:" in heard.text
+
+
+@fallible
+def waits(comm: Communicator, before: int) -> list[float]:
+    """For how long a call waits after what it has waited in C++."""
+    x = torch.ones(8)
+    for _ in range(before):
+        comm.all_reduce(x, tag=1)
+    comm.set_timeout(0.05)  # less than what Ctrl-C is looked for once
+    if comm.rank == 1:
+        until_failed(comm)
+    transport: Any = comm._transport
+    seen, wait = [], transport.wait
+    transport.wait = lambda ticket, seconds: seen.append(seconds) or wait(ticket, seconds)
+    assert hear(comm, lambda: comm.all_reduce(x, tag=1)).error == "CollectiveTimeout"  # type: ignore[union-attr]
+    del transport.wait
+    return seen
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_timeout_counts_from_the_start_of_the_call(ranks, before: int):
+    assert ranks(2)(waits, before)[0][0] == 0
 
 
 @fallible
