@@ -1,9 +1,11 @@
 // The Python face of the shared-memory transport: pointers and integers only, no torch ABI.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "adamw.hpp"
 #include "mailbox.hpp"
 #include "repeated.hpp"
 #include "watch.hpp"
@@ -188,6 +190,18 @@ NB_MODULE(_core, m) {
       .def("call", [](Watch& self, int rank, std::uint64_t number) {
         return told(record_of(self, rank).call(number));
       });
+  m.def(
+      "adamw",
+      [](const std::array<std::uintptr_t, 5>& buffers, bool bfloat, std::size_t elems,
+         const Factors& factors, int threads) {
+        const auto at = [&](int i) { return reinterpret_cast<float*>(buffers[i]); };
+        const auto step = [&](auto* copy) {
+          adamw(at(0), at(1), at(2), at(3), copy, elems, factors, threads);
+        };
+        bfloat ? step(reinterpret_cast<bfloat16*>(buffers[4])) : step(reinterpret_cast<_Float16*>(buffers[4]));
+      },
+      nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("abandon", [](nb::object core) { core.release(); }, nb::arg("core"),
         "Never destroy `core`: a forked child holds it without its thread and its memory.");
 }

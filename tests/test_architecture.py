@@ -25,7 +25,7 @@ MODULES = {
 MAY = {
     "errors": set(),
     "tape": {"errors"},
-    "kernels": set(),
+    "kernels": {"_core"},
     "schedule": {"errors"},
     "transport": {"schedule", "kernels", "errors", "_core"},
     "comm": {"schedule", "transport", "tape", "errors"},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ringdp.errors import UsageError
 from ringdp.kernels import adamw
@@ -79,6 +80,7 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
+        increment_version(run)  # neighbours have counters of their own
 
     def _moment(self, key: str, run: list[Tensor], sizes: list[int]) -> Tensor:
         """The run's moments, one behind the other; each parameter's state is a view."""

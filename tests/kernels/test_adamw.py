@@ -1,4 +1,4 @@
-"""adamw: against float64 and torch, the kernel bit for bit, and the same bits in every shard."""
+"""adamw: against float64 and torch, all ways bit for bit, and the same bits in every shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringdp.kernels import adamw
-from ringdp.kernels.adamw import CACHED, Factors, adamw_torch, adamw_triton
+from ringdp.kernels.adamw import CACHED, Factors, adamw_cpp, adamw_torch, adamw_triton
 from tests.kernels.inputs import LENGTHS, some
 
 # The interpreter computes with numpy, which warns of what it is meant to do here.
@@ -102,11 +102,13 @@ def test_follows_torch() -> None:
 
 @pytest.mark.parametrize("elems", LENGTHS)
 def test_kernel_equals_reference(interpreted: None, elems: int) -> None:
-    got = random_state(elems)
-    want = got.copy()
+    want = random_state(elems)
+    by_triton, by_cpp = want.copy(), want.copy()
     adamw_torch(*want, None, FACTORS)
-    adamw_triton(*got, None, FACTORS)
-    assert same_bits(got, want)
+    adamw_triton(*by_triton, None, FACTORS)
+    adamw_cpp(*by_cpp, None, FACTORS)
+    assert same_bits(by_triton, want)
+    assert same_bits(by_cpp, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,15 +116,17 @@ def test_copy_is_the_new_parameter_rounded(interpreted: None, dtype: torch.dtype
     """From views at odd addresses, with inf, nan, zeros and subnormals among the gradients."""
     start = random_state(2501)
     start.grad[:51] = some(51, torch.float32, special=True)
-    got, want, without = start.copy(), start.copy(), start.copy()
-    copies = torch.full((2, 2501), torch.nan, dtype=dtype)
-    adamw_torch(*want.part(1, 2501), copies[0, 1:], FACTORS)
-    adamw_triton(*got.part(1, 2501), copies[1, 1:], FACTORS)
+    want, without = start.copy(), start.copy()
+    copy = torch.full((2501,), torch.nan, dtype=dtype)
+    adamw_torch(*want.part(1, 2501), copy[1:], FACTORS)
     adamw_torch(*without.part(1, 2501), None, FACTORS)
-    assert same_bits(got, want)
     assert same_bits(want, without)
-    assert torch.equal(copies[0].view(torch.int16), copies[1].view(torch.int16))
-    assert torch.equal(copies[0, 1:].view(torch.int16), want.param[1:].to(dtype).view(torch.int16))
+    assert torch.equal(copy[1:].view(torch.int16), want.param[1:].to(dtype).view(torch.int16))
+    for launch in (adamw_triton, adamw_cpp):
+        got, other = start.copy(), torch.full((2501,), torch.nan, dtype=dtype)
+        launch(*got.part(1, 2501), other[1:], FACTORS)
+        assert same_bits(got, want)
+        torch.testing.assert_close(other, copy, rtol=0, atol=0, equal_nan=True)
 
 
 def test_copy_of_a_step() -> None:
@@ -178,6 +182,16 @@ def test_each_operation_is_correctly_rounded() -> None:
     p = r(r(p * decay) + r(r(m * size) / r(r(r(v.sqrt()) / correction) + eps)))
     adamw_torch(*got, None, FACTORS)
     assert same_bits(got, State(p.float(), got.grad, m.float(), v.float()))
+
+
+def test_a_step_is_seen_as_a_change_in_place() -> None:
+    state = random_state(4)
+    state.param.requires_grad_()
+    squared = state.param.square().sum()
+    with torch.no_grad():
+        step(State(state.param.detach(), *state[1:]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
 
 
 def test_no_elements() -> None:

@@ -96,6 +96,19 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ranks, stage):
         assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0)]
 
 
+def test_a_step_of_neighbours_is_seen_as_a_change_of_each():
+    flat, gradients = torch.ones(2, 4), torch.ones(2, 4)
+    parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
+    for p, values, gradient in zip(parameters, flat, gradients, strict=True):
+        p.data, p.grad = values, gradient
+    sums = [p.square().sum() for p in parameters]
+    ringdp.AdamW(parameters).step()
+    assert torch.all(flat < 1)
+    for s in sums:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            s.backward()
+
+
 def unscaled(comm: Communicator) -> None:
     """A power of two as the scale changes no bit."""
     out = []
