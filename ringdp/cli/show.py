@@ -127,7 +127,9 @@ def _cost(schedule: Schedule, machine: Machine) -> Iterator[str]:
         f"{counts.messages} α + S ({counts.moved} β + {counts.reduced} γ + {counts.crossing} bus), "
         "by the slowest rank of each round"
     )
-    yield "   ".join(f"{n} {x:.3g} s" for n, x in zip(machine._fields, machine, strict=True))
+    terms = machine._asdict()
+    del terms["call"]  # which is not the schedule's
+    yield "   ".join(f"{name} {x:.3g} s" for name, x in terms.items())
     yield f"{'bytes':>13} {'predicted µs':>14}"
     for size in SIZES:
         yield f"{size:>13,} {seconds(counts, machine, size) * 1e6:>14,.1f}"

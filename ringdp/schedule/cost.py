@@ -1,11 +1,13 @@
 """What a schedule costs: α per message, β per byte moved, γ per byte reduced, and a shared bus.
 
-    time = α · messages + S · (β · moved + γ · reduced + bus · crossing)
+    time = call + α · messages + S · (β · moved + γ · reduced + bus · crossing)
 
 for a buffer of S bytes. The four counts are exact fractions, summed over rounds; a round is as slow
 as its slowest rank, which sends and receives at once (Hockney 1994; Chan et al. 2007). `bus` is the
 time in which a byte crosses what all ranks share: the memory of one host, zero where links are
-separate. All chunks cross in one message between two ranks and in one round.
+separate. All chunks cross in one message between two ranks and in one round. `call` is what a call
+takes, whatever it moves: to be issued, taken up by every rank and waited for. Without it a fit to
+algorithms of many messages halves what those of one, as `doubling` on two ranks, take when small.
 
 Leaves out: local copies, caches, the overlap of rounds that streaming brings, contention of links.
 """
@@ -47,12 +49,13 @@ class Price(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Seconds per message, per byte moved, per byte reduced, per byte on the shared bus."""
+    """Seconds per message, byte moved, byte reduced, byte on the shared bus, and call."""
 
     alpha: float
     beta: float
     gamma: float
     bus: float = 0.0
+    call: float = 0.0
 
 
 FREE = Price(0, Fraction(0), Fraction(0), Fraction(0))
@@ -60,8 +63,9 @@ FREE = Price(0, Fraction(0), Fraction(0), Fraction(0))
 
 def seconds(price: Price, machine: Machine, size: int) -> float:
     """The time for a buffer of `size` bytes."""
-    per_byte = sum(float(n) * m for n, m in zip(price[1:], machine[1:], strict=True))
-    return price.messages * machine.alpha + size * per_byte
+    each = machine.beta, machine.gamma, machine.bus
+    per_byte = sum(float(n) * m for n, m in zip(price[1:], each, strict=True))
+    return machine.call + price.messages * machine.alpha + size * per_byte
 
 
 def price(schedule: Schedule) -> Price:
@@ -111,16 +115,17 @@ def choose(collective: Collective, n: int, size: int, machine: Machine) -> str:
 
 
 def fit(measured: Iterable[tuple[Price, int, float]]) -> Machine:
-    """α, β, γ and the bus from (price, bytes, seconds) of benchmark rows.
+    """α, β, γ, the bus and a call from (price, bytes, seconds) of benchmark rows.
 
     Least squares of the relative error, none negative: a term that would come out below zero is
     left out and the others are fitted again. Terms that the rows cannot tell apart (for two ranks
-    moved, reduced and crossing are in one proportion) share what they explain.
+    moved, reduced and crossing are in one proportion; of one algorithm and number of ranks, so are
+    messages and calls) share what they explain.
     """
     rows = list(measured)
     if not rows:
         raise UsageError("fit() needs at least one measured row")
-    counts = [[p.messages, *(float(x) * size for x in p[1:])] for p, size, _ in rows]
+    counts = [[p.messages, *(float(x) * size for x in p[1:]), 1.0] for p, size, _ in rows]
     relative = np.array(counts) / np.array([[t] for _, _, t in rows])
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0

@@ -46,7 +46,7 @@ def test_small_messages_want_few_and_large_ones_few_bytes():
 
 
 def test_fit_finds_the_machine_that_made_the_times():
-    machine = Machine(alpha=3e-6, beta=2e-10, gamma=5e-11, bus=4e-11)
+    machine = Machine(alpha=3e-6, beta=2e-10, gamma=5e-11, bus=4e-11, call=1e-6)
     rows = [
         (p := closed("all_reduce", name, n), size, seconds(p, machine, size))
         for name in ("ring", "doubling", "tree", "halving")
@@ -55,6 +55,19 @@ def test_fit_finds_the_machine_that_made_the_times():
     ]
     for found, exact in zip(fit(rows), machine, strict=True):
         assert found == pytest.approx(exact, rel=1e-6)
+
+
+def test_what_a_call_takes_is_not_laid_to_its_messages():
+    """On two ranks a ring takes two messages and doubling one, but each of them one call."""
+    names, sizes = ("ring", "direct", "doubling"), (1 << 10, 1 << 12, 1 << 20)
+    machine = Machine(alpha=2e-7, beta=1e-11, gamma=0, call=1e-6)
+    made = [
+        (p := closed("all_reduce", name, 2), size, seconds(p, machine, size))
+        for name in names
+        for size in sizes
+    ]
+    for p, size, took in made:
+        assert seconds(p, fit(made), size) == pytest.approx(took, rel=1e-6)
 
 
 def test_fit_keeps_every_term_at_zero_or_above():

@@ -82,8 +82,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _terms(machine: Machine) -> str:
-    units = ("s", "s/B", "s/B", "s/B")
-    named = zip(("α", "β", "γ", "bus"), machine, units, strict=True)
+    units = ("s", "s/B", "s/B", "s/B", "s")
+    named = zip(("α", "β", "γ", "bus", "call"), machine, units, strict=True)
     return ", ".join(f"{name} {x:.3g} {unit}" for name, x, unit in named if x)
 
 

@@ -81,7 +81,7 @@ function fillIn() {
   for (const m of data.memory) make("option", `rank ${m.rank}, stage ${m.stage}`, byId("engine"));
   const model = data.model;
   byId("model").textContent = model === null ? "No collective has a price."
-    : `α ${us(model.alpha * 1e6)} a message; β ${(model.beta * 1e9).toFixed(3)}, ` +
+    : `${us(model.call * 1e6)} a call; α ${us(model.alpha * 1e6)} a message; β ${(model.beta * 1e9).toFixed(3)}, ` +
       `γ ${(model.gamma * 1e9).toFixed(3)}, bus ${(model.bus * 1e9).toFixed(3)} ns a byte; ${model.source}.`;
   data.collectives.forEach((c, i) => {
     make("option", `${c.name} · ${c.algorithm} · ${bytes(c.bytes)} B · at ${us(c.begin - first)}`,
