@@ -68,7 +68,7 @@ class AdamW(torch.optim.Optimizer):
     def _step(self, run: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in run]
         for state in states:
-            state["step"] = state.get("step", torch.zeros(())) + 1
+            state["step"] = state["step"] + 1 if "step" in state else torch.ones(())
         sizes = [p.numel() for p in run]
         adamw(
             _joined(run),
@@ -126,4 +126,6 @@ def _adjoin(tensors: list[Any]) -> bool:
 def _joined(tensors: list[Tensor]) -> Tensor:
     """Neighbours in one storage as one flat tensor."""
     first = tensors[0].detach()
+    if len(tensors) == 1:
+        return first.view(-1)
     return first.as_strided((sum(t.numel() for t in tensors),), (1,), first.storage_offset())
