@@ -223,6 +223,11 @@ DRIVE = """(async () => {
     found.shares = cells("shares");
     found.kinds = cells("kinds");
     found.bytes = cells("bytes");
+    const drawn = found.drawn = [], canvas = CanvasRenderingContext2D.prototype;
+    const draw = canvas.fillText;
+    canvas.fillText = (what) => drawn.push(what);
+    drawKinds();
+    canvas.fillText = draw;
     found.whole = text("range");
     byId("step").click();
     found.step = text("range");
@@ -318,6 +323,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
         *("all_reduce", "ring", "2", "4,000", "2"),
         *("500.0 µs", "500.0 µs", "1.00", "100.0 µs"),
     ]
+    assert found["drawn"] == ["measured ↑", "predicted →", "500.0 µs", "500.0 µs"]
     assert found["bytes"] == [[k, f"{v:,}", f"{v:,}", "="] for k, v in HELD.items()]
     assert found["whole"] == found["all"] == "0.0 µs – 3.80 ms"
     assert found["step"] == "1.80 ms – 3.80 ms"
