@@ -38,7 +38,7 @@ class Ready {
 
   void forget() {
     recent_.fill({});
-    known_.clear();
+    const auto gone = std::exchange(known_, {});  // what goes may call, as an algorithm's finalizer
   }
 
   // For `Sites::learn`; what a call that has ended gives.

@@ -14,7 +14,7 @@ from ringdp.errors import CommunicationError
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import SLICE
 
-_finishing = threading.Lock()
+_finishing = threading.RLock()  # a signal's handler may wait for another work meanwhile
 
 
 @uncompiled

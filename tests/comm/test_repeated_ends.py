@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,33 @@ def replaced(comm: Communicator, algorithm: str) -> None:
 @BOTH_WAYS
 def test_a_call_keeps_the_memory_that_it_began_with(ranks, algorithm: str):
     ranks(2)(replaced, algorithm)
+
+
+def made_while_forgotten(comm: Communicator) -> None:
+    """Calls by what goes when all are forgotten: finalizers of algorithms."""
+    if comm._ready is None:
+        pytest.skip("an older torch")
+    x, most, ended = torch.ones(2), 4096, []
+
+    class Last:
+        def __del__(self) -> None:
+            for tag in range(0, most, 512):
+                comm.all_reduce(x, tag=tag)
+            ended.append(tag)
+
+    def made() -> Callable[[int], Any]:
+        last = Last()
+        return lambda n: last
+
+    like = comm._transport.prepare("all_reduce", (0, 2), x.dtype, "sum", 0)
+    for tag in range(most + 1):
+        comm._ready.remember(0, 0, 2, "sum", 0, tag, made(), like)
+        comm._ready.remember(0, 0, 2, "sum", 0, tag, "direct", like)
+    assert len(ended) > most // 4
+
+
+def test_calls_by_finalizers_while_all_are_forgotten(ranks):
+    ranks(1)(made_while_forgotten)
 
 
 def refused_late(comm: Communicator) -> None:

@@ -200,6 +200,35 @@ def test_duplicates_run_at_the_same_time(ranks, n: int):
     ranks(n)(two_threads)
 
 
+class Ended:
+    """A transport on which every call has ended, and its guard."""
+
+    timeout = warn_after = 60.0
+
+    @property
+    def transport(self) -> Ended:
+        return self
+
+    def wait(self, ticket: int, seconds: float) -> bool:
+        return True
+
+
+def test_a_handler_waits_for_another_work_while_one_is_brought_home():
+    """As one of a signal may, or a finalizer."""
+    done: list[str] = []
+    guard, call = cast(Any, Ended()), cast(Any, None)
+    other = Work(guard, call, 2, lambda: done.append("other"))
+
+    def finish() -> None:
+        other.wait()
+        done.append("one")
+
+    thread = threading.Thread(target=Work(guard, call, 1, finish).wait, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert done == ["other", "one"]
+
+
 def test_a_wait_does_not_hear_of_what_failed_after_its_end():
     """The collective ends between a look at it and a look for failures, of a later call."""
 
