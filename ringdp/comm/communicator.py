@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ringdp.comm.asked import check_tensor, whole
 from ringdp.comm.call import NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
@@ -240,14 +241,10 @@ class Communicator(Reductions, Moves, Messages, Taped):
         tag: int,
         root: int = 0,
     ) -> How:
+        check_tensor(collective, tensor)
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            found = "nested" if tensor.is_nested else tensor.layout
-            raise UsageError(f"{collective}: tensor is {found}; allowed: a dense one")
-        if not 0 <= tag < TAGS:
-            raise UsageError(f"{collective}: tag is {tag}; tags are 0..{TAGS - 1}")
-        if not 0 <= root < self.size:
-            raise UsageError(f"{collective}: root is {root}; ranks are 0..{self.size - 1}")
+        tag = whole(collective, "tag", tag, TAGS - 1, "tags")
+        root = whole(collective, "root", root, self.size - 1, "ranks")
         if self.closed:
             raise CommunicationError(f"{collective} on a communicator that has been closed")
         return How(algorithm, async_op or self._group is not None, tag, root)

@@ -99,8 +99,8 @@ class Messages(Issuer):
             )
         dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
         who = ANYBODY if peer is None else peer
-        mine = tag << 24 | fingerprint(name, dtype, "sum", who)
+        mine = how.tag << 24 | fingerprint(name, dtype, "sum", who)
         call = (self._posted, mine, tensor.numel(), call_site(3))
         self._guard.check(call)
         self._posted += 1
-        return call, tag << 24 | fingerprint("send", dtype, "sum", 0), how.async_op
+        return call, how.tag << 24 | fingerprint("send", dtype, "sum", 0), how.async_op

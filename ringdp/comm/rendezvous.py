@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError, ProcessGroup
 
+from ringdp.comm.asked import check_times
 from ringdp.comm.communicator import Communicator, Connect
 from ringdp.comm.guard import differ
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
@@ -68,6 +69,7 @@ def init(
     if transport not in get_args(TransportName):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport is {transport!r}; allowed: {names}")
+    check_times(timeout, warn_after, link)
     if link is not None and transport != "shm":
         raise UsageError("a link is emulated in shared memory only; allowed: transport='shm'")
     _world = _connect(timeout, warn_after, transport, link)

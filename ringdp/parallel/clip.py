@@ -15,6 +15,7 @@ import torch
 from ringdp.errors import UsageError
 from ringdp.kernels import squared_norm, unscale
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.expected import check_engine
 from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import FlatUnit
 
@@ -41,6 +42,7 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
     Returns the norm that it was. As torch.nn.utils.clip_grad_norm_: by max_norm / (norm + 1e-6)
     where that is below 1.
     """
+    check_engine("clip_grad_norm_", engine)
     if not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}; it must be above 0")
     norm = grad_norm(engine)

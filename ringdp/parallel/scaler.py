@@ -14,6 +14,7 @@ from torch import Tensor
 from ringdp.errors import UsageError
 from ringdp.parallel.clip import unscale_gradients
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.expected import check_engine
 
 
 class LossScaler:
@@ -34,6 +35,7 @@ class LossScaler:
                 f"LossScaler(scale={scale}, growth={growth}, backoff={backoff}, minimum={minimum}):"
                 " allowed: scale >= minimum > 0, growth >= 1, 0 < backoff <= 1"
             )
+        check_engine("LossScaler", engine)
         self.engine, self.current = engine, scale
         self.growth, self.backoff, self.interval, self.minimum = growth, backoff, interval, minimum
         self.good, self.skipped = 0, 0  # steps since the last skip or growth; steps skipped

@@ -28,6 +28,10 @@ def refusals(comm: Communicator) -> list[str]:
         lambda: comm.all_reduce(three, tag=-1),
         lambda: comm.all_reduce(three, tag=1 << 60),
         lambda: comm.all_reduce(three.to("meta")),
+        lambda: comm.all_reduce(three, tag="a"),  # type: ignore[arg-type]
+        lambda: comm.all_reduce([1.0]),  # type: ignore[arg-type]
+        lambda: comm.all_gather(six, None),  # type: ignore[arg-type]
+        lambda: comm.broadcast(three, 0.0),  # type: ignore[arg-type]
         lambda: comm.broadcast(three, 2),
         lambda: comm.broadcast(three, -1),
         lambda: comm.reduce_scatter(three, ten),
@@ -81,6 +85,10 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
         ("-1", "0.."),
         (str(1 << 60), "0.."),
         ("meta", "CPU"),
+        ("tag is 'a'", "0.."),
+        ("tensor is a list", "torch.Tensor"),
+        ("tensor is a NoneType", "torch.Tensor"),
+        ("root is 0.0", "0..1"),
         ("root is 2", "0..1"),
         ("root is -1", "0..1"),
         ("10", "2 (ranks) x 3"),

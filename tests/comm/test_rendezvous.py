@@ -156,3 +156,20 @@ def test_torchruns_variables_in_part_are_refused(monkeypatch, missing):
     monkeypatch.delenv(missing)
     with pytest.raises(ringdp.UsageError, match=missing):
         ringdp.init()
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"timeout": -1}, "timeout is -1; allowed: seconds, above 0"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"timeout": timedelta(seconds=3)}, "timeout is datetime"),
+        ({"warn_after": 0}, "warn_after is 0; allowed: seconds above 0"),
+        ({"link": ringdp.Link(latency=-1, bandwidth=1e9)}, "latency=-1"),
+        ({"link": ringdp.Link(latency=0, bandwidth=0)}, "bytes/s above 0"),
+        ({"link": (1e-3, 1e9)}, "allowed: ringdp.Link"),
+    ],
+)
+def test_what_no_clock_knows_is_refused(asked, says):
+    with pytest.raises(ringdp.UsageError, match=re.escape(says)):
+        ringdp.init(**asked)

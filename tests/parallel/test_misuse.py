@@ -300,3 +300,19 @@ def at_rest(comm: Communicator, stage: int) -> None:
 def test_a_loss_of_parameters_at_rest_is_told(ranks, stage):
     """Where others compute in their place, their gradients were lost without a word."""
     ranks(2)(at_rest, stage)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: ringdp.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: ringdp.LossScaler(model),
+        lambda model: ringdp.save("checkpoint", model),
+        lambda model: ringdp.load("checkpoint", model),
+        lambda model: ringdp.export("model.safetensors", model),
+    ],
+    ids=["clip_grad_norm_", "LossScaler", "save", "load", "export"],
+)
+def test_a_model_is_no_engine(call):
+    with pytest.raises(UsageError, match=r"allowed: what ringdp\.shard returns"):
+        call(nn.Linear(2, 2))

@@ -12,6 +12,7 @@ from ringdp.parallel.checkpoint import tensorfile
 from ringdp.parallel.checkpoint.index import sync_directory
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.expected import check_engine
 
 
 def export(path: str | os.PathLike[str], engine: Engine) -> None:
@@ -23,6 +24,7 @@ def export(path: str | os.PathLike[str], engine: Engine) -> None:
     state of modules that is no tensor is not, as safetensors has nothing else. Raises
     CheckpointError, on every rank, if it cannot be written; then nothing is left behind.
     """
+    check_engine("export", engine)
     path = Path(path)
     aside = path.with_name(f".{path.name}.ringdp")
     with engine.full_parameters(), together(engine.comm, f"{path} was not written"):

@@ -21,6 +21,7 @@ from ringdp.parallel.checkpoint.spans import pieces
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.expected import check_engine
 
 
 def load(
@@ -37,6 +38,7 @@ def load(
     Collective. Returns the checkpoint's `extra`. Raises CheckpointError, on every rank and with
     nothing changed, if it is of another model or optimizer, or any rank cannot read its part.
     """
+    check_engine("load", engine)
     path, found = Path(path), pieces(engine)
     with together(engine.comm, "nothing was loaded"):
         index = read_index(path)

@@ -29,6 +29,7 @@ from ringdp.parallel.checkpoint.plan import planned
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, pieces
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.expected import check_engine
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"
@@ -48,6 +49,7 @@ def save(
     before. It must be on a disk that all ranks see. Raises CheckpointError on every rank if any of
     them cannot write, or has something that a checkpoint cannot hold.
     """
+    check_engine("save", engine)
     path, comm = Path(path), engine.comm
     found = pieces(engine)
     name = gather_json(comm, new_directory())[0]
