@@ -1,4 +1,5 @@
-"""Hooks that tell when autograd has made a gradient, after all that the user's own have done to it.
+"""Hooks that tell when a gradient comes, and when it is there, after all that the user's own hooks
+have done to it; and whether one will come.
 
 The user's may have been hung up since, and of one parameter they are called in their order. Where
 masters are apart (see Note [masters apart]) autograd knows other parameters than the user does:
@@ -7,41 +8,58 @@ those take the hooks over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import UsageError
 from ringdp.parallel.unit import FlatUnit
 
 
+class Waits(Protocol):
+    """Who is told, of a unit by its index."""
+
+    def gradient_comes(self, index: int) -> None: ...
+
+    def gradient_made(self, index: int, at: int) -> None: ...
+
+
 class Arrivals:
-    """Of one unit. `made` is called with the place of a parameter in it. It must not hold the unit:
-    torch keeps it where no garbage collector looks.
+    """Of one unit. `who` is told before a gradient is put into .grad, and after it. It must not
+    hold the unit: torch keeps it where no garbage collector looks.
     """
 
-    def __init__(self, unit: FlatUnit, made: Callable[[int], None]) -> None:
-        self.unit = unit
-        self.handles = {
+    def __init__(self, unit: FlatUnit, who: Waits) -> None:
+        self.unit, index = unit, unit.index
+        before = [
+            p.register_hook(lambda _: who.gradient_comes(index))  # type: ignore[no-untyped-call]
+            for p in unit.parameters
+            if p.requires_grad
+        ]
+        for p, master in zip(unit.computed, unit.parameters, strict=True):
+            if p is not master:
+                p._backward_hooks = master._backward_hooks  # with what the user adds to it
+        self._made = {
             at: p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, at=at: made(at)
+                lambda _, at=at: who.gradient_made(index, at)
             )
             for at, p in enumerate(unit.computed)
             if p.requires_grad
         }
-        self.strays = {
+        self._strays = {
             at: p.register_post_accumulate_grad_hook(partial(_refuse, unit.plan.entries[at].name))  # type: ignore[no-untyped-call]
             for at, p in enumerate(unit.parameters)
             if p.requires_grad and p is not unit.computed[at]
         }
+        self.handles = [*before, *self._made.values(), *self._strays.values()]
 
     def expect(self) -> None:
         """The unit's backward starts."""
-        for at, handle in self.handles.items():
-            p, master = self.unit.computed[at], self.unit.parameters[at]
-            if p is not master and (master._backward_hooks or p._backward_hooks):
-                p._backward_hooks = master._backward_hooks
-            hooks: Any = p._post_accumulate_grad_hooks
+        for at, handle in self._made.items():
+            hooks: Any = self.unit.computed[at]._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # torch does not see move_to_end
 
     def relay(self, at: int) -> None:
@@ -50,8 +68,19 @@ class Arrivals:
         hooks: Any = master._post_accumulate_grad_hooks
         if p is not master and hooks:
             for key, hook in list(hooks.items()):
-                if at not in self.strays or key != self.strays[at].id:
+                if at not in self._strays or key != self._strays[at].id:
                     hook(p)
+
+
+def will_come(parameter: Tensor) -> bool:
+    """Whether the backward under way has yet to make its gradient. One of `autograd.grad` makes
+    none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad, of this one
+        return False
 
 
 def _refuse(name: str, _: object) -> None:

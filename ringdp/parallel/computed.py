@@ -1,13 +1,28 @@
-"""The parameters that compute in their masters' place. See Note [masters apart] in `unit`."""
+"""Parameters while their unit computes, where what is written to them is lost: what was gathered,
+and with masters apart others in their place. See Note [masters apart] in `unit`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 
-class Computed(nn.Parameter):
+class Gathered(nn.Parameter):
+    """Counts writes through `p.data` as others, so that they can be told. See `written`."""
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        _data.__set__(self, values)
+
+
+class Computed(Gathered):
     """Where it has no gradient of its own, it shows its master's, and clears that with its own.
 
     A model's zero_grad, called between forward and backward, meets these.
@@ -33,4 +48,18 @@ class Computed(nn.Parameter):
             self._master.grad = None
 
 
+_data: Any = Tensor.data
 _grad: Any = Tensor.grad
+
+
+def follow(
+    computed: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], versions: Sequence[int]
+) -> list[int]:
+    """They take the masters' values, of whose `versions` autograd may have saved some: it is told
+    of newer ones, as of any write. Returns the versions now."""
+    now = [p._version for p in masters]
+    if list(versions) != now:
+        increment_version(computed)
+    for c, p in zip(computed, masters, strict=True):
+        c.requires_grad_(p.requires_grad)
+    return now

@@ -7,7 +7,8 @@ It hangs on the model's hooks:
     before its backward        gather it again where it was freed
     when a gradient exists     move it into the unit's bucket, times 1/n
     when all of a unit's do    start the reduction
-    before another's backward  stage 3: free it, unless the other lies inside it
+    before another's backward  start it where no more will come; stage 3: free the unit, unless the
+                               other lies inside it
     at the end of backward     wait for the reductions; p.grad is ready for the optimizer
 
 The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
@@ -20,15 +21,9 @@ every backward reduces, and shards add up.
 
 A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
 the gradients accumulated so far; the next forward or backward starts afresh. Stage 3 refuses
-`create_graph`. The loss must be made of what units return or leave in attributes (see `made`): the
-hooks that tell when a unit's backward starts hang there.
-
-Note [nodes run in reverse]
-    Autograd runs the nodes that are ready in the reverse order of their making. So once the
-    backward of one unit starts, the last call of any unit after it is through, whether or not it
-    had gradients to make, and its weights (frozen ones too) may go. Only units around it still have
-    nodes to run, and one called before as well is gathered again by that call's hook. The hooks of
-    units that return the same tensor run the inner one's first, so that one stays too.
+`create_graph`. The hooks that tell when a unit's backward starts hang on what it returns or leaves
+in attributes (see `made`); without these it starts when a gradient of a parameter comes, for which
+stage 3 has no weights.
 """
 
 from __future__ import annotations
@@ -42,23 +37,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
-from ringdp.parallel.arrivals import Arrivals
+from ringdp.parallel.arrivals import Arrivals, will_come
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.outputs import lasting
+from ringdp.parallel.outputs import Dying, lasting
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.taped import Taped, in_backward
+from ringdp.parallel.transformed import transformed
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
@@ -94,18 +86,13 @@ class Engine(Taped):
         self.gathering = Gathering(given, self.groups, gathers, prefetch_bytes, under_way)
 
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
-        self._awaiting: dict[int, int] = {}  # unit -> gradients that its backward still owes
-        self._reduced: set[int] = set()
+        self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._arrivals: dict[int, Arrivals] = {}  # by unit
         self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
-        # An optimizer may step with a forward left open: by an exception, or without its backward.
-        me = weakref.proxy(self)  # these torch holds where no garbage collector looks
-        self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: me._before_step(optimizer)),
-            register_optimizer_step_post_hook(lambda *_: me._after_step()),
-        ]
+        self._me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
+        self._handles: list[Any] = steps.listen(self._me)
         weakref.finalize(self, _remove, self._handles)
         own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
         self._made = made.of_units(of, self._around)
@@ -124,7 +111,6 @@ class Engine(Taped):
     # ---- forward
 
     def _hook(self, module: nn.Module, indices: list[int], own: copies.Own) -> None:
-        me = weakref.proxy(self)
         before = own(lambda *_: self._before_forward(indices))
         after = own(lambda _m, _i, out: self._after_forward(indices, out))
         self._handles += [
@@ -132,13 +118,11 @@ class Engine(Taped):
             module.register_forward_hook(after),
         ]
         for index in indices:
-            unit = self.units[index]
-            arrivals = Arrivals(unit, lambda at, index=index: me._gradient_made(index, at))  # type: ignore[misc]
-            self._arrivals[index] = arrivals
-            self._handles += (*arrivals.handles.values(), *arrivals.strays.values())
+            self._arrivals[index] = Arrivals(self.units[index], self._me)
+            self._handles += self._arrivals[index].handles
 
     def _before_forward(self, indices: list[int]) -> None:
-        if self._held:
+        if transformed(self._is_whole) or self._held:
             return
         for index in indices:
             if not in_backward():  # not a recomputation
@@ -149,8 +133,14 @@ class Engine(Taped):
             self._use(index)
 
     def _after_forward(self, indices: list[int], output: Any) -> Any:
-        output = lasting(output, [u.full for u in (self.units[i] for i in indices) if u.freed])
-        starts = self._made[indices[0]].by(output)
+        if transformed(self._is_whole):
+            return output
+        ours, unit = self._made[indices[0]], self.units[indices[0]]
+        dies = Dying(self.units[i].full for i in indices if unit.freed)
+        if dies:
+            ours.outlive(dies)
+        output = lasting(output, dies, unit.plan.name)
+        starts = ours.by(output)
         if not self._held:
             for index in indices:
                 free = index not in self.roots and not self._awaiting
@@ -161,14 +151,17 @@ class Engine(Taped):
             self._rest(learn=False)
         return output
 
+    def _is_whole(self) -> bool:
+        return self._held or all(u.static for u in self.units)
+
     def _use(self, index: int) -> None:
         self._gather_deferred(wait=True)
-        if self._awaiting:  # See Note [nodes run in reverse]
-            for other in list(self.gathering.in_use):
-                nested = other in self._around[index] or index in self._around[other]
-                if other != index and not nested:
-                    self.gathering.done_with(other, free=True)
+        if self._awaiting:
+            self.gathering.free_before(index, self._are_nested)
         self.gathering.use(index)
+
+    def _are_nested(self, a: int, b: int) -> bool:
+        return a == b or a in self._around[b] or b in self._around[a]
 
     def _gather_deferred(self, *, wait: bool) -> None:
         """What has had to let a reduction end first. See Note [gathers yield to reductions]."""
@@ -181,7 +174,14 @@ class Engine(Taped):
     def _before_backward(self, indices: list[int]) -> None:
         self._settle()
         for index in indices:
+            self._reduce_through(index)
             self._prepare_backward(index)
+
+    def gradient_comes(self, index: int) -> None:
+        """A parameter's, for which its unit may not be prepared: that of a penalty of gradients
+        need not come by outputs, and that of a weight which autocast has cast comes late."""
+        self._settle()
+        self._prepare_backward(index)
 
     def _prepare_backward(self, index: int) -> None:
         if index in self._awaiting:
@@ -197,38 +197,38 @@ class Engine(Taped):
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
             Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
-        self._awaiting[index] = sum(p.requires_grad for p in unit.parameters)
+        self._awaiting[index] = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
         self._use(index)
         if unit.trainable:
             self._arrivals[index].expect()
             self.reducing.open(unit, keep=not self.sync)
 
-    def _gradient_made(self, index: int, at: int) -> None:
-        name = self.plan[index].entries[at].name
-        if index not in self._awaiting:
+    def gradient_made(self, index: int, at: int) -> None:
+        """It is in the .grad of the unit's parameter `at`."""
+        if self.units[index] not in self.reducing.opened():
             raise UsageError(
-                f"parameter {name} of unit {self.plan[index].name!r} got a gradient, but none of "
-                "the unit's outputs did: the engine could not prepare its backward. Return the "
-                "tensors that the loss is made of from the unit's forward; call backward on a "
-                "penalty of gradients together with the loss."
-            )
-        if index in self._reduced:
-            raise UsageError(
-                f"parameter {name} of unit {self.plan[index].name!r} got a second gradient in one "
-                "backward, as a module does that is used twice under reentrant checkpointing. "
-                "Pass use_reentrant=False to torch.utils.checkpoint."
+                f"parameter {self.plan[index].entries[at].name} of unit {self.plan[index].name!r} "
+                "got a second gradient in one backward, as a module does that is used twice under "
+                "reentrant checkpointing. Pass use_reentrant=False to torch.utils.checkpoint."
             )
         self._arrivals[index].relay(at)
-        if self.reducing.take(self.units[index], at):
-            self._awaiting[index] -= 1
+        self.reducing.take(self.units[index], at)
+        self._awaiting[index].discard(at)
         self._gather_deferred(wait=False)
-        if self._awaiting[index] == 0 and index not in self.roots:
+        if not self._awaiting[index] and index not in self.roots:
             self._reduce(index)
+
+    def _reduce_through(self, index: int) -> None:
+        """The backward of this unit starts: reduce those before that have not all gradients on this
+        rank, as of experts that others use. So all ranks reduce in one order."""
+        for unit in self.reducing.opened():
+            owed = [unit.computed[at] for at in self._awaiting[unit.index]]
+            if not (self._are_nested(index, unit.index) or any(map(will_come, owed))):
+                self._reduce(unit.index)
 
     def _reduce(self, index: int) -> None:
         self._gather_deferred(wait=True)
         self.reducing.close(self.units[index])
-        self._reduced.add(index)
 
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
@@ -236,7 +236,7 @@ class Engine(Taped):
         for unit in reversed(trained):
             if unit.index not in self._awaiting:
                 self.reducing.open(unit, keep=not self.sync)
-            if unit.index not in self._reduced:
+            if unit in self.reducing.opened():
                 self._reduce(unit.index)
         self._end_backward(learn=True)
         for unit in trained:
@@ -256,7 +256,6 @@ class Engine(Taped):
     def _end_backward(self, *, learn: bool) -> None:
         self.reducing.finish()
         self._awaiting.clear()
-        self._reduced.clear()
         self._rest(learn=learn)
 
     def _rest(self, *, learn: bool) -> None:
@@ -265,7 +264,8 @@ class Engine(Taped):
         if not self._held:
             self.gathering.reshard_all()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer's. A forward may be left open: by an exception, or without its backward."""
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it: what is gathered must not depend on it
         steps.check(optimizer, self.stage)
@@ -282,7 +282,8 @@ class Engine(Taped):
                 "backward before must be outside of it"
             )
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
+        """Any optimizer's."""
         steps.restore(self.units, self.stage)
 
     # ---- for the user
@@ -335,7 +336,7 @@ class Engine(Taped):
             return
         self.closed = True
         recorder.leave(self)
-        if self._held or all(u.static for u in self.units):
+        if self._is_whole():
             copies.unmark(self.model)
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):

@@ -2,6 +2,13 @@
 
 The order of uses in one iteration is the forecast for the next. Gathers have a communicator of
 their own, so that they do not queue behind reductions.
+
+Note [nodes run in reverse]
+    Autograd runs the nodes that are ready in the reverse order of their making. So once the
+    backward of one unit starts, the last call of any unit after it is through, whether or not it
+    had gradients to make, and its weights (frozen ones too) may go. Only units around it still have
+    nodes to run, and one called before as well is gathered again by that call's hook. The hooks of
+    units that return the same tensor run the inner one's first, so that one stays too.
 """
 
 from __future__ import annotations
@@ -87,6 +94,13 @@ class Gathering:
             unit.reshard()
         written.refuse(lost)
         self.prefetch()
+
+    def free_before(self, index: int, are_nested: Callable[[int, int], bool]) -> None:
+        """The backward of a unit starts, or a forward again within it: those before it are through.
+        See Note [nodes run in reverse]."""
+        for other in list(self.in_use):
+            if not are_nested(index, other):
+                self.done_with(other, free=True)
 
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""

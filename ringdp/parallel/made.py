@@ -10,7 +10,7 @@ block where a residual block is skipped: the backward of that one starts there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,22 @@ class Made:
         self._modules = list(_own(module, others))
         self._known: Any = WeakIdKeyDictionary()  # left by an earlier forward
 
+    def outlive(self, dies: Callable[[Tensor], bool]) -> None:
+        """What is left and dies, as a part of a weight, gets memory of its own."""
+        for t in (t for m in self._modules for t in _left(m)):
+            if dies(t) and not isinstance(t, nn.Parameter):
+                t.data = t.data.clone()
+
     def by(self, output: Any) -> list[Tensor]:
         """By the forward that has just returned `output`."""
         if not torch.is_grad_enabled():
             return []
-        left = [t for m in self._modules for t in _tensors(m) if t not in self._known]
+        left = [
+            t
+            for m in self._modules
+            for t in _left(m)
+            if t.grad_fn is not None and t not in self._known
+        ]
         for t in left:
             self._known[t] = None
         return [t for t in (*tensors(output), *left) if t.grad_fn is not None and self._is_ours(t)]
@@ -74,14 +85,13 @@ def _own(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]
 _OF_ALL = frozenset(vars(nn.Module()))  # attributes: to look at these, too, takes twice as long
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
+def _left(module: nn.Module) -> Iterator[Tensor]:
     for name, value in vars(module).items():
         if name in _OF_ALL:
             continue
         if isinstance(value, Tensor):
-            if value.grad_fn is not None:
-                yield value
+            yield value
         elif type(value) in (list, tuple, dict) and name[0] != "_":
             for inner in value.values() if isinstance(value, dict) else value:
-                if isinstance(inner, Tensor) and inner.grad_fn is not None:
+                if isinstance(inner, Tensor):
                     yield inner

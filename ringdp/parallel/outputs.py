@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from copy import Error, copy
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import CellType, FunctionType, ModuleType
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+from ringdp.errors import UsageError
 
 DEEP = 3  # objects within objects: one may hold all that a program has
 
@@ -28,30 +30,34 @@ def _tensors(value: Any, seen: set[int], deep: int) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif (parts := _parts(leaf)) and id(leaf) not in seen:
-            held = isinstance(leaf, dict | list | tuple) or is_dataclass(leaf)
+            held = isinstance(leaf, _CONTAINERS) or is_dataclass(leaf)
             if held or deep:
                 seen.add(id(leaf))
                 yield from _tensors(parts, seen, deep - (not held))
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
 def _parts(x: Any) -> list[Any]:
-    if isinstance(x, nn.Module | type | ModuleType):
-        return []
     if isinstance(x, dict):
         return [*x.values()]
-    if isinstance(x, list | tuple):
+    if isinstance(x, _CONTAINERS):
         return [*x]
-    if is_dataclass(x):
-        return [getattr(x, field.name) for field in fields(x)]
-    slots = [names for c in type(x).__mro__ if (names := vars(c).get("__slots__"))]
-    names = [name for s in slots for name in ([s] if isinstance(s, str) else s)]
-    held = [getattr(x, name) for name in names if hasattr(x, name)]
-    held += getattr(x, "__dict__", {}).values()
+    held = [*_attributes(x).values()]
     if isinstance(x, FunctionType):
         held += [_contents(cell) for cell in x.__closure__ or ()]
     elif isinstance(x, partial):
         held += x.func, x.args, x.keywords
     return held
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    if isinstance(x, nn.Module | type | ModuleType):
+        return {}
+    slots = [names for c in type(x).__mro__ if (names := vars(c).get("__slots__"))]
+    names = [name for s in slots for name in ([s] if isinstance(s, str) else s)]
+    return {n: getattr(x, n) for n in names if hasattr(x, n)} | getattr(x, "__dict__", {})
 
 
 def _contents(cell: CellType) -> Any:
@@ -61,22 +67,31 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(
+    function: Callable[[Tensor], Tensor],
+    value: Any,
+    *,
+    which: Callable[[Tensor], bool] = lambda _: True,
+    deep: int = 0,
+) -> Any:
     """The same structure with every tensor in containers and dataclasses replaced by the
-    function's."""
+    function's. What has none of those `which` stays; `deep`: and other objects that have some are
+    copied, so many of them within one another."""
+
+    def inner(x: Any, deep: int) -> Any:
+        return map_tensors(function, x, which=which, deep=deep)
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor):
             return function(x)
-        if isinstance(x, dict | list | tuple) and next(tensors(x), None) is not None:
+        if not any(which(t) for t in tensors(x)):
+            return x
+        if isinstance(x, _CONTAINERS):
             elements = x.values() if isinstance(x, dict) else x
-            return _refilled(x, [map_tensors(function, y) for y in elements])
-        if is_dataclass(x) and not isinstance(x, type):
-            return replace(
-                x,
-                **{f.name: map_tensors(function, getattr(x, f.name)) for f in fields(x) if f.init},
-            )
-        return x
+            return _refilled(x, [inner(y, deep) for y in elements])
+        if not deep:
+            return _made_again(x, lambda y: inner(y, 0)) if is_dataclass(x) else x
+        return _changed(x, lambda y: inner(y, deep - (not is_dataclass(x))))
 
     return tree_map(leaf, value)
 
@@ -88,6 +103,8 @@ def _refilled(container: Any, elements: Iterable[Any]) -> Any:
         if attributes := getattr(container, "__dict__", None):
             vars(made).update(attributes)
         return made
+    if isinstance(container, set | frozenset):
+        return type(container)(elements)
     new = copy(container)
     keys = list(container) if isinstance(container, dict) else range(len(container))
     for key, element in zip(keys, elements, strict=True):
@@ -95,27 +112,67 @@ def _refilled(container: Any, elements: Iterable[Any]) -> Any:
     return new
 
 
-def lasting(output: Any, freed: Iterable[Tensor]) -> Any:
-    """What a module may return in place of `output`, where what is in the memory of `freed` will be
-    gone: that as a copy. And a leaf that is trained as a view, whose hooks go with the graph."""
-    gone = {t.untyped_storage().data_ptr() for t in freed if t.untyped_storage().nbytes()}
+def _made_again(x: Any, change: Callable[[Any], Any]) -> Any:
+    """A dataclass from other values, as torch's DDP does it."""
+    return replace(x, **{f.name: change(getattr(x, f.name)) for f in fields(x) if f.init})
 
-    def dies(t: Tensor) -> bool:
+
+def _changed(x: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy with other attributes; the object itself where there can be none."""
+    try:
+        new = copy(x)
+    except (TypeError, Error):
+        return x
+    for name, value in _attributes(x).items():
+        object.__setattr__(new, name, change(value))  # a frozen one's, too
+    return new
+
+
+class Dying:
+    """Whether a tensor is in the memory of `freed`, which will be gone."""
+
+    def __init__(self, freed: Iterable[Tensor]) -> None:
+        self._gone = {t.untyped_storage().data_ptr() for t in freed if t.untyped_storage().nbytes()}
+
+    def __bool__(self) -> bool:
+        return bool(self._gone)
+
+    def __call__(self, t: Tensor) -> bool:
         return (
-            bool(gone)
+            bool(self._gone)
             and t.layout is torch.strided
             and bool(t.numel())
-            and t.untyped_storage().data_ptr() in gone
+            and t.untyped_storage().data_ptr() in self._gone
         )
+
+
+def lasting(output: Any, dies: Dying, unit: str) -> Any:
+    """What a unit may return in place of `output`: what dies as a copy. And a leaf that is trained
+    as a view, whose hooks go with the graph. Raises UsageError for what may die and cannot be found
+    or copied."""
 
     def is_leaf(t: Tensor) -> bool:
         return t.is_leaf and t.requires_grad and torch.is_grad_enabled()
+
+    def changes(t: Tensor) -> bool:
+        return dies(t) or is_leaf(t)
 
     def one(t: Tensor) -> Tensor:
         if dies(t):
             return t.clone()
         return t.view_as(t) if is_leaf(t) else t
 
-    if any(dies(t) or is_leaf(t) for t in tensors(output)):
-        return map_tensors(one, output)
+    if dies and any(isinstance(x, Iterator) for x in tree_leaves(output)):
+        raise _refusal(unit, "an iterator, and what comes out of that may be")
+    if any(map(changes, tensors(output))):
+        output = map_tensors(one, output, which=changes, deep=DEEP)
+        if dies and any(map(dies, tensors(output))):
+            raise _refusal(unit, "a function, or an object that cannot be copied, which has")
     return output
+
+
+def _refusal(unit: str, what: str) -> UsageError:
+    return UsageError(
+        f"unit {unit!r} returns {what} a part of its parameters, which are freed after its forward "
+        "in stage 3. Return tensors, or containers of them"
+    )

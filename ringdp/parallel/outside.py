@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringdp.errors import UsageError
 from ringdp.parallel import sliced
+from ringdp.parallel.computed import Gathered
 
 
 class Sharded(nn.Parameter):
@@ -60,15 +61,15 @@ def name(parameter: nn.Parameter, text: str) -> None:
 def guard(parameters: Sequence[nn.Parameter]) -> None:
     """From now on they refuse to be used. Subclasses of a user's are left alone."""
     for p in parameters:
-        if type(p) is nn.Parameter:
+        if type(p) in (nn.Parameter, Gathered):
             p.__class__ = Sharded
 
 
-def release(parameters: Sequence[nn.Parameter]) -> None:
-    """They are ordinary parameters again."""
+def release(parameters: Sequence[nn.Parameter], into: type[nn.Parameter] = nn.Parameter) -> None:
+    """They are ordinary parameters again, or Gathered."""
     for p in parameters:
         if type(p) is Sharded:
-            p.__class__ = nn.Parameter  # type: ignore[assignment]
+            p.__class__ = into  # type: ignore[assignment]
 
 
 def _flat(out: Any) -> Sequence[Any]:

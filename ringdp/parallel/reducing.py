@@ -18,13 +18,11 @@ from ringdp.parallel.unit import FlatUnit
 
 
 class _Open(NamedTuple):
-    """A unit whose gradients come. `keep`: not to be reduced. `came`: those that have in this
-    backward, where `filling` may hold some of backwards before."""
+    """A unit whose gradients come. `keep`: not to be reduced."""
 
     unit: FlatUnit
     filling: Filling
     keep: bool
-    came: set[int]
 
 
 class _Reduction(NamedTuple):
@@ -64,17 +62,18 @@ class Reducing:
             filling = self.kept.open(unit)
         else:
             filling = Filling(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
-        self._open[unit.index] = _Open(unit, filling, keep, set())
+        self._open[unit.index] = _Open(unit, filling, keep)
 
-    def take(self, unit: FlatUnit, at: int) -> bool:
-        """Move in what the unit's parameter `at` has got; whether it is the first of it."""
-        parameter, opened = unit.computed[at], self._open[unit.index]
+    def take(self, unit: FlatUnit, at: int) -> None:
+        """Move in what the unit's parameter `at` has got."""
+        parameter = unit.computed[at]
         if parameter.grad is not None:  # a hook of the user's may have taken it away
             gradient, parameter.grad = parameter.grad, None
-            opened.filling.take(at, gradient)
-        first = at not in opened.came
-        opened.came.add(at)
-        return first
+            self._open[unit.index].filling.take(at, gradient)
+
+    def opened(self) -> list[FlatUnit]:
+        """Those that are opened and not closed."""
+        return [opened.unit for opened in self._open.values()]
 
     def close(self, unit: FlatUnit) -> None:
         """All of the unit's gradients have come."""

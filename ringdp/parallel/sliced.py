@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.comm import Communicator
@@ -89,6 +90,7 @@ def restore(emptied: Emptied) -> None:
     """It has stepped: every rank has gradients of the same parameters again, for their norms."""
     while emptied:
         p, gradient = emptied.pop()
+        increment_version(p)  # as on ranks where it is not empty
         if p.grad is None:
             p.grad = gradient
 

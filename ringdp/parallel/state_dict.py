@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
@@ -66,10 +65,8 @@ def of_masters(model: nn.Module, gathering: Gathering, own: Own) -> list[Removab
                 unit.unshard()
 
     def loaded(module: nn.Module, *_: Any) -> None:
-        if found := resting.get(module):
+        if resting.get(module):
             gathering.given.check()
-            for unit in found:
-                increment_version(unit.computed)  # what autograd has saved of them is gone
             resume(module)
 
     handles: list[RemovableHandle] = []

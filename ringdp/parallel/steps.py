@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ringdp.errors import UsageError
 from ringdp.parallel import outside, sliced
@@ -20,6 +25,22 @@ _NOT_BY_ELEMENT = tuple(
     for name in ("LBFGS", "Adafactor", "Muon")
     if hasattr(torch.optim, name)
 )
+
+
+class Steps(Protocol):
+    """Who wants to know."""
+
+    def before_step(self, optimizer: Optimizer) -> None: ...
+
+    def after_step(self) -> None: ...
+
+
+def listen(who: Steps) -> list[Any]:
+    """Tells of every step of any optimizer, until these handles are removed."""
+    return [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: who.before_step(optimizer)),
+        register_optimizer_step_post_hook(lambda *_: who.after_step()),
+    ]
 
 
 def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:

@@ -65,8 +65,8 @@ class Watcher:
         around.before(engine, "_after_forward", self._forward_ends)
         around.after(engine, "_before_backward", self._backward_begins)
         around.before(engine, "_reduce", self._unit_through)
-        around.before(engine, "_before_step", self._steps)
-        around.after(engine, "_after_step", self._stepped)
+        around.before(engine, "before_step", self._steps)
+        around.after(engine, "after_step", self._stepped)
         for unit in engine.units:
             self._watch(unit)
         self._watch_prefetch()

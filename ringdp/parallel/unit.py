@@ -12,7 +12,7 @@ from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout, outside, sliced
-from ringdp.parallel.computed import Computed
+from ringdp.parallel.computed import Computed, Gathered, follow
 from ringdp.parallel.memory import Ledger, Widths, holders, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
@@ -99,7 +99,8 @@ class FlatUnit:
         self._make_gradients()
         self.emptied: sliced.Emptied = []  # while an optimizer steps
         ledger.take("parameters", self.widths.parameters(plan, stage))
-        self.state, self.versions = State.UNSHARDED, list[int]()  # for `written`
+        self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
+        self.versions = list[int]()  # for `written`
         self.work: Work | None = None
         self._homes = [] if self.static else [t.data_ptr() for t in self.rest]
         if self.static:
@@ -143,10 +144,9 @@ class FlatUnit:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        outside.release(self.parameters)
+        outside.release(self.parameters, Gathered if self.freed else nn.Parameter)
         if self.apart:
-            for c, p in zip(self.computed, self.parameters, strict=True):
-                c.requires_grad_(p.requires_grad)
+            self.followed = follow(self.computed, self.parameters, self.followed)
             put(self.places, self.computed)
             if self.stage.optimizer is Keep.SHARD:
                 outside.guard(self.parameters)
@@ -282,9 +282,8 @@ class FlatUnit:
             return self.shard if sharded else whole
         if not sharded:
             return whole
-        if self.offload.any:
-            return on_host(self.plan.shard, self.dtypes.master).copy_(whole[self.part])
-        return whole[self.part].clone()
+        own = whole[self.part]
+        return on_host(own.numel(), own.dtype).copy_(own) if self.offload.any else own.clone()
 
     def leave_held(self, own: Sequence[Tensor]) -> None:
         """Take other memory for gradients where somebody holds some of these, beside the p.grad

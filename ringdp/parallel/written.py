@@ -1,8 +1,8 @@
 """A parameter written to while its unit computes, as a constraint or a codebook in a forward does
 it: an error that names it.
 
-It is then a view of what was gathered, which goes afterwards, and what is written there with it. A
-write in place through `p.data` is not seen.
+It is then a view of what was gathered, which goes afterwards, and what is written there with it.
+Through `p.data` too; what is not seen is a write through the `.data` of a view, or by numpy.
 """
 
 from __future__ import annotations

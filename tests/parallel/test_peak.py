@@ -107,7 +107,7 @@ def peak(comm: Communicator, kind: type[Net], stage: int, prefetch: int | None) 
     for owner, name in (
         (engine, "_before_forward"),
         (engine, "_before_backward"),
-        (engine, "_gradient_made"),
+        (engine, "gradient_made"),
         (engine.reducing, "start"),
     ):
         look_after(owner, name, look)

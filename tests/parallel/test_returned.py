@@ -4,24 +4,74 @@ themselves. One process is the reference."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ringdp
-from ringdp import Communicator, Engine
+from ringdp import Communicator, Engine, UsageError
+from tests.parallel.small import APART
 
 pytestmark = pytest.mark.process
 
 ROWS, WIDTH = 4, 6
+
+
+class Pair(NamedTuple):
+    t: Any
+    other: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    t: Any
+
+
+class Held:
+    def __init__(self, t: Tensor) -> None:
+        self.inner = [SimpleNamespace(t={"t": t}), Frozen(1)]
+        self.itself = self
+
+    @property
+    def t(self) -> Tensor:
+        out: Tensor = self.inner[0].t["t"]
+        return out
+
+
 PARTS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda p: p,
     "a part": lambda p: p[:ROWS],
     "transposed": lambda p: {"t": p.t()},
     "detached": lambda p: p.detach()[:ROWS],
+    "in a tuple with names": Pair,
+    "in a dataclass": Frozen,
+    "in an object": SimpleNamespace,
+    "in objects within objects": Held,
+    "in a set": lambda p: {p},
+    "in a function": lambda p: lambda: p * 1,
+    "as an argument": lambda p: partial(torch.mul, p, 1),
+    "in an iterator": lambda p: iter([p]),
+    "row by row": lambda p: (row * 1 for row in p),
 }
+UNSEEN = {"in a function", "as an argument", "in an iterator", "row by row"}
+
+
+def table_of(returned: Any) -> Tensor:
+    if isinstance(returned, Tensor):
+        return returned
+    if isinstance(returned, dict):
+        return table_of(returned["t"].t())
+    if callable(returned):
+        return table_of(returned())
+    if hasattr(returned, "t"):
+        return table_of(returned.t)
+    rows = list(returned)
+    return torch.stack(rows) if len(rows) > 1 else table_of(rows[0])
 
 
 class Table(nn.Module):
@@ -33,7 +83,8 @@ class Table(nn.Module):
         self.part = part
 
     def forward(self) -> Any:
-        return PARTS[self.part](self.table)
+        make = PARTS[self.part]
+        return make(t=self.table) if make is SimpleNamespace else make(self.table)
 
 
 class Net(nn.Module):
@@ -44,8 +95,7 @@ class Net(nn.Module):
         self.register_buffer("repeats", torch.rand(1, WIDTH).expand(ROWS, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.table()
-        rows = rows["t"].t() if isinstance(rows, dict) else rows
+        rows = table_of(self.table())
         out: Tensor = self.linear(torch.tanh(x + rows * rows)) * self.repeats
         return out
 
@@ -69,12 +119,23 @@ def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
 
 
 def returns(comm: Communicator, stage: int, part: str) -> None:
-    net, twin = Net(part), Net(part)
-    engine = ringdp.shard(net, stage=stage, unit=(Table, nn.Linear), comm=comm)
-    assert all(map(torch.equal, train(net), train(twin)))  # n = 2 and equal batches: exact
-    for p in net.parameters():
-        assert not p._backward_hooks, "a hook for every forward"
-    engine.close()
+    for precision in (None, APART):
+        net, twin = Net(part), Net(part)
+        if precision:
+            twin.double()
+        engine = ringdp.shard(
+            net, stage=stage, unit=(Table, nn.Linear), precision=precision, comm=comm
+        )
+        if stage == 3 and part in UNSEEN:
+            with pytest.raises(UsageError, match="unit 'table' returns"):
+                train(net)
+            engine.close()
+            continue
+        # n = 2 and equal batches: exact, but for masters in another dtype
+        torch.testing.assert_close(train(net), train(twin), rtol=1e-6 if precision else 0, atol=0)
+        for p in net.parameters():
+            assert len(p._backward_hooks) == 1, "a hook for every forward"
+        engine.close()
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -143,6 +204,7 @@ class Leaves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x + torch.tanh(self.linear(x))
+        self.parts = self.linear.weight[:2], self.linear.weight.detach()[:1].t()
         self.losses["large"] = self.linear.weight.square().sum() + out.mean()
         self.small = self.linear.bias.square().sum() if x[0, 0] > 0 else None
         return out
@@ -152,6 +214,7 @@ def left(model: nn.Module) -> Tensor:
     loss = torch.zeros(())
     for m in model:
         loss = loss + m.losses["large"] + (0 if m.small is None else m.small)
+        loss = loss + torch.stack([part.sum() for part in m.parts]).sum()
     return loss
 
 

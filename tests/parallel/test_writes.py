@@ -80,7 +80,7 @@ def writes_amid(comm: Communicator, stage: int, precision: Precision | None) -> 
 
     model, twin = made(), made()
     engine = ringdp.shard(model, stage=stage, unit=1 << 40, precision=precision, comm=comm)
-    for how in (lambda p: p.clamp_(min=0), assigns):
+    for how in (lambda p: p.clamp_(min=0), lambda p: p.data.mul_(0.5), assigns):
         model.how = how
         if how is not assigns and stage < 3 and not precision:
             twin.how = how  # it is kept, which is right where all ranks write the same

@@ -1,0 +1,76 @@
+"""Gradients of other parameters on other ranks, as where a batch takes some experts of a layer. One
+process that has the batches of all ranks is the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Precision
+from tests.parallel.small import APART, WIDTH, assert_equal, loss
+
+pytestmark = pytest.mark.process
+
+Picks = list[int | None]  # by layer: the expert, None for all
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.pick: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked = self.experts if self.pick is None else [self.experts[self.pick]]
+        return x + torch.tanh(torch.stack([e(x) for e in picked]).sum(0))
+
+
+class Net(nn.Module):
+    """The first layer is `again` called after the second."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.again = nn.ModuleList(Experts() for _ in range(3)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.layers
+        x = b(a(c(x)))
+        return a(x) if self.again else x
+
+    def choose(self, picks: Picks) -> None:
+        for layer, pick in zip(self.layers, picks, strict=True):
+            layer.pick = pick  # type: ignore[assignment]
+
+
+def trains(
+    comm: Communicator, stage: int, precision: Precision | None, picks: list[Picks], again: bool
+) -> None:
+    model, twin = Net(again), Net(again)
+    engine = ringdp.shard(model, stage=stage, unit=Experts, precision=precision, comm=comm)
+    mine, exact = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    for step in range(3):
+        model.choose(picks[comm.rank])
+        loss(model, step).backward()
+        mine.step()
+        mine.zero_grad()
+        for one in picks:
+            twin.choose(one)
+            (loss(twin, step) / len(picks)).backward()
+        exact.step()
+        exact.zero_grad()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("again", [False, True], ids=["", "again"])
+@pytest.mark.parametrize(
+    "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
+)
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_may_take_other_experts(ranks, stage, picks, again, precision):
+    """What one rank has reduced, and another not yet, they would wait for in a circle."""
+    ranks(2)(trains, stage, precision, picks, again)

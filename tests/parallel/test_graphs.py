@@ -1,0 +1,176 @@
+"""What is done with graphs beside one backward of each: penalties of gradients, graphs used again
+after a step, autocast around several, torch.func. One process is the reference, or what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator, Offload, Precision, UsageError
+from tests.parallel.small import APART, WIDTH, assert_equal, batch, loss
+
+pytestmark = pytest.mark.process
+
+STEPS = 3
+Loop = Callable[[nn.Module, Any], None]
+
+
+def critic() -> nn.Sequential:
+    """Its last unit's slice is empty on one rank."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+
+
+# ---- penalties
+
+
+def penalty(model: nn.Module, step: int) -> Tensor:
+    x = batch(step).requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    out: Tensor = (g.norm(dim=1) - 1).square().mean()
+    return out
+
+
+def alone(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        penalty(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_a_loss(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        (penalty(model, step) + loss(model, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def after_a_loss(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        loss(model, step).backward()
+        penalty(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def of_weights(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        value = loss(model, step)
+        weights = list(model.parameters())
+        gradients = torch.autograd.grad(value, weights, create_graph=True)
+        torch.stack([g.square().sum() for g in gradients]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trains(comm: Communicator, loop: Loop, stage: int, apart: bool) -> None:
+    model, twin = critic(), critic()
+    offload = Offload(optimizer=True) if apart else None
+    engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
+    for one in (model, twin):
+        loop(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize(("stage", "apart"), [(0, False), (1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("loop", [alone, with_a_loss, after_a_loss, of_weights])
+def test_a_penalty_of_gradients_trains_as_in_one_process(ranks, loop, stage, apart):
+    """Alone it need not pass the output of a unit whose weights it trains."""
+    ranks(2)(trains, loop, stage, apart)
+
+
+# ---- autocast
+
+
+def autocast_around_all(model: nn.Module, optimizer: Any) -> None:
+    """Which keeps what it has cast, and so the graphs of the first forward."""
+    with torch.autocast("cpu", torch.bfloat16):
+        for step in range(STEPS):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def autocast_around_two(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            first, second = loss(model, step), loss(model, step + 7)
+        second.backward()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("stage", "apart"), [(0, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize("loop", [autocast_around_all, autocast_around_two])
+def test_casts_outlive_a_backward(ranks, loop, stage, apart):
+    """Their gradients come when all units are through: in stage 3 to slices."""
+    ranks(2)(trains, loop, stage, apart)
+
+
+# ---- used again after a step
+
+
+def backward_again(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    for make in (torch.optim.SGD, ringdp.AdamW):
+        engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
+        optimizer = make(model.parameters(), lr=0.1)
+        value = loss(model)
+        value.backward(retain_graph=True)
+        value.backward(retain_graph=True)  # nothing has changed
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.backward()
+        loss(model).backward()
+        engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_after_a_step_is_told(ranks, stage, precision):
+    """In torch's words. Where others compute in their place it took new weights for old ones."""
+    ranks(2)(backward_again, stage, precision)
+
+
+# ---- torch.func
+
+
+def transforms(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model = critic()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+
+    def per_sample(model: nn.Module) -> dict[str, Tensor]:
+        def value(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(model, parameters, (x,)).square().mean()
+            return out
+
+        found = torch.vmap(torch.func.grad(value), (None, 0))
+        out: dict[str, Tensor] = found(dict(model.named_parameters()), batch())
+        return out
+
+    if stage or precision:
+        with pytest.raises(UsageError, match=r"torch.func .* Call it within full_parameters"):
+            per_sample(model)
+        with pytest.raises(UsageError, match=r"torch.func"):
+            torch.vmap(model)(batch())
+        with engine.full_parameters():
+            mine = per_sample(model)
+    else:
+        mine = per_sample(model)
+    for name, exact in per_sample(critic()).items():
+        torch.testing.assert_close(mine[name], exact)
+    loss(model).backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_torch_func_is_for_whole_parameters(ranks, stage, precision):
+    ranks(2)(transforms, stage, precision)
