@@ -45,6 +45,17 @@ nb::object told(const std::optional<CallInfo>& info) {
   return nb::make_tuple(info->number, info->kind, info->elements, nb::bytes(site, strnlen(site, kSite)));
 }
 
+PyType_Slot collected[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(+[](PyObject* self, visitproc visit, void* arg) {
+       Py_VISIT(Py_TYPE(self));
+       return nb::inst_ready(self) ? nb::inst_ptr<Ready>(self)->visit(visit, arg) : 0;
+     })},
+    {Py_tp_clear, reinterpret_cast<void*>(+[](PyObject* self) {
+       nb::inst_ptr<Ready>(self)->forget();
+       return 0;
+     })},
+    {0, nullptr}};
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -136,7 +147,7 @@ NB_MODULE(_core, m) {
            },
            nb::arg("whole").none(), nb::arg("part").none(), nb::arg("number"), nb::arg("site"));
 
-  nb::class_<Ready>(m, "Ready")
+  nb::class_<Ready>(m, "Ready", nb::type_slots(collected))
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
       .def_rw("issued", &Ready::issued)

@@ -36,6 +36,12 @@ class Ready {
     known_[key] = {what, std::move(prepared), nb::borrow(by)};
   }
 
+  // For Python's garbage collector: an algorithm may hold its communicator, which holds this.
+  int visit(visitproc visit, void* arg) const {
+    for (const auto& [key, known] : known_) Py_VISIT(known.algorithm.ptr());
+    return 0;
+  }
+
   void forget() {
     recent_.fill({});
     const auto gone = std::exchange(known_, {});  // what goes may call, as an algorithm's finalizer

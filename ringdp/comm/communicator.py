@@ -307,8 +307,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
         finish: Callable[[], None] | None,
     ) -> Work:
         number, _, _, site = call
-        self._calls.issued += 1
         begun = time.monotonic()
+        self._calls.issued += 1  # from here on no signal comes between, until it has begun
         try:
             ticket = (ready.start if background else ready.run)(what.whole, what.part, number, site)
         except UsageError:  # nothing has begun

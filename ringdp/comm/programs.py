@@ -1,16 +1,20 @@
 """From a collective and its algorithm to what a transport runs: one rank's program, and bounds.
 
-A schedule is proved, projected and fused once per (collective, algorithm, n, root), as long as it
-is among the last ones: functions made anew for every call must not pile up.
+A schedule is proved, projected and fused once per (collective, algorithm, n, root): for a function
+as long as it lives, which may hold the communicator that it is for; else as long as it is among
+the last ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import FunctionType
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from ringdp.errors import ScheduleError
 from ringdp.schedule import (
@@ -30,19 +34,25 @@ from ringdp.transport.base import bounds_of, uneven_bounds
 MOST = 1024  # that are remembered
 
 
+class Asked(NamedTuple):
+    """A program for one rank. Without a `depth`: see `Transport.depth`."""
+
+    collective: Collective
+    n: int
+    rank: int
+    root: int
+    depth: int | None
+
+
 @dataclass(frozen=True)
 class Origin:
     """What a program is made of."""
 
     collective: Collective
-    builder: str | Builder
+    algorithm: str  # its name
     root: int
     rows: Iterable[Iterable[int]]
-
-    @property
-    def algorithm(self) -> str:
-        """Its name."""
-        return name_of(self.builder)
+    builder: Callable[[], str | Builder | None]  # gives it; None for a function that is no more
 
     @cached_property
     def names(self) -> dict[tuple[int, ...], str]:
@@ -57,7 +67,9 @@ _origins: dict[int, Origin] = {}
 Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
 
 
-@lru_cache(maxsize=MOST)
+_own: WeakKeyDictionary[FunctionType, dict[Asked, Program]] = WeakKeyDictionary()
+
+
 def program(
     collective: Collective,
     algorithm: str | Builder,
@@ -70,6 +82,17 @@ def program(
 
     Without a `depth` projected only: who runs whole rounds cannot stall.
     """
+    asked = Asked(collective, n, rank, root, depth)
+    if not isinstance(algorithm, FunctionType):  # a bound method is another object each time
+        return _of_last(algorithm, asked)
+    known = _own.setdefault(algorithm, {})
+    if asked not in known:
+        known[asked] = _made(algorithm, asked)
+    return known[asked]
+
+
+def _made(algorithm: str | Builder, asked: Asked) -> Program:
+    collective, n, rank, root, depth = asked
     plan = proved(algorithm, collective, n, root)
     if depth is None:
         return project(plan, rank)
@@ -80,15 +103,20 @@ def program(
     for programs in (fused, plain):
         needed = fifo_depth(programs)
         if needed <= depth:
-            made = programs[rank]
-            _remember(Origin(collective, algorithm, root, made.rows), made)
-            return made
+            _remember(algorithm, asked, programs[rank])
+            return programs[rank]
     raise ScheduleError(
         f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
     )
 
 
-def _remember(origin: Origin, made: Program) -> None:
+_of_last = lru_cache(maxsize=MOST)(_made)
+
+
+def _remember(algorithm: str | Builder, asked: Asked, made: Program) -> None:
+    own = isinstance(algorithm, FunctionType)
+    builder = weakref.ref(algorithm) if own else lambda: algorithm
+    origin = Origin(asked.collective, name_of(algorithm), asked.root, made.rows, builder)
     address = made.rows.ctypes.data
     _origins[address] = origin
     weakref.finalize(made, _origins.pop, address).atexit = False

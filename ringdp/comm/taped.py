@@ -79,8 +79,8 @@ class Reel:
             more["queued_us"] = max(0, call.begin - call.issued) / 1000
         if not call.ended:
             more["failed"] = True
-        if origin:
-            self._about.schedule(origin.collective, origin.builder, origin.root)
+        if origin and (builder := origin.builder()):
+            self._about.schedule(origin.collective, builder, origin.root)
         algorithm = origin.algorithm if origin else OWN
         what = call.number, call.kind, call.elements, call.site, algorithm
         self._about.collective(call.begin, call.end, *what, **more)

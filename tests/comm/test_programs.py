@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 
+from ringdp import Communicator
 from ringdp.comm import programs
 from ringdp.comm.call import OWN, fingerprint
 from ringdp.schedule import Schedule, schedule
+from tests.comm.failing import leaves_nothing
 
 
 def made() -> Callable[[int], Schedule]:
@@ -26,16 +30,39 @@ def use(algorithm: Callable[[int], Schedule]) -> int:
     return int(program.rows.ctypes.data)
 
 
-def test_only_the_last_are_remembered():
+def test_a_function_is_remembered_as_long_as_it_lives():
     first = made()
     seen, address = weakref.ref(first), use(first)
+    assert use(first) == address
     origin = programs.origin_of(address)
     assert origin is not None
-    assert origin.builder is first
+    assert origin.builder() is first
     assert "send" in origin.names.values()
-    del first, origin
+    del first
+    assert seen() is None
+    assert origin.builder() is None
+
+
+def test_of_others_only_the_last_are_remembered():
+    kept = len(programs._origins)
     for _ in range(2 * programs.MOST):
-        use(made())
+        use(partial(schedule, "all_reduce", "ring"))
+    assert programs.MOST <= len(programs._origins) <= kept + programs.MOST + 1
+
+
+def used(comm: Communicator) -> weakref.ref[Communicator]:
+    """By an algorithm that holds it: a cycle through C++."""
+    comm.all_reduce(torch.ones(4), algorithm=lambda n: schedule("all_reduce", "ring", comm.size))
+    return weakref.ref(comm)
+
+
+@leaves_nothing
+def dropped(comm: Communicator) -> None:
+    seen = used(comm.duplicate())
     gc.collect()
     assert seen() is None
-    assert len(programs._origins) <= 2 * programs.MOST
+
+
+@pytest.mark.process
+def test_an_algorithm_that_holds_its_communicator_does_not_keep_it(ranks):
+    ranks(2)(dropped)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ringdp import Communicator, PeerLost, UsageError
+from ringdp.comm import communicator
 from ringdp.comm.call import place
 from tests.comm.failing import Heard, fallible, hear, until_failed
 
@@ -195,3 +196,25 @@ def refused_late(comm: Communicator) -> None:
 
 def test_a_call_that_is_refused_late_does_not_count(ranks):
     ranks(2)(refused_late)
+
+
+def interrupted_before(comm: Communicator) -> None:
+    """By Ctrl-C, which Python raises at the end of a call to C: the clock is asked last."""
+    clock = communicator.time
+
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    before = comm.issued
+    communicator.time = SimpleNamespace(monotonic=interrupted)  # type: ignore[assignment]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(torch.ones(3), scale=2.0)
+    finally:
+        communicator.time = clock
+    assert comm.issued == before
+    comm.barrier()
+
+
+def test_a_call_that_ctrl_c_prevents_does_not_count(ranks):
+    ranks(2)(interrupted_before)
