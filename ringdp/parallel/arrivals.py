@@ -8,6 +8,7 @@ those take the hooks over.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,9 +59,19 @@ class Arrivals:
 
     def expect(self) -> None:
         """The unit's backward starts."""
+        self._backward = torch._C._current_graph_task_id()  # they count up
         for at, handle in self._made.items():
             hooks: Any = self.unit.computed[at]._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # torch does not see move_to_end
+
+    def may_come(self, owed: Iterable[int]) -> bool:
+        """Whether any of these gradients may still come in the backward that was expected. Another,
+        under way within that one as reentrant checkpointing has it, cannot tell; one around it
+        can: it has ended."""
+        now = torch._C._current_graph_task_id()
+        if now != self._backward:
+            return now > self._backward
+        return any(_will_come(self.unit.computed[at]) for at in owed)
 
     def relay(self, at: int) -> None:
         """Call what the user has hung on a master, with the parameter that has the gradient."""
@@ -72,7 +83,7 @@ class Arrivals:
                     hook(p)
 
 
-def will_come(parameter: Tensor) -> bool:
+def _will_come(parameter: Tensor) -> bool:
     """Whether the backward under way has yet to make its gradient. One of `autograd.grad` makes
     none."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -41,7 +41,7 @@ from torch.autograd import Variable
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
-from ringdp.parallel.arrivals import Arrivals, will_come
+from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
@@ -125,7 +125,9 @@ class Engine(Taped):
         if transformed(self._is_whole) or self._held:
             return
         for index in indices:
-            if not in_backward():  # not a recomputation
+            if in_backward():  # a recomputation
+                self._reduce_through(index)
+            else:
                 self._settle()
                 if index == 0 or self.gathering.over:  # a new iteration
                     self.gathering.begin()
@@ -137,8 +139,7 @@ class Engine(Taped):
             return output
         ours, unit = self._made[indices[0]], self.units[indices[0]]
         dies = Dying(self.units[i].full for i in indices if unit.freed)
-        if dies:
-            ours.outlive(dies)
+        ours.outlive(dies)
         output = lasting(output, dies, unit.plan.name)
         starts = ours.by(output)
         if not self._held:
@@ -222,9 +223,9 @@ class Engine(Taped):
         """The backward of this unit starts: reduce those before that have not all gradients on this
         rank, as of experts that others use. So all ranks reduce in one order."""
         for unit in self.reducing.opened():
-            owed = [unit.computed[at] for at in self._awaiting[unit.index]]
-            if not (self._are_nested(index, unit.index) or any(map(will_come, owed))):
-                self._reduce(unit.index)
+            other, owed = unit.index, self._awaiting[unit.index]
+            if not (self._are_nested(index, other) or self._arrivals[other].may_come(owed)):
+                self._reduce(other)
 
     def _reduce(self, index: int) -> None:
         self._gather_deferred(wait=True)
@@ -283,7 +284,6 @@ class Engine(Taped):
             )
 
     def after_step(self) -> None:
-        """Any optimizer's."""
         steps.restore(self.units, self.stage)
 
     # ---- for the user

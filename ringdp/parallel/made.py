@@ -10,14 +10,14 @@ block where a residual block is skipped: the backward of that one starts there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringdp.parallel.outputs import tensors
+from ringdp.parallel.outputs import Dying, tensors
 
 
 class Made:
@@ -39,11 +39,12 @@ class Made:
         self._modules = list(_own(module, others))
         self._known: Any = WeakIdKeyDictionary()  # left by an earlier forward
 
-    def outlive(self, dies: Callable[[Tensor], bool]) -> None:
+    def outlive(self, dies: Dying) -> None:
         """What is left and dies, as a part of a weight, gets memory of its own."""
-        for t in (t for m in self._modules for t in _left(m)):
-            if dies(t) and not isinstance(t, nn.Parameter):
-                t.data = t.data.clone()
+        for module in self._modules if dies else ():
+            for t in _left(module):
+                if dies(t) and not isinstance(t, nn.Parameter):
+                    t.data = t.data.clone()
 
     def by(self, output: Any) -> list[Tensor]:
         """By the forward that has just returned `output`."""

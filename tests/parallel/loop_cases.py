@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.parallel.loop_models import (
     WIDTH,
+    CalledAround,
     Chain,
     Checkpointed,
     CheckpointedWhole,
@@ -202,6 +203,7 @@ CASES = {
         ("checkpoint", Checkpointed, plain),
         ("checkpoint, micro-batches", Checkpointed, micro_batches),
         ("checkpoint of all", CheckpointedWhole, plain),
+        ("called around a checkpoint", CalledAround, plain),
         (
             "checkpoint, frozen",
             lambda reentrant: Checkpointed(

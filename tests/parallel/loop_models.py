@@ -54,6 +54,17 @@ class Checkpointed(Chain):
         return x + checkpoint(b, x, use_reentrant=self.reentrant)
 
 
+class CalledAround(Checkpointed):
+    """One block before the others, which are checkpointed, and after them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.blocks
+        x = x * self.scale + first(x)
+        for b in others:
+            x = self.call(b, x)
+        return x + first(x)
+
+
 class CheckpointedWhole(nn.Module):
     """The checkpoint lies inside a unit, around a part of it."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator, Precision
@@ -28,17 +29,21 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    """The first layer is `again` called after the second."""
+    """Whose layers are called each once, one of them `again`, or checkpointed."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.again = nn.ModuleList(Experts() for _ in range(3)), again
+        self.layers, self.way = nn.ModuleList(Experts() for _ in range(3)), way
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c = self.layers
-        x = b(a(c(x)))
-        return a(x) if self.again else x
+        for layer in (c, a, b, a) if self.way == "again" else (c, a, b):
+            if "reentrant" in self.way:
+                x = checkpoint(layer, x.requires_grad_(), use_reentrant=self.way == "reentrant")
+            else:
+                x = layer(x)
+        return x
 
     def choose(self, picks: Picks) -> None:
         for layer, pick in zip(self.layers, picks, strict=True):
@@ -46,9 +51,9 @@ class Net(nn.Module):
 
 
 def trains(
-    comm: Communicator, stage: int, precision: Precision | None, picks: list[Picks], again: bool
+    comm: Communicator, stage: int, precision: Precision | None, picks: list[Picks], way: str
 ) -> None:
-    model, twin = Net(again), Net(again)
+    model, twin = Net(way), Net(way)
     engine = ringdp.shard(model, stage=stage, unit=Experts, precision=precision, comm=comm)
     mine, exact = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     for step in range(3):
@@ -66,11 +71,11 @@ def trains(
 
 
 @pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("again", [False, True], ids=["", "again"])
+@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant"])
 @pytest.mark.parametrize(
     "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
 )
 @pytest.mark.parametrize("stage", range(4))
-def test_ranks_may_take_other_experts(ranks, stage, picks, again, precision):
+def test_ranks_may_take_other_experts(ranks, stage, picks, way, precision):
     """What one rank has reduced, and another not yet, they would wait for in a circle."""
-    ranks(2)(trains, stage, precision, picks, again)
+    ranks(2)(trains, stage, precision, picks, way)
