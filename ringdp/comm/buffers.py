@@ -37,7 +37,7 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
             "or stands for others (a DTensor, or one that torch.func made), or its storage was "
             "freed or cut; allowed: a tensor whose elements are in memory"
         )
-    home = None
+    data, home = writable(data), None
     if not data.is_contiguous() or data.is_conj() or data.is_neg():
         home = data
         if read:
@@ -47,6 +47,18 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
     if data.is_complex():
         data = torch.view_as_real(data)
     return Flat(data.view(-1), home)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that torch lets us write: outside of inference mode it refuses to
+    change one that was made there."""
+    if not tensor.is_inference() or torch.is_inference_mode_enabled():
+        return tensor
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(storage, offset, tensor.shape, tensor.stride())
+    plain = plain.conj() if tensor.is_conj() else plain
+    return torch._neg_view(plain) if tensor.is_neg() else plain
 
 
 def lacks_memory(tensor: Tensor) -> bool:

@@ -38,10 +38,26 @@ def disguised(x: Tensor, form: str) -> Tensor:
             return torch.complex(torch.zeros_like(x), -x).conj().imag
         case "scalar" if x.numel() == 1:
             return x.clone().view(())
+        case "inference":
+            with torch.inference_mode():
+                return x.clone()
+        case "inference, strided":
+            with torch.inference_mode():
+                return disguised(x, "strided")
     return x.clone()
 
 
-FORMS = ("plain", "strided", "transposed", "grad", "conjugate", "negative", "scalar")
+FORMS = (
+    "plain",
+    "strided",
+    "transposed",
+    "grad",
+    "conjugate",
+    "negative",
+    "scalar",
+    "inference",
+    "inference, strided",
+)
 DTYPES = (torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool)
 
 
