@@ -52,11 +52,16 @@ class Direct : private Messages {
       peers_.count_sent(sent());
       moved_all_ = true;
     }
-    if (!link_.is_none()) peers_.await_time(latest_ + link_.takes(2 * (ranks_ - 1), longest_));
+    if (!link_.is_none()) peers_.await_time(latest_ + link_.takes(messages(), longest_));
   }
 
  private:
   enum class Path { alone, lines, whole, tiles };
+
+  // Those that a rank would send over a link, one after the other: a shard to every other rank.
+  std::size_t messages() const {
+    return (job_.collective == Collective::all_reduce ? 2 : 1) * std::size_t(ranks_ - 1);
+  }
 
   bool registered(int r) const { return offsets_[r] >= 0; }
   std::byte* at(int r) const { return arena_.base + offsets_[r]; }

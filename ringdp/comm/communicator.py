@@ -33,7 +33,7 @@ from ringdp.schedule import Builder, Collective, Program
 from ringdp.tape import recorder
 from ringdp.transport import heap
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import DTYPES, FailureKind, Op, Prepared, Transport
+from ringdp.transport.base import DTYPES, HELD_BACK, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import METHODS, SLICE
 
@@ -254,7 +254,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         return program(collective, how.algorithm, self.size, self.rank, how.root, depth)
 
     def _program_or_exchange(self, collective: Collective, how: How) -> Program | None:
-        here = self._transport.link is None or collective == "all_reduce"
+        here = self._transport.link is None or collective in HELD_BACK
         if here and how.algorithm == self._transport.own:
             return None
         return self._program(collective, how)

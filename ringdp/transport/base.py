@@ -43,6 +43,7 @@ DTYPES = (
 # What `prepare` takes, in csrc's order.
 Direct = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 DIRECT: tuple[Direct, ...] = get_args(Direct)
+HELD_BACK = ("all_reduce", "reduce_scatter", "all_gather")  # over a link: see csrc/link.hpp
 
 
 class FailureKind(Enum):
@@ -80,7 +81,7 @@ class Link(NamedTuple):
 
     The cost model's α and 1/β: what a rank sends another in one round of a collective takes its
     port for `latency` and for its bytes. Copies into and out of messages take the ranks' cores; a
-    direct all_reduce makes none, but for its end, which is late, it is that without a link.
+    direct one of HELD_BACK makes none: but for its end, which is late, it is that without a link.
     """
 
     latency: float  # s a message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -45,6 +46,42 @@ def test_a_link_is_as_slow_as_it_says_and_costs_nothing(ranks, n, algorithm):
         assert same
         assert ended - first >= 0.9 * predicted  # who begins late ends no earlier
         assert busy < (ended - first) / 2
+
+
+def held_back(comm: Communicator, file: str) -> tuple[list[tuple[str, float, float]], bool]:
+    """When each began and ended, and whether it was right. Leaves a trace."""
+    n, said = comm.size, []
+    with ringdp.init(link=SLOW) as slow:
+        whole, part = slow.empty(n * ELEMENTS), slow.empty(ELEMENTS)
+        calls = {
+            "reduce_scatter": lambda: slow.reduce_scatter(part, whole, async_op=True),
+            "all_gather": lambda: slow.all_gather(whole, part, async_op=True),
+        }
+        whole.fill_(comm.rank + 1)
+        with ringdp.trace(file):
+            for name, call in calls.items():
+                slow.barrier()
+                began = time.monotonic()
+                call().wait()
+                said.append((name, began, time.monotonic()))
+        return said, bool((whole == n * (n + 1) / 2).all())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_direct_goes_through_no_messages_and_ends_when_they_would(ranks, n, tmp_path):
+    machine = Machine(alpha=SLOW.latency, beta=1 / SLOW.bandwidth, gamma=0)
+    file = tmp_path / "run.json"
+    of_ranks = ranks(n)(held_back, str(file))
+    assert all(right for _, right in of_ranks)
+    for same in zip(*(said for said, _ in of_ranks), strict=True):
+        name = same[0][0]
+        predicted = seconds(closed(name, "direct", n), machine, 4 * n * ELEMENTS)
+        first = min(began for _, began, _ in same)
+        assert min(ended for _, _, ended in same) - first >= 0.9 * predicted
+    events = json.loads(file.read_text())["traceEvents"]
+    ways = {e["name"] for e in events if e.get("cat") == "chunk" and e["args"]["bytes"] > 1000}
+    assert ways
+    assert not ways & {"send", "recv", "recv_reduce_copy"}
 
 
 def beats(comm: Communicator) -> int:
