@@ -19,7 +19,7 @@ from ringdp.cli.plan.table import show_published
 from tests.cli.bench.rows import peer, row
 
 BENCH = Path(__file__).parents[2] / "bench/results/all_reduce.json"
-PLAN = PlanOptions(model="gpt2", ranks=2, network=str(BENCH))
+PLAN = PlanOptions(model="gpt2", ranks=2, network=BENCH.name)  # a path of any width is printed
 LEAST = 40  # characters of a terminal that everything fits
 LARGE = error.Row("two_way_ring", "bfloat16", 64, "normal", 4123.4, 5.1e33, 0.5, True)
 
@@ -42,6 +42,11 @@ def printed(command: str, width: int, *, terminal: bool) -> str:
     out = io.StringIO()
     COMMANDS[command](Console(file=out, width=width, force_terminal=terminal, color_system=None))
     return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def beside_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BENCH.parent)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
