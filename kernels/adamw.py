@@ -67,9 +67,9 @@ def adamw(
     weight_decay: float,
     copy: Tensor | None = None,
 ) -> None:
-    """Update param, exp_avg and exp_avg_sq in place; all four are float32 [elems], contiguous.
+    """Update param, exp_avg and exp_avg_sq in place: float32, contiguous, all four of one shape.
 
-    `copy`, bfloat16 or float16 [elems] and contiguous, gets the new param, rounded to nearest even.
+    `copy`, bfloat16 or float16, else like them, gets the new param, rounded to nearest even.
     Raises ValueError on another dtype, shape, layout or device, and on step < 1.
     """
     for name, x in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -79,10 +79,10 @@ def adamw(
                 f"on {param.device}"
             )
     for x in (param, grad, exp_avg, exp_avg_sq):
-        if x.dim() != 1 or x.dtype != torch.float32 or not x.is_contiguous():
+        if x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(
-                f"adamw works on contiguous torch.float32[elems], not {x.dtype}{list(x.shape)} "
-                f"with strides {x.stride()}"
+                f"adamw works on contiguous torch.float32, not {x.dtype}{list(x.shape)} with "
+                f"strides {x.stride()}"
             )
     if copy is not None and not (
         copy.shape == param.shape
@@ -106,6 +106,9 @@ def adamw(
         eps=eps,
     )
     launch = {"cuda": adamw_triton, "cpu": adamw_cpp}.get(param.device.type, adamw_torch)
+    if param.dim() != 1 and launch is not adamw_cpp:
+        param, grad, exp_avg, exp_avg_sq = (x.view(-1) for x in (param, grad, exp_avg, exp_avg_sq))
+        copy = None if copy is None else copy.view(-1)
     launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
     increment_version([param, exp_avg, exp_avg_sq, *([] if copy is None else [copy])])
 

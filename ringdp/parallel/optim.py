@@ -7,7 +7,7 @@ only (see `kernels.adamw`), so they are the same in every stage, for any number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,88 +44,102 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for run in self._runs(group["params"]):
-                self._step(run, group)
+        ready = [(_ready(group["params"]), group) for group in self.param_groups]
+        for params, group in ready:
+            for run, step in _runs(params, self._count(params)):
+                self._step(run, step, group)
         return loss
 
-    def _runs(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Parameters with gradients, cut where one does not follow the other everywhere."""
-        runs: list[list[Tensor]] = []
-        last = None
-        for p in parameters:
-            if p.grad is None or not p.numel():
-                continue
-            _check(p)
-            ends = p.data_ptr(), p.grad.data_ptr(), self.state[p].get("step")
-            if last is None or not _follows(last, ends):
-                runs.append([])
-            runs[-1].append(p)
-            size = p.numel() * p.element_size()
-            last = ends[0] + size, ends[1] + size, ends[2]
-        return runs
+    def _count(self, params: Sequence[Tensor]) -> list[int]:
+        """The step that each is about to take, which its state says from now on."""
+        states = [self.state[p] for p in params]
+        steps = [state["step"] if "step" in state else torch.zeros(()) for state in states]
+        counted = torch._foreach_add(steps, 1) if steps else []
+        for state, step in zip(states, counted, strict=True):
+            state["step"] = step
+        return [int(step) for step in counted]
 
-    def _step(self, run: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[p] for p in run]
-        for state in states:
-            state["step"] = state["step"] + 1 if "step" in state else torch.ones(())
-        sizes = [p.numel() for p in run]
+    def _step(self, run: Sequence[Tensor], step: int, group: dict[str, Any]) -> None:
+        param, grad = _joined(run), _joined([p.grad for p in run])
+        if param is None or grad is None:  # neighbours by chance
+            for p in run:
+                self._step([p], step, group)
+            return
         adamw(
-            _joined(run),
-            _joined([p.grad for p in run if p.grad is not None]),
-            *(self._moment(key, run, sizes) for key in ("exp_avg", "exp_avg_sq")),
-            step=int(states[0]["step"].item()),
+            param,
+            grad,
+            *(self._moment(key, run, param) for key in ("exp_avg", "exp_avg_sq")),
+            step=step,
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
-        increment_version(run)  # neighbours have counters of their own
+        if len(run) > 1:
+            increment_version(run)  # neighbours have counters of their own
 
-    def _moment(self, key: str, run: list[Tensor], sizes: list[int]) -> Tensor:
-        """The run's moments, one behind the other; each parameter's state is a view."""
+    def _moment(self, key: str, run: Sequence[Tensor], param: Tensor) -> Tensor:
+        """The run's moments like `param`, the run as one; each parameter's state is a view."""
         have = [self.state[p].get(key) for p in run]
-        first = have[0]
-        if first is not None and _adjoin(have):
-            return _joined(have)
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=run[0].device)
-        for p, old, part in zip(run, have, torch.split(flat, sizes), strict=True):
-            self.state[p][key] = part.view(p.shape)
-            if old is not None:
-                self.state[p][key].copy_(old)
-        return flat
+        moment = _joined(have)
+        if moment is None:
+            moment = torch.zeros_like(param)
+            parts = torch.split(moment.view(-1), [p.numel() for p in run])
+            for p, old, part in zip(run, have, parts, strict=True):
+                self.state[p][key] = part.view(p.shape)
+                if old is not None:
+                    self.state[p][key].copy_(old)
+        return moment
 
 
-def _check(p: Tensor) -> None:
-    assert p.grad is not None
-    for x, what in ((p, "a parameter"), (p.grad, "a gradient")):
-        if x.dtype != torch.float32 or not x.is_contiguous():
-            raise UsageError(
-                f"ringdp.AdamW found {what} that is {x.dtype}{list(x.shape)} with strides "
-                f"{x.stride()}; allowed: contiguous float32. Let a float32 model compute in "
-                "another dtype by shard(precision=Precision(param=...))"
-            )
+def _ready(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those with a gradient. Raises UsageError on one that cannot be stepped."""
+    ready = []
+    for p in params:
+        grad = p.grad
+        if grad is None or not p.numel():
+            continue
+        for x, what in ((p, "a parameter"), (grad, "a gradient")):
+            if x.dtype != torch.float32 or not x.is_contiguous():
+                raise UsageError(
+                    f"ringdp.AdamW found {what} that is {x.dtype}{list(x.shape)} with strides "
+                    f"{x.stride()}; allowed: contiguous float32. Let a float32 model compute in "
+                    "another dtype by shard(precision=Precision(param=...))"
+                )
+        ready.append(p)
+    return ready
 
 
-def _follows(last: tuple[int, int, Any], ends: tuple[int, int, Any]) -> bool:
-    """Whether parameter and gradient begin where the last ones end, after as many steps."""
-    a, b = last[2], ends[2]
-    steps = (a is None) == (b is None) and (a is None or bool(a == b))
-    return last[:2] == ends[:2] and steps
+def _runs(params: Sequence[Tensor], steps: Sequence[int]) -> list[tuple[list[Tensor], int]]:
+    """Cut where a parameter or its gradient does not begin where the one before ends, or where it
+    takes another step."""
+    runs: list[tuple[list[Tensor], int]] = []
+    expected = None
+    for p, step in zip(params, steps, strict=True):
+        assert p.grad is not None
+        place = p.data_ptr(), p.grad.data_ptr(), step
+        if place != expected:
+            runs.append(([], step))
+        runs[-1][0].append(p)
+        expected = place[0] + p.nbytes, place[1] + p.nbytes, step
+    return runs
 
 
-def _adjoin(tensors: list[Any]) -> bool:
-    end = tensors[0].data_ptr()
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Contiguous neighbours in one storage as one tensor, flat if they are several, else None."""
+    first = tensors[0]
+    if first is None or not first.is_contiguous():
+        return None
+    if len(tensors) == 1:
+        return first
+    end = first.data_ptr()
     for t in tensors:
         if t is None or t.data_ptr() != end or not t.is_contiguous():
-            return False
-        end += t.numel() * t.element_size()
-    return True
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """Neighbours in one storage as one flat tensor."""
-    first = tensors[0].detach()
-    if len(tensors) == 1:
-        return first.view(-1)
-    return first.as_strided((sum(t.numel() for t in tensors),), (1,), first.storage_offset())
+            return None
+        end += t.nbytes
+    # An allocator may put one storage right behind another.
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    elems = (end - first.data_ptr()) // first.element_size()
+    return first.detach().as_strided((elems,), (1,), first.storage_offset())

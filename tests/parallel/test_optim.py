@@ -1,0 +1,77 @@
+"""AdamW: what lies side by side is stepped as one, with the bits that each has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringdp import AdamW
+from ringdp.errors import UsageError
+
+SIZES = (5, 16, 1)
+Place = Callable[[Tensor], list[Tensor]]
+
+
+def values(seed: int) -> Tensor:
+    return torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(seed))
+
+
+def apart(flat: Tensor) -> list[Tensor]:
+    return [part.clone() for part in flat.split(SIZES)]
+
+
+def of_one_storage(flat: Tensor) -> list[Tensor]:
+    return list(flat.split(SIZES))
+
+
+def of_a_storage_each(flat: Tensor) -> list[Tensor]:
+    """As an allocator may put them: one right behind another."""
+    return [torch.from_numpy(part) for part in np.split(flat.numpy(), np.cumsum(SIZES)[:-1])]
+
+
+def trained(place: Place, skips: int | None = None) -> tuple[list[nn.Parameter], AdamW]:
+    """Of three steps; parameter `skips` has no gradient in the second."""
+    params = [nn.Parameter(x) for x in place(values(0))]
+    optimizer = AdamW(params, lr=0.1)
+    for step in range(3):
+        for i, (p, grad) in enumerate(zip(params, place(values(1 + step)), strict=True)):
+            p.grad = None if step == 1 and i == skips else grad
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("skips", [None, 0, 1, 2])
+@pytest.mark.parametrize("place", [of_one_storage, of_a_storage_each])
+def test_neighbours_get_the_bits_of_parameters_apart(place: Place, skips: int | None) -> None:
+    got, optimizer = trained(place, skips)
+    want, alone = trained(apart, skips)
+    for i, (p, q) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(p, q)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(optimizer.state[p][key], alone.state[q][key])
+        assert optimizer.state[p]["step"] == (2 if i == skips else 3)
+
+
+def test_any_shape() -> None:
+    start, grad = values(0)[:16], values(1)[:16]
+    params = [nn.Parameter(start.reshape(shape).clone()) for shape in ((16,), (4, 4), (2, 2, 4))]
+    for p in params:
+        p.grad = grad.reshape(p.shape).clone()
+    AdamW(params).step()
+    for p in params[1:]:
+        assert torch.equal(p.view(-1), params[0])
+
+
+def test_what_cannot_be_stepped_is_said_before_anything_is() -> None:
+    good, wrong = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2).t())
+    for p in (good, wrong):
+        p.grad = torch.ones_like(p)
+    optimizer = AdamW([{"params": [good]}, {"params": [wrong]}])
+    with pytest.raises(UsageError, match=r"a parameter that is torch.float32\[2, 4\] with strides"):
+        optimizer.step()
+    assert torch.equal(good, torch.ones(3))
+    assert not optimizer.state
