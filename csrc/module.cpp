@@ -1,12 +1,14 @@
 // The Python face of the shared-memory transport: pointers and integers only, no torch ABI.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "adamw.hpp"
 #include "mailbox.hpp"
+#include "norm.hpp"
 #include "repeated.hpp"
 #include "watch.hpp"
 
@@ -204,7 +206,7 @@ NB_MODULE(_core, m) {
   m.def(
       "adamw",
       [](const std::array<std::uintptr_t, 5>& buffers, bool bfloat, std::size_t elems,
-         const Factors& factors, int threads) {
+         const Factors& factors, std::size_t threads) {
         const auto at = [&](int i) { return reinterpret_cast<float*>(buffers[i]); };
         const auto step = [&](auto* copy) {
           adamw(at(0), at(1), at(2), at(3), copy, elems, factors, threads);
@@ -213,6 +215,23 @@ NB_MODULE(_core, m) {
       },
       nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "squared_norm",
+      [](int floats, const std::vector<std::pair<std::uintptr_t, std::size_t>>& tensors, std::size_t threads) {
+        const auto sum = [&](auto of) {
+          std::vector<Part<decltype(of)>> parts;
+          for (const auto& [at, elems] : tensors)
+            parts.push_back({reinterpret_cast<const decltype(of)*>(at), elems});
+          return squared_norm(parts, threads);
+        };
+        switch (floats) {
+          case 0: return sum(_Float16());
+          case 1: return sum(bfloat16());
+          case 2: return sum(float());
+          default: return sum(double());
+        }
+      },
+      nb::arg("floats"), nb::arg("tensors"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
   m.def("abandon", [](nb::object core) { core.release(); }, nb::arg("core"),
         "Never destroy `core`: a forked child holds it without its thread and its memory.");
 }

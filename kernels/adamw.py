@@ -32,6 +32,7 @@ from torch.autograd.graph import increment_version
 
 from ringdp import _core
 
+from .address import address
 from .jit import jit, sixteens
 from .precision import HALF
 
@@ -70,7 +71,8 @@ def adamw(
     """Update param, exp_avg and exp_avg_sq in place: float32, contiguous, all four of one shape.
 
     `copy`, bfloat16 or float16, else like them, gets the new param, rounded to nearest even.
-    Raises ValueError on another dtype, shape, layout or device, and on step < 1.
+    Raises ValueError on another dtype, shape, layout or device, on memory that was freed, and on
+    step < 1.
     """
     for name, x in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if x.shape != param.shape or x.device != param.device:
@@ -118,7 +120,7 @@ def adamw_cpp(
 ) -> None:
     """By csrc/adamw.hpp, with as many threads as torch has."""
     _core.adamw(
-        [0 if x is None else x.data_ptr() for x in (param, grad, avg, avg_sq, copy)],
+        [0 if x is None else address(x) for x in (param, grad, avg, avg_sq, copy)],
         bfloat=copy is not None and copy.dtype == torch.bfloat16,
         elems=param.numel(),
         factors=k,

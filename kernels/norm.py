@@ -6,10 +6,10 @@ A float32 has 24 bits, so its square is exact in float64, and none overflows: th
 that of the sum, at most (elements − 1)·2⁻⁵³ of it (Higham 2002, §4.2; all terms are positive). Its
 last bits depend on how tensors are cut among ranks; those of a float32 norm made of it hardly ever
 do. On a GPU the order is fixed for given lengths and alignments to 16 bytes, on a CPU for given
-lengths and machine, so a repetition has the same bits.
+lengths, so a repetition has the same bits.
 The global norm is the root of the sum of all ranks' results.
-Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten`.
-Reference: `squared_norm_torch`.
+Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten`. A
+CPU has C++, as torch has no sum of float32 in float64. Reference: `squared_norm_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .batches import batches
+from ringdp import _core
+
+from .address import address
 from .jit import jit
 from .precision import FLOATS
 from .spans import BLOCK, stream_of, tables
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 PROGRAMS = 768  # at most: six run at once on each of an H200's 132 multiprocessors
-CACHED = 262144  # elements per torch call: fewer are slower, more leave the caches
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -41,8 +41,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     They may have any shape, strides and float dtype. Raises ValueError on another dtype or where
     they are on several devices.
     """
-    on_gpu = len(tensors) > 0 and tensors[0].is_cuda
-    return (squared_norm_triton if on_gpu else squared_norm_torch)(tensors)
+    way = {"cuda": squared_norm_triton, "cpu": squared_norm_cpp}
+    return way.get(tensors[0].device.type if tensors else "cpu", squared_norm_torch)(tensors)
 
 
 def check(tensors: Sequence[Tensor]) -> None:
@@ -54,19 +54,24 @@ def check(tensors: Sequence[Tensor]) -> None:
             raise ValueError(f"tensor {i} is {x.dtype}; supported are {FLOATS}")
 
 
+def squared_norm_cpp(tensors: Sequence[Tensor]) -> Tensor:
+    """By csrc/norm.hpp, with as many threads as torch has."""
+    check(tensors)
+    if not all(map(Tensor.is_contiguous, tensors)):
+        tensors = [x.contiguous() for x in tensors]
+    total = 0.0
+    for i, dtype in enumerate(FLOATS):
+        parts = [(address(x), x.numel()) for x in tensors if x.dtype == dtype]
+        if parts:
+            total += _core.squared_norm(i, parts, torch.get_num_threads())
+    return torch.tensor(total, dtype=torch.float64)
+
+
 @torch.no_grad()
 def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     check(tensors)
-    total = torch.zeros((), dtype=torch.float64)
-    places = [0, *accumulate(x.numel() for x in tensors)][:-1]
-    wide = torch.empty(min(CACHED, sum(x.numel() for x in tensors)), dtype=torch.float64)
-    for _, batch in batches(tensors, places):
-        flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat(batch)
-        for first in range(0, len(flat), CACHED):
-            part = flat[first : first + CACHED]
-            x = wide[: len(part)].copy_(part)
-            total += torch.dot(x, x)
-    return total
+    sums = [x.double().square().sum() for x in tensors]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
 @jit(num_warps=8)

@@ -10,12 +10,18 @@ import pytest
 import torch
 
 from ringdp.kernels import squared_norm
-from ringdp.kernels.norm import CACHED, PROGRAMS, squared_norm_torch, squared_norm_triton
+from ringdp.kernels.norm import (
+    PROGRAMS,
+    squared_norm_cpp,
+    squared_norm_torch,
+    squared_norm_triton,
+)
 from ringdp.kernels.precision import FLOATS
 from ringdp.kernels.spans import BLOCK
 from tests.kernels.inputs import LENGTHS, some
 
 U = 2.0**-53
+WAYS = (squared_norm_cpp, squared_norm_torch, squared_norm_triton)
 
 
 def exact(tensors: list[torch.Tensor]) -> float:
@@ -40,7 +46,7 @@ def test_reference_and_kernel_against_exact(interpreted: None, dtype: torch.dtyp
         some(1, dtype).squeeze(0),
     ]
     want = exact(tensors)
-    for run in (squared_norm, squared_norm_torch, squared_norm_triton):
+    for run in WAYS:
         got = run(tensors)
         assert (got.dtype, got.shape) == (torch.float64, ())
         assert abs(got.item() - want) <= bound(tensors, want)
@@ -50,14 +56,14 @@ def test_reference_and_kernel_against_exact(interpreted: None, dtype: torch.dtyp
 def test_lengths(interpreted: None, elems: int) -> None:
     x = [some(elems, torch.float32)]
     want = exact(x)
-    for run in (squared_norm_torch, squared_norm_triton):
+    for run in WAYS:
         assert abs(run(x).item() - want) <= bound(x, want)
 
 
 @pytest.mark.parametrize("count", [0, 1, 500])
 def test_number_of_tensors(interpreted: None, count: int) -> None:
     tensors = [torch.full((3,), float(i)) for i in range(count)]
-    for run in (squared_norm, squared_norm_torch, squared_norm_triton):
+    for run in WAYS:
         assert run(tensors).item() == 3 * sum(i * i for i in range(count))  # whole numbers: exact
 
 
@@ -66,7 +72,7 @@ def test_a_square_is_exact_and_does_not_overflow(interpreted: None) -> None:
     for value in (info.max, info.smallest_normal * info.eps, 1 + info.eps):
         x = torch.full((1,), value, dtype=torch.float32)
         square = Fraction(x.item()) ** 2
-        for run in (squared_norm_torch, squared_norm_triton):
+        for run in WAYS:
             assert Fraction(run([x]).item()) == square
 
 
@@ -74,16 +80,28 @@ def test_a_square_is_exact_and_does_not_overflow(interpreted: None) -> None:
 def test_says_that_something_is_not_finite(interpreted: None, value: float) -> None:
     x = torch.ones(5000)
     x[4999] = value
-    for run in (squared_norm_torch, squared_norm_triton):
+    for run in WAYS:
         assert not math.isfinite(run([torch.ones(5), x]).item())
 
 
-def test_bits_repeat_and_more_than_one_call_is_summed() -> None:
-    elems = 2 * CACHED * torch.get_num_threads() + 5
-    x = some(elems, torch.float32)
-    first = squared_norm([x])
-    assert squared_norm([x.clone()]).item() == first.item()
-    assert squared_norm([torch.ones(elems)]).item() == elems
+def test_bits_of_cpp_are_those_of_the_lengths_alone() -> None:
+    """On any number of threads and at any address: by parts of 65536, in 32 sums each."""
+    x = some(5 * 65536 + 77, torch.float32, skip=1)
+    want = 0.0
+    for part in x.double().square().split(65536):
+        padded = torch.nn.functional.pad(part, (0, -len(part) % 32)).view(-1, 32)
+        sums = padded.cumsum(0)[-1]  # one by one
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+        want += sums.item()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert squared_norm([x]).item() == want
+            assert squared_norm([x.clone()]).item() == want
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_programs_share_the_chunks_and_the_last_one_leaves_the_scratch_as_it_was(
@@ -107,7 +125,7 @@ def test_mixed_dtypes(interpreted: None) -> None:
 
 
 def test_refuses() -> None:
-    for run in (squared_norm, squared_norm_triton):
+    for run in WAYS:
         with pytest.raises(ValueError, match=r"tensor 1 is torch\.int32"):
             run([torch.ones(2), torch.ones(2).int()])
         with pytest.raises(ValueError, match="one device"):

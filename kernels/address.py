@@ -1,0 +1,16 @@
+"""Where a tensor lies, for C++, which cannot ask whether anything is there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def address(x: Tensor) -> int:
+    """Of the first element of a contiguous tensor. Raises ValueError if one is not in memory."""
+    at, has = x.data_ptr(), x.untyped_storage().nbytes()
+    if x.numel() and (not at or has < (x.storage_offset() + x.numel()) * x.element_size()):
+        raise ValueError(
+            f"{x.dtype}{list(x.shape)} at element {x.storage_offset()} of a storage of {has} bytes "
+            f"is not in memory (address {at:#x}): the storage was freed or cut, or x is a fake"
+        )
+    return at
