@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import UsageError
@@ -23,7 +22,7 @@ from ringdp.parallel.unit import FlatUnit
 class Waits(Protocol):
     """Who is told, of a unit by its index."""
 
-    def gradient_comes(self, index: int) -> None: ...
+    def gradient_comes(self, index: int, at: int) -> None: ...
 
     def gradient_made(self, index: int, at: int) -> None: ...
 
@@ -36,8 +35,8 @@ class Arrivals:
     def __init__(self, unit: FlatUnit, who: Waits) -> None:
         self.unit, index = unit, unit.index
         before = [
-            p.register_hook(lambda _: who.gradient_comes(index))  # type: ignore[no-untyped-call]
-            for p in unit.parameters
+            p.register_hook(lambda _, at=at: who.gradient_comes(index, at))  # type: ignore[no-untyped-call]
+            for at, p in enumerate(unit.parameters)
             if p.requires_grad
         ]
         for p, master in zip(unit.computed, unit.parameters, strict=True):
@@ -71,7 +70,17 @@ class Arrivals:
         now = torch._C._current_graph_task_id()
         if now != self._backward:
             return now > self._backward
-        return any(_will_come(self.unit.computed[at]) for at in owed)
+        return any(map(self.will_come, owed))
+
+    def will_come(self, at: int) -> bool:
+        """Whether the backward under way has yet to make this gradient. One of `autograd.grad`
+        makes none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            node = get_gradient_edge(self.unit.computed[at]).node
+        try:
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # autograd.grad, of this one
+            return False
 
     def relay(self, at: int) -> None:
         """Call what the user has hung on a master, with the parameter that has the gradient."""
@@ -81,17 +90,6 @@ class Arrivals:
             for key, hook in list(hooks.items()):
                 if at not in self._strays or key != self._strays[at].id:
                     hook(p)
-
-
-def _will_come(parameter: Tensor) -> bool:
-    """Whether the backward under way has yet to make its gradient. One of `autograd.grad` makes
-    none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        node = get_gradient_edge(parameter).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad, of this one
-        return False
 
 
 def _refuse(name: str, _: object) -> None:

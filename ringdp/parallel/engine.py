@@ -178,11 +178,12 @@ class Engine(Taped):
             self._reduce_through(index)
             self._prepare_backward(index)
 
-    def gradient_comes(self, index: int) -> None:
+    def gradient_comes(self, index: int, at: int) -> None:
         """A parameter's, for which its unit may not be prepared: that of a penalty of gradients
         need not come by outputs, and that of a weight which autocast has cast comes late."""
         self._settle()
-        self._prepare_backward(index)
+        if index in self._awaiting or self._arrivals[index].will_come(at):
+            self._prepare_backward(index)
 
     def _prepare_backward(self, index: int) -> None:
         if index in self._awaiting:

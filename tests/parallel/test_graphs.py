@@ -86,6 +86,35 @@ def test_a_penalty_of_gradients_trains_as_in_one_process(ranks, loop, stage, apa
     ranks(2)(trains, loop, stage, apart)
 
 
+# ---- of weights alone
+
+
+def weights_alone(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
+
+    def gradients() -> None:
+        weights = list(model.parameters())
+        made = torch.autograd.grad(sum(w.square().sum() for w in weights), weights)
+        assert all(torch.equal(g, 2 * w) for g, w in zip(made, weights, strict=True))
+
+    if comm.rank == 0 and not stage and not precision:  # whole outside of a forward
+        gradients()
+    with engine.full_parameters():
+        if comm.rank == 0:
+            gradients()
+    comm.barrier()
+    assert all(p.grad is None for p in model.parameters())
+    loss(model).backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(ranks, stage, precision):
+    """No backward of the model's: other ranks need not take it, and it leaves no gradient."""
+    ranks(2)(weights_alone, stage, precision)
+
+
 # ---- autocast
 
 
