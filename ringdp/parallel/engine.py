@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
@@ -112,10 +111,10 @@ class Engine(Taped):
 
     def _hook(self, module: nn.Module, indices: list[int], own: copies.Own) -> None:
         before = own(lambda *_: self._before_forward(indices))
-        after = own(lambda _m, _i, out: self._after_forward(indices, out))
+        after = own(lambda _, *args: self._after_forward(indices, *args))
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after),
+            module.register_forward_hook(after, with_kwargs=True),
         ]
         for index in indices:
             self._arrivals[index] = Arrivals(self.units[index], self._me)
@@ -133,15 +132,16 @@ class Engine(Taped):
                     self.gathering.begin()
                 self._around[index].update(self.gathering.in_use)
             self._use(index)
+        self._made[indices[0]].begin()
 
-    def _after_forward(self, indices: list[int], output: Any) -> Any:
+    def _after_forward(self, indices: list[int], args: Any, named: Any, output: Any) -> Any:
         if transformed(self._is_whole):
             return output
         ours, unit = self._made[indices[0]], self.units[indices[0]]
         dies = Dying(self.units[i].full for i in indices if unit.freed)
-        ours.outlive(dies)
+        left = ours.left((*args, *named.values()), dies)
         output = lasting(output, dies, unit.plan.name)
-        starts = ours.by(output)
+        starts = ours.by(output, left)
         if not self._held:
             for index in indices:
                 free = index not in self.roots and not self._awaiting
@@ -197,7 +197,7 @@ class Engine(Taped):
         if not self._awaiting:
             after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
-            Variable._execution_engine.queue_callback(after)
+            torch.autograd.Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
         self._awaiting[index] = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
         self._use(index)

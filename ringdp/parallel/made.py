@@ -1,7 +1,8 @@
 """The tensors that a unit's forward has made, where its backward may start.
 
     returned   in whatever holds them (see `outputs`)
-    left       in attributes of its modules, as the auxiliary losses of mixtures of experts
+    left       in attributes of its modules, as the auxiliary losses of mixtures of experts, or put
+               into lists and dicts that it was passed
 
 Of the attributes those count that are tensors, lists, tuples and dicts; of the latter those whose
 names do not start with "_". What a unit only passes on was made by one before it, as by the last
@@ -10,7 +11,7 @@ block where a residual block is skipped: the backward of that one starts there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,29 +37,32 @@ class Made:
         makers: Any,
     ) -> None:
         self._unit, self._around, self._makers = unit, around, makers
-        self._modules = list(_own(module, others))
-        self._known: Any = WeakIdKeyDictionary()  # left by an earlier forward
+        self._modules, self._since = list(_own(module, others)), 0
 
-    def outlive(self, dies: Dying) -> None:
-        """What is left and dies, as a part of a weight, gets memory of its own."""
-        for module in self._modules if dies else ():
-            for t in _left(module):
-                if dies(t) and not isinstance(t, nn.Parameter):
-                    t.data = t.data.clone()
+    def begin(self) -> None:
+        """A forward begins."""
+        self._since = torch._C._autograd._get_sequence_nr()  # of the next operation
 
-    def by(self, output: Any) -> list[Tensor]:
+    def left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
+        """By this forward, or one before it. What `dies`, as a part of a weight, gets memory of its
+        own. `passed`: the forward's arguments."""
+        left = [t for module in self._modules for t in _in_attributes(module)]
+        left += tensors([x for x in passed if isinstance(x, list | dict)])
+        for t in left if dies else ():
+            if dies(t) and not isinstance(t, nn.Parameter):
+                t.data = t.data.clone()
+        return left
+
+    def by(self, output: Any, left: Iterable[Tensor]) -> list[Tensor]:
         """By the forward that has just returned `output`."""
         if not torch.is_grad_enabled():
             return []
-        left = [
+        out = [t for t in tensors(output) if t.grad_fn is not None and self._is_ours(t)]
+        return out + [
             t
-            for m in self._modules
-            for t in _left(m)
-            if t.grad_fn is not None and t not in self._known
+            for t in left
+            if (node := t.grad_fn) and node._sequence_nr() >= self._since and self._is_ours(t)
         ]
-        for t in left:
-            self._known[t] = None
-        return [t for t in (*tensors(output), *left) if t.grad_fn is not None and self._is_ours(t)]
 
     def _is_ours(self, tensor: Tensor) -> bool:
         """Whether operations of this unit may have made it: it, or a unit within it, has."""
@@ -86,7 +90,7 @@ def _own(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]
 _OF_ALL = frozenset(vars(nn.Module()))  # attributes: to look at these, too, takes twice as long
 
 
-def _left(module: nn.Module) -> Iterator[Tensor]:
+def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
     for name, value in vars(module).items():
         if name in _OF_ALL:
             continue

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import Error, copy
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from operator import is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ringdp.errors import UsageError
 
@@ -71,29 +72,30 @@ def map_tensors(
     function: Callable[[Tensor], Tensor],
     value: Any,
     *,
-    which: Callable[[Tensor], bool] = lambda _: True,
+    which: Callable[[Tensor], bool],
     deep: int = 0,
 ) -> Any:
-    """The same structure with every tensor in containers and dataclasses replaced by the
-    function's. What has none of those `which` stays; `deep`: and other objects that have some are
-    copied, so many of them within one another."""
+    """The same structure with every tensor in containers and dataclasses of those `which` replaced
+    by the function's. What has none of them stays, as the same object; `deep`: and other objects
+    that have some are copied, so many of them within one another."""
 
-    def inner(x: Any, deep: int) -> Any:
+    def inner(x: Any, deep: int = deep) -> Any:
         return map_tensors(function, x, which=which, deep=deep)
 
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return function(x)
-        if not any(which(t) for t in tensors(x)):
-            return x
-        if isinstance(x, _CONTAINERS):
-            elements = x.values() if isinstance(x, dict) else x
-            return _refilled(x, [inner(y, deep) for y in elements])
-        if not deep:
-            return _made_again(x, lambda y: inner(y, 0)) if is_dataclass(x) else x
-        return _changed(x, lambda y: inner(y, deep - (not is_dataclass(x))))
-
-    return tree_map(leaf, value)
+    if isinstance(value, Tensor):
+        return function(value) if which(value) else value
+    parts, structure = tree_flatten(value, is_leaf=lambda x: x is not value)
+    if not structure.is_leaf():
+        made = [inner(x) for x in parts]
+        return value if all(map(is_, parts, made)) else tree_unflatten(made, structure)
+    if not any(map(which, tensors(value))):
+        return value
+    if isinstance(value, _CONTAINERS):
+        elements = value.values() if isinstance(value, dict) else value
+        return _refilled(value, map(inner, elements))
+    if not deep:
+        return _made_again(value, inner) if is_dataclass(value) else value
+    return _changed(value, lambda x: inner(x, deep - (not is_dataclass(value))))
 
 
 def _refilled(container: Any, elements: Iterable[Any]) -> Any:
@@ -158,9 +160,7 @@ def lasting(output: Any, dies: Dying, unit: str) -> Any:
         return dies(t) or is_leaf(t)
 
     def one(t: Tensor) -> Tensor:
-        if dies(t):
-            return t.clone()
-        return t.view_as(t) if is_leaf(t) else t
+        return t.clone() if dies(t) else t.view_as(t)
 
     if dies and any(isinstance(x, Iterator) for x in tree_leaves(output)):
         raise _refusal(unit, "an iterator, and what comes out of that may be")

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ringdp.errors import UsageError
 from ringdp.parallel.copies import Own
 from ringdp.parallel.outputs import map_tensors
+from ringdp.parallel.passed import give_back
 from ringdp.parallel.units import UnitRule, matches
 
 
@@ -96,10 +97,19 @@ def cast_at(
     handles = []
 
     def before(module: nn.Module, dtype: torch.dtype) -> None:
-        def apply(_m: nn.Module, args: Any, kwargs: Any) -> Any:
-            return cast((args, kwargs), dtype) if active() else (args, kwargs)
+        calls: list[Callable[[], None]] = []  # those under way, innermost last
+
+        def apply(_m: nn.Module, *given: Any) -> Any:
+            passed = cast(given, dtype) if active() else given
+            calls.append(give_back(given, passed))
+            return passed
+
+        def end(*_: Any) -> None:
+            if calls:  # none where a hook before has raised
+                calls.pop()()
 
         handles.append(module.register_forward_pre_hook(own(apply), with_kwargs=True))
+        handles.append(module.register_forward_hook(own(end), always_call=True))
 
     def after(module: nn.Module, dtype: torch.dtype) -> None:
         def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
@@ -123,9 +133,9 @@ def cast_at(
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """The same structure with every floating tensor in that dtype."""
+    """The same structure with every floating tensor in that dtype; what has all in it stays."""
 
-    def one(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
+    def differs(t: Tensor) -> bool:
+        return t.is_floating_point() and t.dtype != dtype
 
-    return map_tensors(one, values)
+    return map_tensors(lambda t: t.to(dtype), values, which=differs)

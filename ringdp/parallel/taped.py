@@ -112,7 +112,7 @@ class Watcher:
             self._backwards.clear()
         self._forwards.append((indices, monotonic_ns()))
 
-    def _forward_ends(self, indices: Group, _output: object) -> None:
+    def _forward_ends(self, indices: Group, *_: object) -> None:
         while self._forwards:
             group, since = self._forwards.pop()
             if group is indices:

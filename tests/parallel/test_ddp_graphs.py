@@ -235,7 +235,7 @@ def test_tensors_are_found_in_derived_containers(ranks):
 def test_derived_containers_are_mapped():
     value = Dict(a=Tuple([torch.ones(1), 2]), b=List([torch.ones(2), "c"]), c=Tuple([3]))
     value["a"].note = "kept"
-    found = map_tensors(lambda t: t + 1, value)
+    found = map_tensors(lambda t: t + 1, value, which=lambda _: True)
     assert [t.tolist() for t in tensors(found)] == [[2], [2, 2]]
     assert [t.tolist() for t in tensors(value)] == [[1], [1, 1]]
     assert [type(x) for x in (found, *found.values())] == [Dict, Tuple, List, Tuple]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
-from ringdp.parallel.outputs import DEEP, tensors
+from ringdp.parallel.outputs import DEEP, map_tensors, tensors
 
 
 def test_in_objects_within_objects():
@@ -45,3 +45,16 @@ def test_not_in_all_that_a_program_has():
     around = SimpleNamespace(x=x)
     around.itself = around
     assert list(tensors(around)) == [x]
+
+
+def test_what_has_nothing_to_change_stays_the_same_object():
+    x, aux, whole = torch.zeros(2), [torch.ones(1)], {"a": [torch.ones(1)], "b": None}
+    given = (x, aux, {"aux": aux, "x": [x]}, whole)
+    made = map_tensors(torch.neg, given, which=lambda t: t is x)
+    assert made[1] is aux
+    assert made[2]["aux"] is aux
+    assert made[3] is whole
+    assert given[0] is given[2]["x"][0] is x
+    assert made[0] is not x
+    assert made[2]["x"][0] is not x
+    assert map_tensors(torch.neg, given, which=lambda _: False) is given

@@ -12,7 +12,8 @@ p._mp_param the low one. `Precision`, of `shard`, is the richer way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.profiled import all_reduce
+from ringdp.parallel.passed import give_back
 from ringdp.parallel.precision import cast
 
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -93,8 +95,15 @@ class Mixed:
         for p in list(self._rest) if parameters is None else parameters:
             self.raise_(p)
 
-    def inputs(self, args: Any, kwargs: Any) -> Any:
-        return cast((args, kwargs), self.dtype) if self.dtype else (args, kwargs)
+    @contextmanager
+    def inputs(self, args: Any, kwargs: Any) -> Iterator[Any]:
+        """What the module gets. See `passed`."""
+        passed = cast((args, kwargs), self.dtype) if self.dtype else (args, kwargs)
+        back = give_back((args, kwargs), passed)
+        try:
+            yield passed
+        finally:
+            back()
 
 
 def _show(p: nn.Parameter, rest: Tensor, low: Tensor) -> None:

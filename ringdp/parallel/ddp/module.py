@@ -149,7 +149,8 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             with span("DistributedDataParallel.forward"):
                 if lowered := self._mixed.lower():
                     self.reducer.listen()
-                yield self._mixed.inputs(args, kwargs)
+                with self._mixed.inputs(args, kwargs) as given:
+                    yield given
         finally:
             _Torchs._active_ddp_module, self._reducing = outer, False
             if not torch.is_grad_enabled():
