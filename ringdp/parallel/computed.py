@@ -3,11 +3,13 @@ and with masters apart others in their place. See Note [masters apart] in `unit`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Gathered(nn.Parameter):
@@ -19,7 +21,7 @@ class Gathered(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        _data.__set__(self, values)
+        set_data(self, values)
 
 
 class Computed(Gathered):
@@ -34,6 +36,7 @@ class Computed(Gathered):
     def of(cls, master: nn.Parameter, values: Tensor) -> Self:
         made = cls(values.data, requires_grad=master.requires_grad)  # with a version of its own
         made._master = master
+        _COMPUTED[master] = weakref.ref(made)
         return made
 
     @property
@@ -48,8 +51,15 @@ class Computed(Gathered):
             self._master.grad = None
 
 
-_data: Any = Tensor.data
+set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _grad: Any = Tensor.grad
+_COMPUTED: Any = WeakIdKeyDictionary()  # by master, weak references
+
+
+def computing(master: Any) -> Any:
+    """What computes in its place, if it is one."""
+    made = _COMPUTED.get(master, lambda: None)()
+    return master if made is None else made
 
 
 def follow(

@@ -2,13 +2,15 @@
 
 Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
 wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
-record a graph. Reading under no_grad, as optimizers do, goes through.
+record a graph. Reading under no_grad, as optimizers do, goes through, and so does
+`backward(inputs=...)`: see `Resting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +18,39 @@ from torch.utils._pytree import tree_leaves
 
 from ringdp.errors import UsageError
 from ringdp.parallel import sliced
-from ringdp.parallel.computed import Gathered
+from ringdp.parallel.computed import Gathered, computing
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Sharded(nn.Parameter):
+class Resting(nn.Parameter):
+    """A parameter while another may compute in its place: to a backward that shall end there, it is
+    that one, as no graph is made of it. See Note [masters apart] in `unit`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        named = kwargs or {}
+        if func is torch.autograd.backward and named.get("inputs"):
+            named = named | {"inputs": [computing(t) for t in named["inputs"]]}
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **named)
+
+
+class Sharded(Resting):
     """A parameter while it is a slice."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
+        run = super().__torch_function__
+        if func is torch.autograd.backward:
+            return run(func, types, args, kwargs)
         try:
-            with torch._C.DisableTorchFunctionSubclass():
-                out = func(*args, **(kwargs or {}))
+            out = run(func, types, args, kwargs)
         except RuntimeError as e:  # the slice has another shape than the parameter
             raise _refusal(args, kwargs) from e
         if torch.is_grad_enabled() and any(
@@ -45,7 +67,7 @@ _grad: Any = Tensor.grad
 
 def _refusal(args: Any, kwargs: Any) -> UsageError:
     used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Sharded)]
-    names = ", ".join(getattr(t, "_ringdp_name", "a parameter") for t in used)
+    names = ", ".join(dict.fromkeys(getattr(t, "_ringdp_name", "a parameter") for t in used))
     return UsageError(
         f"{names} is used outside the forward of its unit, where it is only this rank's flat "
         "slice. Use it within that forward; read it whole within full_parameters(); or choose "
@@ -58,18 +80,29 @@ def name(parameter: nn.Parameter, text: str) -> None:
     parameter._ringdp_name = text  # type: ignore[attr-defined]
 
 
-def guard(parameters: Sequence[nn.Parameter]) -> None:
-    """From now on they refuse to be used. Subclasses of a user's are left alone."""
+def guard(parameters: Sequence[nn.Parameter], into: type[Resting] = Sharded) -> None:
+    """From now on they refuse to be used, or are Resting. Subclasses of a user's are left alone."""
     for p in parameters:
         if type(p) in (nn.Parameter, Gathered):
-            p.__class__ = Sharded
+            p.__class__ = into
 
 
 def release(parameters: Sequence[nn.Parameter], into: type[nn.Parameter] = nn.Parameter) -> None:
     """They are ordinary parameters again, or Gathered."""
     for p in parameters:
-        if type(p) is Sharded:
-            p.__class__ = into  # type: ignore[assignment]
+        if type(p) in (Resting, Sharded):
+            p.__class__ = into
+
+
+def unguarded(method: Callable[P, R]) -> Callable[P, R]:
+    """Of the engine's own: to ask a `Resting` takes ten times as long elsewhere."""
+
+    @wraps(method)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        with torch._C.DisableTorchFunctionSubclass():
+            return method(*args, **named)
+
+    return call
 
 
 def _flat(out: Any) -> Sequence[Any]:

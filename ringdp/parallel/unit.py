@@ -12,7 +12,7 @@ from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout, outside, sliced
-from ringdp.parallel.computed import Computed, Gathered, follow
+from ringdp.parallel.computed import Computed, Gathered, follow, set_data
 from ringdp.parallel.memory import Ledger, Widths, holders, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
@@ -77,7 +77,9 @@ class FlatUnit:
         self.trainable = any(p.requires_grad for p in parameters)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
+        self.slices = stage.optimizer is Keep.SHARD  # are what parameters are between uses
         self.part = slice(comm.rank * plan.shard, (comm.rank + 1) * plan.shard)
+        self.spans = [plan.local(e, comm.rank) for e in plan.entries]  # in that part
         self.shapes = [p.shape for p in parameters]
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
         flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
@@ -114,7 +116,7 @@ class FlatUnit:
     @property
     def static(self) -> bool:
         """Whether it is never anything but UNSHARDED."""
-        return self.stage.optimizer is Keep.FULL and not self.apart
+        return not self.slices and not self.apart
 
     @property
     def widths(self) -> Widths:
@@ -130,7 +132,7 @@ class FlatUnit:
             self.ledger.take("gathered", self.bytes)
             self.ledger.spare.fill(self.full.untyped_storage(), self.bytes)
         full = self.full.data  # with a version of its own: autograd may have saved views
-        if self.stage.optimizer is Keep.FULL:
+        if not self.slices:
             full.copy_(self.master)
         else:
             if self.apart:
@@ -138,6 +140,7 @@ class FlatUnit:
             self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
+    @outside.unguarded
     def unshard(self) -> None:
         """GATHERING -> UNSHARDED: the parameters have their shapes and all ranks' values."""
         assert self.state is State.GATHERING
@@ -148,8 +151,7 @@ class FlatUnit:
         if self.apart:
             self.followed = follow(self.computed, self.parameters, self.followed)
             put(self.places, self.computed)
-            if self.stage.optimizer is Keep.SHARD:
-                outside.guard(self.parameters)
+            outside.guard(self.parameters, outside.Sharded if self.slices else outside.Resting)
         self._point(self.computed, self.views)
         self.state, self.versions = State.UNSHARDED, [p._version for p in self.computed]
 
@@ -172,15 +174,14 @@ class FlatUnit:
             put(self.places, self.parameters)
         else:
             self._point(self.parameters, self.rest)
-        if self.stage.optimizer is Keep.SHARD:
-            outside.guard(self.parameters)
+        (outside.guard if self.slices else outside.release)(self.parameters)
 
     def summon(self, comm: Communicator) -> None:
         """SHARDED -> SUMMONED. Collective."""
         assert self.state is State.SHARDED
         self.settle()
         outside.release(self.parameters)
-        if self.stage.optimizer is Keep.SHARD:
+        if self.slices:
             self.summoned = self.full
             if self.apart or self.freed:  # of its own: a state_dict may outlive it
                 self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
@@ -192,7 +193,7 @@ class FlatUnit:
     def dismiss(self, *, write: bool) -> None:
         """SUMMONED -> SHARDED, with what was written meanwhile, or without."""
         assert self.state is State.SUMMONED
-        if self.stage.optimizer is Keep.SHARD:
+        if self.slices:
             if write:
                 self.master.copy_(self.summoned[self.part])
             elif self.before is not None:  # the master is a part of what may have been written to
@@ -206,7 +207,7 @@ class FlatUnit:
         """SHARDED or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
         its values belong. That is other memory then, as the user may have kept what was there.
         Raises UsageError for another shape or dtype."""
-        summoned = self.state is State.SUMMONED and self.stage.optimizer is Keep.SHARD
+        summoned = self.state is State.SUMMONED and self.slices
         tensors = self._views(self.summoned) if summoned else self.rest
         if self.static or not self._has_moved(tensors if summoned else None):
             return
@@ -243,15 +244,15 @@ class FlatUnit:
             self.master = self.shard = self.full[self.part]
         self._homes = [t.data_ptr() for t in self.rest]
 
+    @outside.unguarded
     def _has_moved(self, tensors: Sequence[Tensor] | None = None) -> bool:
         """Whether parameters are no longer those, or what they rest in. Every gather asks."""
         homes = self._homes if tensors is None else [t.data_ptr() for t in tensors]
         dtype = self.dtypes.master
-        with torch._C.DisableTorchFunctionSubclass():  # to ask a `Sharded` takes ten times as long
-            return any(
-                p.data_ptr() != home or p.dtype != dtype
-                for p, home in zip(self.parameters, homes, strict=True)
-            )
+        return any(
+            p.data_ptr() != home or p.dtype != dtype
+            for p, home in zip(self.parameters, homes, strict=True)
+        )
 
     @property
     def rest(self) -> list[Tensor]:
@@ -262,7 +263,7 @@ class FlatUnit:
 
     def at_rest(self, whole: Tensor) -> list[Tensor]:
         """Of a padded buffer the part of every parameter that it has between steps, as views."""
-        return self._kept(whole[self.part] if self.stage.optimizer is Keep.SHARD else whole)
+        return self._kept(whole[self.part] if self.slices else whole)
 
     def gradient_views(self) -> list[Tensor]:
         """The gradient of each parameter, in the shape that it has between steps."""
@@ -270,18 +271,16 @@ class FlatUnit:
 
     def _kept(self, buffer: Tensor) -> list[Tensor]:
         """Every parameter's part of what this rank keeps, as views: a slice, or in its shape."""
-        if self.stage.optimizer is Keep.FULL:
+        if not self.slices:
             return self._views(buffer)
-        spans = (self.plan.local(e, self.rank) for e in self.plan.entries)
-        return [buffer[begin:end] for begin, end in spans]
+        return [buffer[begin:end] for begin, end in self.spans]
 
     def _master(self, whole: Tensor) -> Tensor:
         """What the optimizer steps: all of it in stage 0, else this rank's shard."""
-        sharded = self.stage.optimizer is Keep.SHARD
-        if not self.apart:
-            return self.shard if sharded else whole
-        if not sharded:
+        if not self.slices:
             return whole
+        if not self.apart:
+            return self.shard
         own = whole[self.part]
         return on_host(own.numel(), own.dtype).copy_(own) if self.offload.any else own.clone()
 
@@ -289,8 +288,7 @@ class FlatUnit:
         """Take other memory for gradients where somebody holds some of these, beside the p.grad
         that are `own`. See Note [gradients live in their bucket], in `ddp.bucket`."""
         memory = self.gradient.untyped_storage()._cdata
-        with torch._C.DisableTorchFunctionSubclass():
-            here = sum(t.untyped_storage()._cdata == memory for t in own)
+        here = sum(t.untyped_storage()._cdata == memory for t in own)
         if holders(self.gradient) > self._alone + here:
             self.ledger.give("gradients", self.widths.gradients(self.plan, self.stage))
             self._make_gradients()
@@ -300,7 +298,7 @@ class FlatUnit:
         optimizer reads. In stages 0 and 1 the latter may be (a part of) the former."""
         stage, plan, width, device = self.stage, self.plan, self.widths, self.full.device
         self.bucket: Tensor | None = None
-        shard = plan.shard if stage.optimizer is Keep.SHARD else plan.padded
+        shard = plan.shard if self.slices else plan.padded
         if not self.trainable:
             self.gradient = torch.empty(0, dtype=self.dtypes.master, device=device)
             return
@@ -313,7 +311,7 @@ class FlatUnit:
             self.ledger.take("gradients", shard * self.dtypes.master.itemsize)
         else:
             self.gradient = self.ledger.empty("gradients", shard, self.dtypes.master, device)
-        begin = self.part.start if stage.optimizer is Keep.SHARD else 0
+        begin = self.part.start if self.slices else 0
         self.gradient[max(0, plan.elements - begin) :].zero_()  # the padding: norms are of all
         self._alone = holders(self.gradient)
 
@@ -346,4 +344,4 @@ class FlatUnit:
 
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(parameters, tensors, strict=True):
-            parameter.data = tensor
+            set_data(parameter, tensor)

@@ -168,6 +168,30 @@ def test_a_backward_after_a_step_is_told(ranks, stage, precision):
     ranks(2)(backward_again, stage, precision)
 
 
+# ---- of some parameters
+
+
+def some(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model, twin = critic(), critic()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        chosen = list(one.parameters())[1:4]
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for step in range(STEPS):
+            loss(one, step).backward(inputs=chosen)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_may_end_at_some_parameters(ranks, stage, precision):
+    """Where others compute in their place they got nothing, without a word."""
+    ranks(2)(some, stage, precision)
+
+
 # ---- torch.func
 
 
