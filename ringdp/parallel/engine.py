@@ -45,6 +45,7 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.outputs import Dying, lasting
+from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
@@ -185,6 +186,7 @@ class Engine(Taped):
         if index in self._awaiting or self._arrivals[index].will_come(at):
             self._prepare_backward(index)
 
+    @unguarded
     def _prepare_backward(self, index: int) -> None:
         if index in self._awaiting:
             if self.units[index].state is not State.UNSHARDED:
@@ -207,7 +209,7 @@ class Engine(Taped):
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
-        if self.units[index] not in self.reducing.opened():
+        if not self.reducing.is_open(self.units[index]):
             raise UsageError(
                 f"parameter {self.plan[index].entries[at].name} of unit {self.plan[index].name!r} "
                 "got a second gradient in one backward, as a module does that is used twice under "
@@ -238,7 +240,7 @@ class Engine(Taped):
         for unit in reversed(trained):
             if unit.index not in self._awaiting:
                 self.reducing.open(unit, keep=not self.sync)
-            if unit in self.reducing.opened():
+            if self.reducing.is_open(unit):
                 self._reduce(unit.index)
         self._end_backward(learn=True)
         for unit in trained:
@@ -278,11 +280,7 @@ class Engine(Taped):
 
     def check_reduced(self, what: str) -> None:
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""
-        if self.reducing.kept.any_waits(self.units):
-            raise UsageError(
-                f"{what}, but gradients made within no_sync() have not been reduced; the last "
-                "backward before must be outside of it"
-            )
+        self.reducing.kept.check_none_waits(self.units, what)
 
     def after_step(self) -> None:
         steps.restore(self.units, self.stage)

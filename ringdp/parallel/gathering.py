@@ -156,9 +156,7 @@ class Gathering:
             self._order,
             self._position,
             in_use=freed[-1] if freed else None,
-            sharded=[
-                i for i, u in enumerate(self.units) if u.state is State.SHARDED or i == or_freed
-            ],
+            is_sharded=lambda i: i == or_freed or self.units[i].state is State.SHARDED,
             in_flight=sum(self._sizes[i] for i in self._ahead) + under_way,
             sizes=self._sizes,
             limit=self.limit,

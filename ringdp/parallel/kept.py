@@ -78,15 +78,20 @@ class Kept:
             if clear:
                 self._sums[unit.index].part(at).zero_()
 
-    def any_waits(self, units: Sequence[FlatUnit]) -> bool:
-        """Whether some wait for a backward that reduces them."""
+    def check_none_waits(self, units: Sequence[FlatUnit], what: str) -> None:
+        """Raises UsageError, which begins with `what`, if some wait for a backward that reduces
+        them."""
         for unit in units:
             if shown := self._shown.get(unit.index):
                 self.settle(unit)
                 if unit in self:
                     shows = [was.gradient is not None for was in shown]
                     self.show(unit, shows, reduced=shown[0].reduced)
-        return bool(self._sums)
+        if self._sums:
+            raise UsageError(
+                f"{what}, but gradients made within no_sync() have not been reduced; the last "
+                "backward before must be outside of it"
+            )
 
     def pop(self, unit: FlatUnit) -> Tensor | None:
         """The unit's sums, which are no longer kept."""

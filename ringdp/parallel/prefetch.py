@@ -20,7 +20,7 @@ Note [gathers yield to reductions]
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 
 Groups = Sequence[Sequence[int]]  # units of one module, used together; those of the root first
 Order = tuple[int, ...]  # units in the order of their uses, a forward and its backward
@@ -48,7 +48,7 @@ def ahead(
     position: int,
     *,
     in_use: int | None,
-    sharded: Container[int],
+    is_sharded: Callable[[int], bool],
     in_flight: int,
     sizes: Sequence[int],
     limit: int,
@@ -58,7 +58,7 @@ def ahead(
     for unit in order[position + 1 :]:
         if unit == in_use:
             break
-        if unit not in sharded or unit in found:
+        if unit in found or not is_sharded(unit):
             continue
         in_flight += sizes[unit]
         if in_flight > limit:

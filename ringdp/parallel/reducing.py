@@ -13,6 +13,7 @@ from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.filling import Filling
 from ringdp.parallel.kept import Kept
 from ringdp.parallel.memory import Ledger
+from ringdp.parallel.outside import unguarded
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 
@@ -49,6 +50,7 @@ class Reducing:
         self._shows: dict[int, list[bool]] = {}  # of each unit: which have a .grad afterwards
         self.kept = Kept(ledger)
 
+    @unguarded
     def open(self, unit: FlatUnit, *, keep: bool) -> None:
         """The unit's gradients are about to come, to be averaged or, with `keep`, kept as they are.
 
@@ -71,6 +73,9 @@ class Reducing:
             gradient, parameter.grad = parameter.grad, None
             self._open[unit.index].filling.take(at, gradient)
 
+    def is_open(self, unit: FlatUnit) -> bool:
+        return unit.index in self._open
+
     def opened(self) -> list[FlatUnit]:
         """Those that are opened and not closed."""
         return [opened.unit for opened in self._open.values()]
@@ -82,6 +87,7 @@ class Reducing:
         else:
             self.start(unit)
 
+    @unguarded
     def hand_out(self, unit: FlatUnit) -> None:
         """Backward and all reductions are over: set every p.grad."""
         shows = self._shows[unit.index]
@@ -165,11 +171,12 @@ def _set_aside(unit: FlatUnit) -> bool:
     before = [p.grad for p in unit.parameters]
     there = [gradient for gradient in before if gradient is not None]
     unit.leave_held(there)
+    if not there:
+        return False
     for p, gradient, kept in zip(unit.parameters, before, unit.gradient_views(), strict=True):
         if gradient is None:
-            if there:
-                kept.zero_()
+            kept.zero_()
         elif gradient.data_ptr() != kept.data_ptr():  # the user has put another one there
             kept.copy_(gradient)
         p.grad = None
-    return bool(there)
+    return True

@@ -186,7 +186,7 @@ class _Replay:
             self.order,
             self.position,
             in_use=self.in_use,
-            sharded=set(range(len(self.sizes))) - self.held,
+            is_sharded=lambda unit: unit not in self.held,
             in_flight=sum(self.sizes[u] for u in self.waiting) + beside,
             sizes=self.sizes,
             limit=self.limit,

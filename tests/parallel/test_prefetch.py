@@ -35,7 +35,7 @@ def look(order, position, *, in_use=None, sharded, in_flight=0, sizes, limit):
         order,
         position,
         in_use=in_use,
-        sharded=sharded,
+        is_sharded=sharded.__contains__,
         in_flight=in_flight,
         sizes=sizes,
         limit=limit,
