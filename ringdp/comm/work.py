@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from copy import copy
 
+from ringdp.comm.call import told
 from ringdp.comm.guard import Guard
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import CommunicationError
@@ -31,13 +32,15 @@ class Work:
     ) -> None:
         """`waited`: seconds that its own call has waited for it."""
         self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
-        self._done, self._waited = False, waited
+        self._done, self._finishing, self._waited = False, False, waited
         self._error: CommunicationError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the result is there, at most `timeout` seconds (default: the communicator's).
 
-        Raises PeerLost, CollectiveTimeout or CollectiveMismatch, each time it is called.
+        Raises PeerLost, CollectiveTimeout or CollectiveMismatch, each time it is called. In a
+        signal's handler that has interrupted this work's own `wait` while it brought the result
+        home, this and `is_completed` raise CommunicationError: the handler cannot outwait it.
         """
         if self._error:
             raise copy(self._error)
@@ -94,9 +97,19 @@ class Work:
     def _complete(self) -> None:
         if self._finish is not None:
             with _finishing:  # several threads may wait for one work
+                if self._finishing:  # by this thread, whose the lock is
+                    raise CommunicationError(
+                        f"asked to wait for {told(self._call)}, whose result is being brought home "
+                        "by the wait that this one has interrupted, as a signal's handler may; "
+                        "allowed: to wait once that has returned, or for another work"
+                    )
                 if self._finish is not None:
-                    self._finish()
-                    self._finish = None  # it holds the buffer
+                    try:
+                        self._finishing = True
+                        self._finish()
+                        self._finish = None  # it holds the buffer
+                    finally:
+                        self._finishing = False
         self._done = True
 
 

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ringdp import Communicator, PeerLost, Work
+from ringdp import CommunicationError, Communicator, PeerLost, Work
+from ringdp.comm.call import fingerprint
 from tests.comm.test_collectives import everyone, values
 from tests.limits import room
 
@@ -227,6 +228,42 @@ def test_a_handler_waits_for_another_work_while_one_is_brought_home():
     thread.start()
     thread.join(20)
     assert done == ["other", "one"]
+
+
+def test_a_handler_that_waits_for_the_work_brought_home_is_told_so():
+    """Not that it is done: it would read a sum that is not divided yet."""
+    said: list[str] = []
+
+    def finish() -> None:
+        for asked in (work.wait, work.is_completed):
+            with pytest.raises(CommunicationError) as error:
+                asked()
+            said.append(str(error.value))
+
+    call = (7, fingerprint("all_reduce", torch.float32, "avg", 0), 3, b"train.py:40")
+    work = Work(cast(Any, Ended()), call, 1, finish)
+    work.wait()
+    work.wait()  # once
+    assert len(said) == 2
+    for text in said:
+        assert "all_reduce #7 (float32, avg)" in text
+        assert "allowed: to wait once that has returned" in text
+
+
+def test_a_work_whose_result_did_not_come_home_is_not_done():
+    ends = iter((ZeroDivisionError, KeyboardInterrupt, None))
+
+    def finish() -> None:
+        if error := next(ends):
+            raise error
+
+    work = Work(cast(Any, Ended()), cast(Any, None), 1, finish)
+    with pytest.raises(ZeroDivisionError):
+        work.wait()
+    with pytest.raises(KeyboardInterrupt):
+        work.is_completed()
+    work.wait()
+    assert next(ends, "none is left") == "none is left"
 
 
 def test_a_wait_does_not_hear_of_what_failed_after_its_end():
