@@ -22,7 +22,7 @@ class Flat(NamedTuple):
 
     def settle(self) -> None:
         if self.home is not None:
-            self.home.copy_(shaped(self.data, self.home))
+            writable(self.home).copy_(shaped(self.data, self.home))
 
 
 def flat(tensor: Tensor, *, read: bool = True) -> Flat:
@@ -95,7 +95,7 @@ def fill(buffer: Tensor, source: Tensor) -> None:
         return
     if buffer.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
         source = source.clone()
-    shaped(buffer, source).copy_(source)
+    shaped(writable(buffer), source).copy_(source)
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same
+from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same, writable
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
 from ringdp.comm.uncompiled import uncompiled
@@ -310,9 +310,10 @@ class Moves(Issuer):
         fill(buffer[own : own + sum(sent)], input)
 
         def finish() -> None:
-            out.data[:own] = buffer[:own]
-            out.data[own : own + sent[me]] = buffer[mine : mine + sent[me]]
-            out.data[own + sent[me] :] = buffer[own + sum(sent) :]
+            data = writable(out.data)
+            data[:own] = buffer[:own]
+            data[own : own + sent[me]] = buffer[mine : mine + sent[me]]
+            data[own + sent[me] :] = buffer[own + sum(sent) :]
             out.settle()
 
         return self._issue(Job("all_to_all_v", Run(program, buffer, bounds), finish), how)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same
+from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import whole_bounds
 from ringdp.comm.uncompiled import uncompiled
@@ -186,9 +186,10 @@ class Reductions(Issuer):
         def finish() -> None:
             nonlocal left
             if left:  # once: who waits again after an interrupt comes again
-                left = False
-                by = torch.full((), self.size, dtype=out.data.dtype, device=out.data.device)
-                out.data.div_(by)  # by a number a GPU would multiply with 1/size
+                data = writable(out.data)
+                by = torch.full((), self.size, dtype=data.dtype, device=data.device)
+                left = False  # what raises or is interrupted before has divided nothing
+                data.div_(by)  # by a number a GPU would multiply with 1/size
             out.settle()
 
         return finish if left else out.settle

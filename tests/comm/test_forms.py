@@ -147,6 +147,33 @@ def test_every_form_of_tensor_and_size_of_part(ranks, n: int, what: Callable[...
     ranks(n)(what, 60)
 
 
+def begun_in_inference_mode(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    with torch.inference_mode():
+        mine, some, all_of = torch.full((2 * n,), 2.0 * me), torch.ones(2), torch.ones(2, n).t()
+        source = torch.arange(2.0 * n)
+        averaged, split, passed = mine.clone(), some.clone(), mine.clone()
+        works = [
+            comm.all_reduce(averaged, "avg", algorithm="ring", async_op=True),
+            comm.reduce_scatter(split, mine, "avg", algorithm="ring", async_op=True),
+            comm.all_gather(all_of, split.clone().fill_(me), async_op=True),
+            comm.scatter(some, source, algorithm="binomial", async_op=True),
+            comm.all_to_all_v(passed, mine, [2] * n, [2] * n, async_op=True),
+        ]
+    for work in works:
+        work.wait()
+    assert torch.all(averaged == n - 1)
+    assert torch.all(split == n - 1)
+    each = torch.arange(float(n)).repeat_interleave(2)
+    assert torch.equal(all_of.reshape(-1), each)
+    assert torch.equal(some, torch.tensor([2.0 * me, 2 * me + 1]))
+    assert torch.equal(passed, 2 * each)
+
+
+def test_what_began_in_inference_mode_is_waited_for_outside_of_it(ranks):
+    ranks(2)(begun_in_inference_mode)
+
+
 def logic(comm: Communicator) -> None:
     """Three ranks, eight places: every combination of bits."""
     bits = torch.tensor([(place >> r) & 1 for r in range(3) for place in range(8)]).view(3, 8)
