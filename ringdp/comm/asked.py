@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from math import inf, isnan
 from numbers import Real
 from operator import index
 
@@ -12,38 +14,80 @@ from torch import Tensor
 from ringdp.errors import UsageError
 from ringdp.transport.base import Link
 
+MOST = 1 << 56  # elements: csrc counts their bytes in 63 bits
 
-def check_tensor(collective: str, given: object) -> None:
+
+def check_tensor(collective: str, given: object, name: str = "tensor") -> None:
     """A torch tensor whose elements lie in memory one by one."""
     if not isinstance(given, Tensor):
         found = type(given).__name__
-        raise UsageError(f"{collective}: tensor is a {found}; allowed: a torch.Tensor")
+        raise UsageError(f"{collective}: {name} is a {found}; allowed: a torch.Tensor")
     if given.layout is not torch.strided or given.is_nested:
         layout = "nested" if given.is_nested else given.layout
-        raise UsageError(f"{collective}: tensor is {layout}; allowed: a dense one")
+        raise UsageError(f"{collective}: {name} is {layout}; allowed: a dense one")
 
 
-def whole(collective: str, name: str, given: int, most: int, what: str) -> int:
-    """A whole number from 0 to `most`, as an int; `what`: are there."""
+def check_algorithm(collective: str, given: object) -> None:
+    """A name, or what may be a function; programs are remembered by it."""
+    if not (isinstance(given, str) or (callable(given) and isinstance(given, Hashable))):
+        raise UsageError(
+            f"{collective}: algorithm is {given!r}; allowed: a name of `ringdp show --list`, or a "
+            "function n -> Schedule that can be hashed"
+        )
+
+
+def index_of(given: object) -> int | None:
+    """A whole number as an int; None for what is none."""
     try:
-        found = index(given)
-    except TypeError:
-        found = -1
-    if not 0 <= found <= most:
-        raise UsageError(f"{collective}: {name} is {given!r}; {what} are 0..{most}")
+        return index(given)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):  # torch's, of a tensor without memory
+        return None
+
+
+def whole(collective: str, name: str, given: int, most: int, what: str, least: int = 0) -> int:
+    """A whole number from `least` to `most`, as an int; `what`: are there."""
+    found = index_of(given)
+    if found is None or not least <= found <= most:
+        raise UsageError(f"{collective}: {name} is {given!r}; {what} are {least}..{most}")
     return found
 
 
-def check_times(timeout: float, warn_after: float, link: Link | None) -> None:
-    """Of `init`."""
-    if not (isinstance(timeout, Real) and 0 < timeout < inf):
-        raise UsageError(f"timeout is {timeout!r}; allowed: seconds, above 0 and finite")
-    if not (isinstance(warn_after, Real) and warn_after > 0):
-        raise UsageError(f"warn_after is {warn_after!r}; allowed: seconds above 0, inf for never")
+def number(
+    name: str, given: object, allowed: str, within: Callable[[float], bool] = lambda _: True
+) -> float:
+    """A real number or a tensor of one, as a float that is `within` what is `allowed`."""
+    found = None
+    if isinstance(given, Real | Tensor):
+        with suppress(OverflowError, RuntimeError, ValueError):  # too large, or no one element
+            found = float(given)
+    if found is None or not within(found):
+        raise UsageError(f"{name} is {given!r}; allowed: {allowed}")
+    return found
+
+
+def patience(timeout: float) -> float:
+    """How long a communicator's calls may wait."""
+    allowed = "seconds, above 0 and below 1e13"  # a timedelta has room for 8e13
+    return number("timeout", timeout, allowed, lambda s: 0 < s < 1e13)
+
+
+def own_patience(timeout: float) -> float:
+    """How long one of them may."""
+    return number("wait: timeout", timeout, "seconds, or None", lambda s: not isnan(s))
+
+
+def till_warning(warn_after: float) -> float:
+    allowed = "seconds above 0, inf for never"
+    return number("warn_after", warn_after, allowed, lambda s: s > 0)
+
+
+def emulated(link: Link | None) -> Link | None:
     if link is None:
-        return
-    if not (isinstance(link, Link) and 0 <= link.latency < inf and 0 < link.bandwidth < inf):
-        raise UsageError(
-            f"link is {link!r}; allowed: ringdp.Link(latency, bandwidth), in s from 0 on and in "
-            "bytes/s above 0"
-        )
+        return None
+    if not isinstance(link, Link):
+        raise UsageError(f"link is {link!r}; allowed: ringdp.Link(latency, bandwidth), or None")
+    seconds, speed = "seconds, 0 or more and finite", "bytes/s above 0 and finite"
+    return Link(
+        number("link: latency", link.latency, seconds, lambda s: 0 <= s < inf),
+        number("link: bandwidth", link.bandwidth, speed, lambda b: 0 < b < inf),
+    )

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import check_tensor, whole
+from ringdp.comm.asked import MOST, check_algorithm, check_tensor, patience, whole
 from ringdp.comm.call import NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
@@ -100,7 +100,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
     def set_timeout(self, timeout: float) -> None:
         """For this rank's calls from now on, and for the communicators made of this one."""
-        self._transport.timeout = timeout
+        self._transport.timeout = patience(timeout)
 
     @property
     def issued(self) -> int:
@@ -125,9 +125,11 @@ class Communicator(Reductions, Moves, Messages, Taped):
         one, a reduce_scatter or broadcast if its input is, an all_gather if this rank's part is.
         Its storage cannot be resized.
         """
-        if min(shape, default=0) < 0:
-            raise UsageError(f"empty: the shape is {shape}; allowed: lengths that are 0 or more")
-        return self._transport.empty(shape, dtype)
+        one = f"of the shape {shape} a length"
+        lengths = tuple(whole("empty", one, length, MOST, "lengths") for length in shape)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"empty: dtype is {dtype!r}; allowed: a torch.dtype")
+        return self._transport.empty(lengths, dtype)
 
     def duplicate(self) -> Communicator:
         """Another communicator over the same ranks, whose collectives do not queue behind these.
@@ -144,8 +146,10 @@ class Communicator(Reductions, Moves, Messages, Taped):
         Collective: every rank must call it. There, ranks are in the order of `key`, and of rank
         here where keys are equal. None for a rank whose color is None.
         """
-        if color is not None and color < 0:
-            raise UsageError(f"split: color is {color}; allowed: None, or a number from 0 on")
+        most = torch.iinfo(torch.int64).max
+        if color is not None:
+            color = whole("split", "color", color, most, "but for None, colors")
+        key = whole("split", "key", key, most, "keys", -most)
         mine = torch.tensor([-1 if color is None else color, key])
         given = mine.new_empty(self.size, 2)
         self.all_gather(given, mine).wait()
@@ -242,6 +246,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         root: int = 0,
     ) -> How:
         check_tensor(collective, tensor)
+        check_algorithm(collective, algorithm)
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
         tag = whole(collective, "tag", tag, TAGS - 1, "tags")
         root = whole(collective, "root", root, self.size - 1, "ranks")

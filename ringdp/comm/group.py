@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 
+from ringdp.comm.asked import own_patience
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError
 
@@ -28,10 +29,9 @@ class Group:
 
         Raises the error of the first call that failed.
         """
-        start = time.monotonic()
+        end = None if timeout is None else time.monotonic() + own_patience(timeout)
         for work in self.works:
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
-            work.wait(left)
+            work.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""

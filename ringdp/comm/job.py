@@ -31,6 +31,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from ringdp.comm.asked import MOST, check_tensor
 from ringdp.comm.buffers import form_of, width
 from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
@@ -145,6 +146,8 @@ class Issuer(ABC):
 
         Raises UsageError unless `part` is this rank's share, and `whole` (if it is here) all.
         """
+        for given in filter(None, (part, whole)):
+            check_tensor(collective, given.tensor, given.name)
         count, form = part.tensor.numel(), form_of(part.tensor)
         if sizes is None:
             shards = (count,) * self.size
@@ -172,6 +175,7 @@ class Issuer(ABC):
         self, collective: str, whole: Named, name: str, sizes: Sequence[int]
     ) -> tuple[int, ...]:
         """`sizes` in real elements. UsageError unless they are those of the whole."""
+        check_tensor(collective, whole.tensor, whole.name)
         cuts = self._whole_numbers(collective, name, sizes)
         if sum(cuts) != whole.tensor.numel():
             raise UsageError(
@@ -185,10 +189,10 @@ class Issuer(ABC):
             found = tuple(index(size) for size in sizes)
         except TypeError:
             raise UsageError(f"{collective}: {name} is {sizes}; allowed: whole numbers") from None
-        if len(found) != self.size or min(found) < 0:
+        if len(found) != self.size or min(found) < 0 or sum(found) > MOST:
             raise UsageError(
                 f"{collective}: {name} is {list(found)}; allowed: a number of elements, 0 or more, "
-                f"for each of {self.size} ranks"
+                f"for each of {self.size} ranks, and 2**56 in all at most"
             )
         return found
 

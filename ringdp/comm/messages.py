@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ringdp.comm.asked import index_of
 from ringdp.comm.buffers import flat, flat_output
 from ringdp.comm.call import ANYBODY, call_site, fingerprint
 from ringdp.comm.guard import Guard
@@ -71,32 +72,38 @@ class Messages(Issuer):
         return self._recv(tensor, src, tag, async_op=True)
 
     def _send(self, tensor: Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        call, kind, later = self._letter("send", "dst", tensor, dst, tag, async_op)
+        to = self._other("send", "dst", dst)
+        call, kind, later = self._letter("send", tensor, to, tag, async_op)
         buffer = flat(tensor).data
-        ticket = self._transport.send(buffer, dst, kind, background=later)
+        ticket = self._transport.send(buffer, to, kind, background=later)
         return self._waited(Work(self._guard, call, ticket, None), later)
 
     def _recv(self, tensor: Tensor, src: int | None, tag: int, async_op: bool) -> Received:
-        call, kind, later = self._letter("recv", "src", tensor, src, tag, async_op)
+        sender = None if src is None and self.size > 1 else self._other("recv", "src", src)
+        call, kind, later = self._letter("recv", tensor, sender, tag, async_op)
         if later and not async_op:
             raise UsageError("recv in a group cannot say who sent; allowed: irecv")
         out = flat_output(tensor, "recv: tensor")
-        sender = torch.empty(1, dtype=torch.int64)
-        ticket = self._transport.receive(out.data, src, kind, sender, background=later)
-        return self._waited(Received(self._guard, call, ticket, out.settle, sender), later)
+        source = torch.empty(1, dtype=torch.int64)
+        ticket = self._transport.receive(out.data, sender, kind, source, background=later)
+        return self._waited(Received(self._guard, call, ticket, out.settle, source), later)
+
+    def _other(self, name: str, argument: str, peer: int | None) -> int:
+        """A rank that is not this one."""
+        others, found = [r for r in range(self.size) if r != self.rank], index_of(peer)
+        if found is None or found not in others:
+            raise UsageError(
+                f"{name}: {argument} is {peer!r}; allowed: another rank, of {others} for rank "
+                f"{self.rank} of {self.size}"
+            )
+        return found
 
     def _letter(
-        self, name: str, argument: str, tensor: Tensor, peer: int | None, tag: int, async_op: bool
+        self, name: str, tensor: Tensor, peer: int | None, tag: int, async_op: bool
     ) -> tuple[Call, int, bool]:
         """The call as errors tell it, the kind of message that both ends must agree on, and whether
         it is not waited for."""
         how = self._how(name, tensor, "", async_op, tag)
-        others = [r for r in range(self.size) if r != self.rank]
-        if not others or (peer is not None and peer not in others):
-            raise UsageError(
-                f"{name}: {argument} is {peer}; allowed: another rank, of {others} for rank "
-                f"{self.rank} of {self.size}"
-            )
         dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
         who = ANYBODY if peer is None else peer
         mine = how.tag << 24 | fingerprint(name, dtype, "sum", who)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ringdp.comm.asked import check_tensor
 from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same, writable
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
@@ -259,6 +260,7 @@ class Moves(Issuer):
         input, output: equally many elements, a multiple of size. They may be one tensor.
         """
         how = self._how("all_to_all", input, algorithm, async_op, tag)
+        check_tensor("all_to_all", output, "output")
         count = input.numel()
         if output.numel() != count or form_of(output) != form_of(input) or count % self.size:
             raise UsageError(

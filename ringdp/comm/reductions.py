@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ringdp.comm.asked import number
 from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
 from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
 from ringdp.comm.programs import whole_bounds
@@ -204,7 +205,7 @@ def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor
 
     Raises UsageError for an op that there is not, or not for this dtype.
     """
-    if op not in REDUCE_OPS:
+    if not (isinstance(op, str) and op in REDUCE_OPS):
         raise UsageError(f"{collective}: no op {op!r}; there are {', '.join(REDUCE_OPS)}")
     floats = tensor.is_floating_point() or tensor.is_complex()
     if floats and op in BITWISE:
@@ -216,4 +217,4 @@ def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor
     if not floats and (op == "avg" or scale is not None):
         what = "avg" if op == "avg" else "scale"
         raise UsageError(f"{collective}: {what} is for floats; this tensor is {tensor.dtype}")
-    return 1 if scale is None else scale
+    return 1 if scale is None else number(f"{collective}: scale", scale, "a number")

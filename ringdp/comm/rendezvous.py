@@ -21,7 +21,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError, ProcessGroup
 
-from ringdp.comm.asked import check_times
+from ringdp.comm.asked import emulated, patience, till_warning
 from ringdp.comm.communicator import Communicator, Connect
 from ringdp.comm.guard import differ
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
@@ -66,10 +66,10 @@ def init(
                    nccl-host  that transport's code over host memory, to test and to study it
     """
     global _world, _worlds
-    if transport not in get_args(TransportName):
+    if not (isinstance(transport, str) and transport in get_args(TransportName)):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport is {transport!r}; allowed: {names}")
-    check_times(timeout, warn_after, link)
+    timeout, warn_after, link = patience(timeout), till_warning(warn_after), emulated(link)
     if link is not None and transport != "shm":
         raise UsageError("a link is emulated in shared memory only; allowed: transport='shm'")
     _world = _connect(timeout, warn_after, transport, link)

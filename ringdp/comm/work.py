@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from copy import copy
 
+from ringdp.comm.asked import own_patience
 from ringdp.comm.call import told
 from ringdp.comm.guard import Guard
 from ringdp.comm.uncompiled import uncompiled
@@ -46,7 +47,7 @@ class Work:
             raise copy(self._error)
         if self._done:
             return
-        allowed = self._guard.transport.timeout if timeout is None else timeout
+        allowed = self._guard.transport.timeout if timeout is None else own_patience(timeout)
         waited, tell = self._waited, self._guard.warn_after
         start = time.monotonic() - waited
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -119,12 +122,114 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
         ("on cpu", "on meta"),
         ("on meta", "one device"),
         ("on meta", "the same"),
-        ("(4, -1)", "0 or more"),
-        ("(-1,)", "0 or more"),
+        ("(4, -1)", "0.."),
+        ("(-1,)", "0.."),
     ]
     for said in ranks(2)(refusals):
         for text, words in zip(said, allowed, strict=True):
             assert all(w in text for w in words), text
+
+
+def of_another_kind(comm: Any) -> None:
+    me, peer = comm.rank, 1 - comm.rank
+    three, six, even = torch.zeros(3), torch.zeros(6), [3, 3]
+    vast = [3, 1 << 60] if me == 0 else [1 << 60, 3]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: comm.all_gather([six], three), "all_gather: output is a list; allowed: a torch"),
+        (lambda: comm.all_gather(torch.eye(3).to_sparse(), three), "output is torch.sparse_coo"),
+        (lambda: comm.all_gather_v([six], three, even), "all_gather_v: output is a list"),
+        (lambda: comm.gather([six], three, me), "gather: output is a list"),
+        (lambda: comm.gather_v([six], three, even, me), "gather_v: output is a list"),
+        (lambda: comm.gather_v(None, three, vast, peer), "2**56 in all"),
+        (lambda: comm.scatter(three, [six], me), "scatter: input is a list"),
+        (lambda: comm.scatter_v(three, [six], even, me), "scatter_v: input is a list"),
+        (lambda: comm.reduce_scatter(None, six), "reduce_scatter: output is a NoneType"),
+        (lambda: comm.reduce_scatter_v([three], six, even), "reduce_scatter_v: output is a list"),
+        (lambda: comm.all_to_all([six], six), "all_to_all: output is a list"),
+        (lambda: comm.all_to_all_v([six], six, even, even), "all_to_all_v: output is a list"),
+        (lambda: comm.all_reduce(three, algorithm=["ring"]), "algorithm is ['ring']; allowed: a"),
+        (lambda: comm.all_reduce(three, algorithm=1), "algorithm is 1; allowed: a name"),
+        (lambda: comm.all_reduce(three, np.array(["sum"])), "no op array(['sum']"),
+        (lambda: comm.all_reduce(three, scale="2"), "scale is '2'; allowed: a number"),
+        (lambda: comm.reduce(three, scale=torch.ones(2)), "scale is tensor([1., 1.])"),
+        (lambda: comm.reduce_scatter(three, six, scale=1j), "scale is 1j"),
+        (lambda: comm.all_reduce(three, tag=1.0), "tag is 1.0; tags are 0.."),
+        (lambda: comm.broadcast(three, torch.zeros((), device="meta")), "ranks are 0..1"),
+        (lambda: comm.empty((2, 3)), "a length is (2, 3); lengths are 0.."),
+        (lambda: comm.empty(1 << 70), "a length is 1180591620717411303424"),
+        (lambda: comm.empty(2, dtype="float32"), "dtype is 'float32'; allowed: a torch.dtype"),
+        (lambda: comm.split("a"), "color is 'a'; but for None, colors are 0.."),
+        (lambda: comm.split(0, key=1.5), "key is 1.5; keys are -"),
+        (lambda: comm.set_timeout(float("nan")), "timeout is nan; allowed: seconds, above 0"),
+        (lambda: comm.set_timeout("1"), "timeout is '1'"),
+        (lambda: comm.all_reduce(three, async_op=True).wait("1"), "timeout is '1'; allowed: sec"),
+        (lambda: waited_as_a_group(comm, float("nan")), "timeout is nan; allowed: seconds, or"),
+        (lambda: comm.send(three, float(peer)), f"dst is {peer}.0; allowed: another rank"),
+        (lambda: comm.send(three, None), "dst is None; allowed: another rank"),
+        (lambda: comm.isend([three], peer), "tensor is a list"),
+        (lambda: comm.recv(three, float(peer)), f"src is {peer}.0; allowed: another rank"),
+        (lambda: comm.recv(None, peer), "tensor is a NoneType"),
+        (lambda: comm.irecv(three, me), f"src is {me}; allowed: another rank"),
+    ]
+    for _ in range(2):  # the second time beside calls that have been made before
+        for call, says in calls:
+            with pytest.raises(ringdp.UsageError, match=re.escape(says)):
+                call()
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        assert torch.all(x == 2)
+        for root in range(2):
+            comm.all_gather(six, three)
+            comm.gather(six, three, root)
+            comm.scatter(three, six, root)
+            comm.reduce_scatter(three, six)
+            comm.all_to_all(six, six)
+
+
+def waited_as_a_group(comm: Communicator, timeout: float) -> None:
+    with comm.group(async_op=True) as group:
+        comm.barrier()
+    group.wait(timeout)
+
+
+def test_what_is_of_another_kind_is_refused(ranks):
+    ranks(2)(of_another_kind)
+
+
+def numbers_of_every_kind(comm: Any) -> None:
+    wholes = (np.int64, torch.tensor, np.uint8)
+    for whole in wholes:
+        x = torch.full((2,), float(comm.rank))
+        comm.broadcast(x, whole(1), tag=whole(3))
+        assert torch.all(x == 1)
+        comm.all_gather_v(y := torch.zeros(4), x, [whole(2)] * 2)
+        assert torch.all(y == 1)
+        work = comm.isend(x + comm.rank, whole(1 - comm.rank), tag=whole(1))
+        assert comm.recv(x, whole(1 - comm.rank), tag=1) == 1 - comm.rank
+        assert torch.all(x == 2 - comm.rank)
+        work.wait(whole(60))
+        comm.split(whole(0), key=whole(2)).close()
+    for scale in (np.float32(0.5), Fraction(1, 2), torch.tensor(0.5), np.float64(0.5)):
+        x = torch.ones(3)
+        comm.all_reduce(x, scale=scale)
+        assert torch.all(x == 1)
+    x = torch.ones(3)
+    comm.all_reduce(x, scale=float("nan"))
+    assert torch.all(x.isnan())
+
+
+def test_numbers_are_taken_whatever_makes_them(ranks):
+    ranks(2)(numbers_of_every_kind)
+
+
+def alone(comm: Any) -> None:
+    for call in (lambda: comm.recv(torch.ones(3)), lambda: comm.send(torch.ones(3), 0)):
+        with pytest.raises(ringdp.UsageError, match="allowed: another rank, of \\[\\]"):
+            call()
+
+
+def test_a_rank_alone_has_nobody_to_write_to(ranks):
+    ranks(1)(alone)
 
 
 def freed(elements: int, offset: int) -> Tensor:

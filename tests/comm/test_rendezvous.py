@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -165,11 +166,24 @@ def test_torchruns_variables_in_part_are_refused(monkeypatch, missing):
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"timeout": timedelta(seconds=3)}, "timeout is datetime"),
         ({"warn_after": 0}, "warn_after is 0; allowed: seconds above 0"),
-        ({"link": ringdp.Link(latency=-1, bandwidth=1e9)}, "latency=-1"),
+        ({"timeout": 1 << 70}, "below 1e13"),
+        ({"timeout": "3"}, "timeout is '3'"),
+        ({"warn_after": None}, "warn_after is None"),
+        ({"transport": ["shm"]}, "transport is ['shm']; allowed: shm"),
+        ({"link": ringdp.Link(latency=-1, bandwidth=1e9)}, "link: latency is -1; allowed: seconds"),
         ({"link": ringdp.Link(latency=0, bandwidth=0)}, "bytes/s above 0"),
+        ({"link": ringdp.Link(None, 1e9)}, "link: latency is None"),  # type: ignore[arg-type]
+        ({"link": ringdp.Link(0, "1e9")}, "link: bandwidth is '1e9'"),  # type: ignore[arg-type]
         ({"link": (1e-3, 1e9)}, "allowed: ringdp.Link"),
     ],
 )
 def test_what_no_clock_knows_is_refused(asked, says):
     with pytest.raises(ringdp.UsageError, match=re.escape(says)):
         ringdp.init(**asked)
+
+
+def test_numbers_of_numpy_are_seconds_too():
+    link = ringdp.Link(np.float32(0), np.int64(10**9))
+    with ringdp.init(timeout=np.int64(60), warn_after=np.float32(5), link=link) as comm:
+        comm.barrier()
+        assert comm.timeout == 60
