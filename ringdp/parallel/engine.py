@@ -224,7 +224,8 @@ class Engine(Taped):
 
     def _reduce_through(self, index: int) -> None:
         """The backward of this unit starts: reduce those before that have not all gradients on this
-        rank, as of experts that others use. So all ranks reduce in one order."""
+        rank, as of experts that others use. So all ranks reduce in one order. Experts that differ
+        by rank lie in one unit: ranks that use different units raise CollectiveMismatch."""
         for unit in self.reducing.opened():
             other, owed = unit.index, self._awaiting[unit.index]
             if not (self._are_nested(index, other) or self._arrivals[other].may_come(owed)):

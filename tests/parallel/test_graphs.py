@@ -115,6 +115,33 @@ def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(ranks, stage, 
     ranks(2)(weights_alone, stage, precision)
 
 
+def of_a_forward(comm: Communicator, stage: int) -> None:
+    model, twin = critic(), critic()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+
+    def left() -> list[Tensor]:
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def take() -> None:
+        value, exact = loss(model, comm.rank), loss(twin, comm.rank)
+        made = torch.autograd.grad(value, list(model.parameters()))
+        assert all(map(torch.equal, made, torch.autograd.grad(exact, list(twin.parameters()))))
+
+    take()
+    assert len(left()) == 6
+    assert not any(g.any() for g in left())
+    loss(model).backward()
+    before = left()
+    take()
+    assert all(map(torch.equal, left(), before))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_a_forwards_weights_are_the_ranks_own_and_add_none_to_grad(ranks, stage):
+    ranks(2)(of_a_forward, stage)
+
+
 # ---- autocast
 
 
