@@ -108,8 +108,9 @@ def interrupted(comm: Communicator) -> float:
         other.barrier()
         if comm.rank == 0:
             with interrupted_in(other):
-                other.barrier()
-        comm.barrier()  # rank 1 does not come to the other one
+                other.barrier()  # to which rank 1 does not come
+            other.close()  # before rank 1, which would be lost to it
+        comm.barrier()
     return time.monotonic() - start
 
 

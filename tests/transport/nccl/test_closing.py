@@ -14,8 +14,8 @@ import torch
 from ringdp import Communicator
 from ringdp.transport.nccl import transport as transport_module
 from ringdp.transport.told import LOOK
+from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.nccl.test_device_order import BehindStreams, Spied, behind
 from tests.transport.over import over_nccl
 
 only_with_host_nccl()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -15,59 +14,12 @@ from ringdp import Communicator
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
 from ringdp.transport.nccl.streams import End, Streams
+from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over_nccl
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
-
-
-class Later:
-    def __init__(self, passed: threading.Event) -> None:
-        self._passed, self._asked = passed, False
-
-    def query(self) -> bool:
-        """Not at the first question, as on a device."""
-        asked, self._asked = self._asked, True
-        return asked and self._passed.is_set()
-
-
-class BehindStreams(Streams):
-    """A device on which stamps are exchanged at once and collectives end when they are told to."""
-
-    def __init__(self) -> None:
-        self.ended, self.met = threading.Event(), threading.Event()
-        self.met.set()
-        self.watched, self.captures, self._ends = False, False, 0
-
-    def end(self) -> End:
-        self._ends += 1  # of the stamps, then of the collective
-        return Later(self.met if self._ends % 2 else self.ended)
-
-    def capturing(self) -> bool:
-        return self.captures
-
-
-def behind(comm: Communicator) -> BehindStreams:
-    streams = comm._transport._streams = BehindStreams()
-    return streams
-
-
-class Spied:
-    """NCCL's communicator: what is called of it, and whether it was aborted."""
-
-    def __init__(self, comm: Communicator) -> None:
-        nccl = comm._transport._nccl
-        self.calls, self.aborted, self._comm = list[str](), threading.Event(), nccl.comm
-        comm._transport._nccl = nccl._replace(comm=self)
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls.append(name)
-        return getattr(self._comm, name)
-
-    def abort(self) -> None:
-        self.aborted.set()
-        self._comm.abort()
 
 
 def barriers(comm: Communicator) -> None:

@@ -15,8 +15,8 @@ from ringdp.transport.base import FailureKind
 from ringdp.transport.nccl import transport
 from ringdp.transport.nccl.launches import Launches, launches
 from tests.comm.failing import hear
+from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import STALL, fault, only_with_host_nccl
-from tests.transport.nccl.test_device_order import Spied
 from tests.transport.over import over_nccl
 
 only_with_host_nccl()
