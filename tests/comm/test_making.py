@@ -113,10 +113,13 @@ def test_a_rank_that_is_late_is_waited_for(ranks):
 
 
 def too_late(comm: Communicator, say: Say) -> None:
+    others = (0, 2)
     if comm.rank == 1:
-        store().wait(["heard/0", "heard/2"])
+        store().wait([f"heard/{r}" for r in others])
         return
     comm.set_timeout(0.3)
+    store().set(f"here/{comm.rank}", "")
+    store().wait([f"here/{r}" for r in others])  # so neither is late for the other
     say(hear(comm, comm.duplicate))
     store().set(f"heard/{comm.rank}", "")
 
