@@ -29,6 +29,18 @@ class Labelled(Issuer):
         """What traces call it."""
         self._label = text
 
+    def __repr__(self) -> str:
+        return f"<{self._title}: rank {self.rank} of {self.size} over {self._kind}>"
+
+    @property
+    def _title(self) -> str:
+        return self._label or f"communicator {self._name}"
+
+    @property
+    def _kind(self) -> str:
+        """The transport's name."""
+        return type(self._transport).__name__.removesuffix("Transport").lower()
+
 
 class About:
     """Of one communicator, to one recorder."""
@@ -41,10 +53,9 @@ class About:
     def lane(self) -> int:
         """The communicator's; readers hear of it when there is something in it."""
         if self._lane is None:
-            name, label = self.comm._name, self.comm._label
-            title = label or f"communicator {name}"
+            name, title = self.comm._name, self.comm._title
             self._lane = self.recorder.lane(("communicator", name), title)
-            transport = self.comm._transport
+            link = self.comm._transport.link
             self.recorder.fact(
                 "communicators",
                 {
@@ -52,8 +63,8 @@ class About:
                     "label": title,
                     "lane": self._lane,
                     "ranks": list(self.comm._ranks),
-                    "transport": type(transport).__name__.removesuffix("Transport").lower(),
-                    "link": transport.link._asdict() if transport.link else None,
+                    "transport": self.comm._kind,
+                    "link": link._asdict() if link else None,
                 },
             )
         return self._lane

@@ -169,3 +169,19 @@ def one_wait(comm: Communicator) -> None:
 
 def test_a_group_waits_once_at_its_end(ranks):
     ranks(2)(one_wait)
+
+
+def shown(comm: Communicator) -> list[str]:
+    with comm.duplicate() as other:
+        other.label("gradients")
+        alone = comm.split(comm.rank)
+        assert alone is not None
+        with alone:
+            return [repr(c).replace(c._name, "NAME") for c in (other, alone)]
+
+
+def test_a_communicator_says_what_it_is(ranks):
+    assert ranks(2)(shown)[1] == [
+        "<gradients: rank 1 of 2 over shm>",
+        "<communicator NAME: rank 0 of 1 over shm>",
+    ]
