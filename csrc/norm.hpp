@@ -33,7 +33,7 @@ struct Part {
 
 template <class T>
 double squared_norm(const std::vector<Part<T>>& tensors, std::size_t threads) {
-  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; of a thread
+  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; of another thread
   std::vector<Part<T>> parts;
   std::size_t all = 0;
   for (const auto [at, elems] : tensors) {

@@ -68,14 +68,14 @@ def adamw(
     weight_decay: float,
     copy: Tensor | None = None,
 ) -> None:
-    """Update param, exp_avg and exp_avg_sq in place: float32, contiguous, all four of one shape.
+    """Update param, exp_avg and exp_avg_sq in place: float32, contiguous, elems in all four.
 
     `copy`, bfloat16 or float16, else like them, gets the new param, rounded to nearest even.
     Raises ValueError on another dtype, shape, layout or device, on memory that was freed, and on
     step < 1.
     """
     for name, x in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if x.shape != param.shape or x.device != param.device:
+        if x.numel() != param.numel() or x.device != param.device:
             raise ValueError(
                 f"{name} is {list(x.shape)} on {x.device}, param {list(param.shape)} "
                 f"on {param.device}"
@@ -87,7 +87,7 @@ def adamw(
                 f"strides {x.stride()}"
             )
     if copy is not None and not (
-        copy.shape == param.shape
+        copy.numel() == param.numel()
         and copy.device == param.device
         and copy.dtype in HALF
         and copy.is_contiguous()
@@ -108,11 +108,15 @@ def adamw(
         eps=eps,
     )
     launch = {"cuda": adamw_triton, "cpu": adamw_cpp}.get(param.device.type, adamw_torch)
-    if param.dim() != 1 and launch is not adamw_cpp:
-        param, grad, exp_avg, exp_avg_sq = (x.view(-1) for x in (param, grad, exp_avg, exp_avg_sq))
-        copy = None if copy is None else copy.view(-1)
+    if launch is not adamw_cpp:
+        param, grad, exp_avg, exp_avg_sq = map(_flat, (param, grad, exp_avg, exp_avg_sq))
+        copy = None if copy is None else _flat(copy)
     launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
     increment_version([param, exp_avg, exp_avg_sq, *([] if copy is None else [copy])])
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.view(-1)
 
 
 def adamw_cpp(

@@ -99,7 +99,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
         return self._transport.timeout
 
     def set_timeout(self, timeout: float) -> None:
-        """For this rank's calls from now on, and for the communicators made of this one."""
+        """For this rank's calls from now on, and for the communicators made of this one: above 0
+        and finite, as of `init`."""
         self._transport.timeout = patience(timeout)
 
     @property

@@ -122,9 +122,9 @@ class Engine(Taped):
             self._handles += self._arrivals[index].handles
 
     def _before_forward(self, indices: list[int]) -> None:
-        if transformed(self._is_whole) or self._held:
+        if transformed(self._is_whole):
             return
-        for index in indices:
+        for index in indices if not self._held else ():
             if in_backward():  # a recomputation
                 self._reduce_through(index)
             else:

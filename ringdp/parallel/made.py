@@ -20,6 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.parallel.outputs import Dying, tensors
 
+CONTAINERS = (list, dict, tuple)
+
 
 class Made:
     """By the modules of one unit, without those of `others`.
@@ -37,32 +39,35 @@ class Made:
         makers: Any,
     ) -> None:
         self._unit, self._around, self._makers = unit, around, makers
-        self._modules, self._since = list(_own(module, others)), 0
+        self._modules = list(_own(module, others))
+        self._since: list[int] = []  # of the forwards under way: they may call one another
+        self._known: Any = WeakIdKeyDictionary()  # left in attributes by an earlier forward
 
     def begin(self) -> None:
         """A forward begins."""
-        self._since = torch._C._autograd._get_sequence_nr()  # of the next operation
+        self._since.append(torch._C._autograd._get_sequence_nr())  # of the next operation
 
     def left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
-        """By this forward, or one before it. What `dies`, as a part of a weight, gets memory of its
-        own. `passed`: the forward's arguments."""
-        left = [t for module in self._modules for t in _in_attributes(module)]
-        left += tensors([x for x in passed if isinstance(x, list | dict)])
-        for t in left if dies else ():
+        """By the forward that has just ended, with arguments `passed`; what `dies`, as a part of a
+        weight, gets memory of its own."""
+        since = self._since.pop() if self._since else 0
+        if not dies and not torch.is_grad_enabled():
+            return []
+        kept = [t for module in self._modules for t in _in_attributes(module)]
+        put = [*_in_containers(passed)]
+        for t in (*kept, *put) if dies else ():
             if dies(t) and not isinstance(t, nn.Parameter):
                 t.data = t.data.clone()
-        return left
+        left = [t for t in kept if t.grad_fn and t not in self._known]
+        for t in left:
+            self._known[t] = None
+        return left + [t for t in put if t.grad_fn and t.grad_fn._sequence_nr() >= since]
 
     def by(self, output: Any, left: Iterable[Tensor]) -> list[Tensor]:
-        """By the forward that has just returned `output`."""
+        """By the forward that has just returned `output`, and has `left` others."""
         if not torch.is_grad_enabled():
             return []
-        out = [t for t in tensors(output) if t.grad_fn is not None and self._is_ours(t)]
-        return out + [
-            t
-            for t in left
-            if (node := t.grad_fn) and node._sequence_nr() >= self._since and self._is_ours(t)
-        ]
+        return [t for t in (*tensors(output), *left) if t.grad_fn and self._is_ours(t)]
 
     def _is_ours(self, tensor: Tensor) -> bool:
         """Whether operations of this unit may have made it: it, or a unit within it, has."""
@@ -96,7 +101,21 @@ def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
             continue
         if isinstance(value, Tensor):
             yield value
-        elif type(value) in (list, tuple, dict) and name[0] != "_":
+        elif type(value) in CONTAINERS and name[0] != "_":
             for inner in value.values() if isinstance(value, dict) else value:
                 if isinstance(inner, Tensor):
                     yield inner
+
+
+def _in_containers(passed: Iterable[Any]) -> Iterator[Tensor]:
+    """Which may hold one another, and themselves."""
+    found = [x for x in passed if isinstance(x, CONTAINERS)]
+    seen = set(map(id, found))
+    while found:
+        x = found.pop()
+        for inner in x.values() if isinstance(x, dict) else x:
+            if isinstance(inner, Tensor):
+                yield inner
+            elif isinstance(inner, CONTAINERS) and id(inner) not in seen:
+                seen.add(id(inner))
+                found.append(inner)

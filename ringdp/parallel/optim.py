@@ -52,12 +52,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _count(self, params: Sequence[Tensor]) -> list[int]:
         """The step that each is about to take, which its state says from now on."""
-        states = [self.state[p] for p in params]
-        steps = [state["step"] if "step" in state else torch.zeros(()) for state in states]
-        counted = torch._foreach_add(steps, 1) if steps else []
-        for state, step in zip(states, counted, strict=True):
-            state["step"] = step
-        return [int(step) for step in counted]
+        steps = []
+        for p in params:  # of which one may be there twice
+            state = self.state[p]
+            state["step"] = state["step"] + 1 if "step" in state else torch.ones(())
+            steps.append(int(state["step"]))
+        return steps
 
     def _step(self, run: Sequence[Tensor], step: int, group: dict[str, Any]) -> None:
         param, grad = _joined(run), _joined([p.grad for p in run])

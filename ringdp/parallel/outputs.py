@@ -74,20 +74,27 @@ def map_tensors(
     *,
     which: Callable[[Tensor], bool],
     deep: int = 0,
+    made: dict[int, Any] | None = None,
 ) -> Any:
     """The same structure with every tensor in containers and dataclasses of those `which` replaced
     by the function's. What has none of them stays, as the same object; `deep`: and other objects
-    that have some are copied, so many of them within one another."""
+    that have some are copied, so many of them within one another. `made`: of containers that were
+    met, by their ids, so that one in two places has one copy."""
+    made = {} if made is None else made
 
     def inner(x: Any, deep: int = deep) -> Any:
-        return map_tensors(function, x, which=which, deep=deep)
+        return map_tensors(function, x, which=which, deep=deep, made=made)
 
     if isinstance(value, Tensor):
         return function(value) if which(value) else value
+    if id(value) in made:
+        return made[id(value)]
     parts, structure = tree_flatten(value, is_leaf=lambda x: x is not value)
     if not structure.is_leaf():
-        made = [inner(x) for x in parts]
-        return value if all(map(is_, parts, made)) else tree_unflatten(made, structure)
+        mapped = [inner(x) for x in parts]
+        same = all(map(is_, parts, mapped))
+        made[id(value)] = value if same else tree_unflatten(mapped, structure)
+        return made[id(value)]
     if not any(map(which, tensors(value))):
         return value
     if isinstance(value, _CONTAINERS):

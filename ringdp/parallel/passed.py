@@ -14,12 +14,12 @@ from typing import Any
 def give_back(given: Any, passed: Any) -> Callable[[], None]:
     """To be called when the module is through. `passed`: `given` with tensors cast, as yet."""
     copies = [*_copies(given, passed)]
-    originals = {id(copy): original for original, copy in copies}
+    originals = {id(copy): (original, copy) for original, copy in copies}  # held, as are their ids
     lists = [(of, copy, [*copy]) for of, copy in copies if isinstance(of, list)]
     dicts = [(of, copy, dict(copy)) for of, copy in copies if isinstance(of, dict)]
 
     def original(x: Any) -> Any:
-        return originals.get(id(x), x)
+        return originals.get(id(x), (x,))[0]
 
     def back() -> None:
         for elements, now, before in lists:

@@ -117,7 +117,7 @@ def too_late(comm: Communicator, say: Say) -> None:
     if comm.rank == 1:
         store().wait([f"heard/{r}" for r in others])
         return
-    comm.set_timeout(0.3)
+    comm.set_timeout(1.0)
     store().set(f"here/{comm.rank}", "")
     store().wait([f"here/{r}" for r in others])  # so neither is late for the other
     say(hear(comm, comm.duplicate))

@@ -75,3 +75,32 @@ def test_what_cannot_be_stepped_is_said_before_anything_is() -> None:
         optimizer.step()
     assert torch.equal(good, torch.ones(3))
     assert not optimizer.state
+
+
+def test_a_parameter_twice_is_stepped_twice_as_torch_does() -> None:
+    def stepped(make: type[torch.optim.Optimizer]) -> tuple[Tensor, Tensor]:
+        p = nn.Parameter(torch.ones(3))
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = make([p, p], lr=0.1)  # type: ignore[call-arg]
+        for _ in range(2):
+            p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+        return p.detach(), optimizer.state[p]["step"]
+
+    (mine, steps), (theirs, same) = stepped(AdamW), stepped(torch.optim.AdamW)
+    torch.testing.assert_close(mine, theirs)
+    assert steps == same == 4
+
+
+def test_a_state_of_another_shape_goes_on() -> None:
+    """As where a flat slice has become a whole parameter."""
+    want = nn.Parameter(torch.ones(4, 4))
+    got = nn.Parameter(torch.ones(16))
+    optimizers = [AdamW([p]) for p in (want, got)]
+    for step in range(3):
+        for p, optimizer in zip((want, got), optimizers, strict=True):
+            p.grad = torch.arange(16.0).view(p.shape)
+            optimizer.step()
+        if step == 0:
+            got.data = got.data.view(4, 4)
+    assert torch.equal(got, want)

@@ -3,6 +3,7 @@ losses, where their tensors are cast. One process is the reference."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ringdp
 from ringdp import Communicator, DistributedDataParallel, Precision
 from ringdp.parallel.passed import give_back
+from ringdp.parallel.precision import cast
 from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import APART, WIDTH, assert_equal, batch
 
@@ -132,3 +134,65 @@ def raises(comm: Communicator) -> None:
     model(batch(), seen).sum().backward()
     assert seen[1:] == ["seen"] * 2
     engine.close()
+
+
+def test_one_list_in_two_places_is_one_list_within():
+    losses = [batch().double()]
+    given = (losses, {"again": losses}), {}
+    passed = cast(given, torch.float32)
+    assert passed[0][0] is passed[0][1]["again"] is not losses
+    back = give_back(given, passed)
+    passed[0][0].append("a")
+    passed[0][1]["again"].append("b")
+    back()
+    assert losses[1:] == ["a", "b"]
+
+
+def test_what_is_cast_and_dropped_is_no_other_object_later():
+    given = ([batch().double(), batch().double()],)
+    passed = cast(given, torch.float32)
+    back = give_back(given, passed)
+    (inner,) = passed
+    del passed
+    for i in range(2):
+        inner[i] = None  # what is new then gets the address of what went
+        inner.append(torch.zeros(4, WIDTH))
+    new = inner[2:]
+    back()
+    assert all(a is b for a, b in zip(given[0][2:], new, strict=True))
+
+
+class Recurses(nn.Module):
+    """Puts a loss into a list, and keeps one, before it calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor, losses: list[Any], depth: int = 2) -> Tensor:
+        for place in (losses, self.kept):
+            place.append(self.router(x).logsumexp(-1).mean())
+        x = torch.tanh(self.linear(x))
+        return self(x, losses, depth - 1) if depth else x
+
+
+def recurses(comm: Communicator, stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Recurses())
+    twin = copy.deepcopy(model)
+    engine = ringdp.shard(model, stage=stage, unit=Recurses, prefetch_bytes=0, comm=comm)
+    for one in (model, twin):
+        losses: list[Any] = []
+        losses.append(losses)  # in itself
+        one[0](batch(), losses)
+        (torch.stack(losses[1:]).sum() + torch.stack(one[0].kept).sum()).backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stage", range(4))
+def test_a_unit_that_calls_itself_leaves_losses_at_every_depth(ranks, stage):
+    ranks(2)(recurses, stage)
