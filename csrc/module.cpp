@@ -1,4 +1,5 @@
-// The Python face of the shared-memory transport: pointers and integers only, no torch ABI.
+// The Python face of the shared-memory transport, and of kernels for the CPU: pointers and integers only,
+// no torch ABI.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>

@@ -68,10 +68,11 @@ def adamw(
     weight_decay: float,
     copy: Tensor | None = None,
 ) -> None:
-    """Update param, exp_avg and exp_avg_sq in place: float32, contiguous, elems in all four.
+    """Update param, exp_avg and exp_avg_sq in place; all four are float32 and contiguous, and have
+    equally many elements in any shape.
 
     `copy`, bfloat16 or float16, else like them, gets the new param, rounded to nearest even.
-    Raises ValueError on another dtype, shape, layout or device, on memory that was freed, and on
+    Raises ValueError on another dtype, number, layout or device, on memory that was freed, and on
     step < 1.
     """
     for name, x in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):

@@ -11,6 +11,6 @@ def address(x: Tensor) -> int:
     if x.numel() and (not at or has < (x.storage_offset() + x.numel()) * x.element_size()):
         raise ValueError(
             f"{x.dtype}{list(x.shape)} at element {x.storage_offset()} of a storage of {has} bytes "
-            f"is not in memory (address {at:#x}): the storage was freed or cut, or x is a fake"
+            f"is not in memory (address {at:#x}): that was freed or cut, or the tensor is fake"
         )
     return at

@@ -9,7 +9,9 @@ do. On a GPU the order is fixed for given lengths and alignments to 16 bytes, on
 lengths, so a repetition has the same bits.
 The global norm is the root of the sum of all ranks' results.
 Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten`. A
-CPU has C++, as torch has no sum of float32 in float64. Reference: `squared_norm_torch`.
+CPU has C++: `torch.linalg.vector_norm` in float64 copies to that first, and takes 1.3 times as long
+from the caches and 17 from memory [measured: 256 KiB and 64 MiB of float32, one thread]. Reference:
+`squared_norm_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
