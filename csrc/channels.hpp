@@ -32,22 +32,19 @@ class Channels {
     fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd_ < 0) throw std::runtime_error(std::string("no descriptor: ") + std::strerror(errno));
   }
-  ~Channels() {
-    if (base_) munmap(base_, size(ranks_, depth_, slab_));
-    ::close(fd_);
-  }
+  ~Channels() { let_go(); }
   Channels(const Channels&) = delete;
   Channels& operator=(const Channels&) = delete;
 
+  // Of the file; nothing may be reserved any more.
+  void let_go() {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+  }
+
   // Memory for both channels of a pair: if there is none, that is an error here, not a SIGBUS later.
   void reserve(int peer) {
-    if (!base_) {
-      void* at = mmap(nullptr, size(ranks_, depth_, slab_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-      if (at == MAP_FAILED)
-        throw std::runtime_error(std::string("mmap for messages: ") + std::strerror(errno));
-      madvise(at, size(ranks_, depth_, slab_), MADV_DONTFORK);
-      base_ = static_cast<std::byte*>(at);
-    }
+    if (!base_) base_ = mapped_.emplace(fd_, size(ranks_, depth_, slab_), "the file for messages").base();
     if (reserved_[peer]) return;
     for (std::byte* at : {channel(rank_, peer), channel(peer, rank_)}) {
       int error;
@@ -113,6 +110,7 @@ class Channels {
   int rank_, ranks_, depth_;
   std::size_t slab_;
   int fd_ = -1;
+  std::optional<Mapped> mapped_;
   std::byte* base_ = nullptr;
   std::vector<char> reserved_;  // by peer
   Put put_;

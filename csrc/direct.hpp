@@ -3,7 +3,8 @@
 // the same bits as the rows of the `direct` schedule; fewer copies.
 //
 //   up to kTiny     lines    the message and its flag in the same cache lines
-//   when short      whole    one copy of the message; everyone reads all of them
+//   when short      whole    one copy of the message; everyone reads all of them (but in tiles
+//                            where somebody's lies in the arena, as nothing need be copied there)
 //   beyond          tiles    A: lay out the parts of tile t for their owners
 //                            B: fold, or take, tile t-1; lay out the result
 //                            C: collect the results of tile t-2
@@ -38,6 +39,8 @@ class Direct : private Messages {
             : message <= kTiny && link_.is_none() ? Path::lines  // which don't say when they began
             : message <= whole_limit() ? Path::whole
                                 : Path::tiles;
+    part_ = segment_.part() / dtype_.size * dtype_.size;
+    count_ = (longest_ + part_ - 1) / part_;
   }
 
   void run() {
@@ -46,7 +49,10 @@ class Direct : private Messages {
       switch (path_) {
         case Path::alone: finish_whole(); break;
         case Path::lines: run_lines(); break;
-        case Path::whole: run_whole(); break;
+        case Path::whole:
+          if (run_whole()) break;
+          path_ = Path::tiles;
+          [[fallthrough]];
         case Path::tiles: run_tiles(); break;
       }
       peers_.count_sent(sent());
@@ -77,18 +83,14 @@ class Direct : private Messages {
 
   void run_tiles() {
     if (step_ == 0) {
-      part_ = segment_.part() / dtype_.size * dtype_.size;
-      count_ = (longest_ + part_ - 1) / part_;
       post(arena_.offset(message()));
       peers_.ring();
       step_ = 1;
     }
-    for (; step_ < ranks_; ++step_) {
-      const int r = (rank_ + step_) % ranks_;
-      read_post(r, Other::rings);
-      if (registered(r)) within(arena_.base, arena_.bytes, r);
-    }
-    all_registered_ = std::all_of(offsets_.begin(), offsets_.end(), [](auto o) { return o >= 0; });
+    for (; step_ < ranks_; ++step_) read_post((rank_ + step_) % ranks_, Other::rings);
+    const auto known = [](auto offset) { return offset >= 0; };
+    all_registered_ = std::all_of(offsets_.begin(), offsets_.end(), known);
+    any_registered_ = std::any_of(offsets_.begin(), offsets_.end(), known);
     const std::size_t steps = 3 * (count_ + 2);
     while (step_ < std::int64_t(ranks_ + steps)) {
       const std::size_t s = step_ - ranks_, t = s / 3;
@@ -143,6 +145,7 @@ class Direct : private Messages {
       take_part(t, span(rank_, t));
     else if (reads())
       take_shards(t);
+    heed();
     // release: our reads of the parts, and the result, before their count
     segment_.board(rank_).taken.store(tiles_ + t + 1, std::memory_order_release);
     peers_.ring();
@@ -213,9 +216,18 @@ class Direct : private Messages {
         copy_bytes(job_.whole + place, registered(r) ? at(r) + place : segment_.result(r, tile), s.bytes);
       }
     }
+    heed();
     // release: our reads of the results before their count
     segment_.board(rank_).collected.store(tile + 1, std::memory_order_release);
     peers_.ring();
+  }
+
+  // Whose call is over does something else with its buffer: what was read there just now may be that, and
+  // nothing more is to be written there.
+  void heed() {
+    if (!any_registered_) return;
+    std::atomic_thread_fence(std::memory_order_acquire);  // acquire: what was read, before this look
+    if (auto f = peers_.reported()) throw *f;
   }
 
   void await(int r, std::atomic<std::uint64_t> Board::* counter, std::uint64_t least) {
@@ -233,7 +245,7 @@ class Direct : private Messages {
   std::size_t longest_ = 0;           // bytes of a shard
   std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; how many tiles
   std::uint64_t tiles_ = 0;           // so far, the same on every rank
-  bool all_registered_ = false;
+  bool all_registered_ = false, any_registered_ = false;
   std::size_t moved_ = 0;  // bytes, in this step
   std::vector<std::byte*> copies_;
 };

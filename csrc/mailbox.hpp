@@ -34,13 +34,15 @@ class Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
+  // Of a message that is to begin: what it uses is to be kept from before that, until it has `ended`.
+  std::uint64_t ticket() { return ++tickets_; }
+
   // `kind`: the tag << 24, and the dtype. In the background somebody sees to it at once; else whoever
   // waits for it does.
-  std::uint64_t send(const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
-                     bool background) {
+  void send(std::uint64_t ticket, const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
+            bool background) {
     const auto lock = turn();
     channels_.reserve(to);
-    const auto ticket = ++tickets_;
     pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
     if (bytes <= slab_) {
       out_[to].push_back({kWhole, ticket, kind, bytes, data, bytes, ticket});
@@ -50,16 +52,14 @@ class Mailbox {
     }
     if (!dead()) push(to);
     if (background) wake();
-    return ticket;
   }
 
   // From `from`, or -1: anybody. `*source` will be who sent it.
-  std::uint64_t receive(std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
-                        std::int64_t* source, bool background) {
+  void receive(std::uint64_t ticket, std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
+               std::int64_t* source, bool background) {
     const auto lock = turn();
     for (int r = 0; r < ranks_; ++r)
       if (r == from || from < 0) channels_.reserve(r);
-    const auto ticket = ++tickets_;
     pending_[ticket] = {data, bytes, kind, from, source};
     posted_.push_back(ticket);
     for (auto a = arrived_.begin(); a != arrived_.end(); ++a)
@@ -71,7 +71,6 @@ class Mailbox {
         break;
       }
     if (background) wake();
-    return ticket;
   }
 
   // Whether that message has been sent, or has come; after a failure none is any more.
@@ -102,11 +101,14 @@ class Mailbox {
     return !pending_.count(ticket);
   }
 
-  // Whether nothing of it is used any more.
-  bool ended(std::uint64_t ticket) {
+  // The tickets of what has ended since the last question: nothing of it is used any more.
+  std::vector<std::uint64_t> ended() {
     const auto lock = turn();
-    return !pending_.count(ticket);
+    return std::exchange(ended_, {});
   }
+
+  // In a forked child.
+  void let_go() { channels_.let_go(); }
 
   void close() {
     {
@@ -197,7 +199,7 @@ class Mailbox {
       progress_.messages_sent.fetch_add(some, std::memory_order_relaxed);
       next.data += some, next.left -= some;
       if (next.left) continue;
-      if (next.ticket) pending_.erase(next.ticket);
+      if (next.ticket) end(next.ticket);
       queue.pop_front();
     }
     return slots > 0;
@@ -240,7 +242,7 @@ class Mailbox {
     *r.source = message.from;
     if (message.type == kWhole) {
       copy_bytes(r.data, payload, r.bytes);
-      pending_.erase(ticket);
+      end(ticket);
     } else {
       coming_[{message.from, message.id}] = ticket;
       out_[message.from].push_back({kReady, message.id, r.kind, r.bytes, nullptr, 0, 0});
@@ -263,8 +265,13 @@ class Mailbox {
     copy_bytes(r.data + r.come, payload, e.size);
     r.come += e.size;
     if (r.come < r.bytes) return;
-    pending_.erase(c->second);
+    end(c->second);
     coming_.erase(c);
+  }
+
+  void end(std::uint64_t ticket) {
+    pending_.erase(ticket);
+    ended_.push_back(ticket);
   }
 
   [[noreturn]] static void refuse(int from, const Envelope& e) {
@@ -345,8 +352,9 @@ class Mailbox {
   std::thread thread_;
   bool stop_ = false, failed_ = false;
   int waiters_ = 0;
-  std::uint64_t tickets_ = 0;
+  std::atomic<std::uint64_t> tickets_{0};
   std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: what has not ended
+  std::vector<std::uint64_t> ended_;                    // tickets that nobody has asked for yet
   std::vector<std::deque<Out>> out_;                    // by receiver
   std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
   std::list<Arrived> arrived_;                          // messages without a buffer

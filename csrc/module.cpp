@@ -37,6 +37,20 @@ auto freely(Act act) {
   return act();
 }
 
+// A message's ticket here. What it uses is kept before it may have ended, and been asked for.
+template <class Begin>
+std::int64_t begun(Mailbox& mail, const nb::dict& kept, nb::handle used, Begin begin) {
+  const auto ticket = mail.ticket();
+  const auto here = keep(kept, -std::int64_t(ticket), used);
+  try {
+    freely([&] { begin(ticket); });
+  } catch (...) {  // no memory
+    nb::del(kept[nb::int_(here)]);
+    throw;
+  }
+  return here;
+}
+
 nb::tuple where(const RankRecord& r) {
   return nb::make_tuple(r.pid.load(), r.begun.load(std::memory_order_acquire), r.finished.load(),
                         r.round.load(), r.peer.load(), r.changed.load());
@@ -95,6 +109,7 @@ NB_MODULE(_core, m) {
            })
       .def("fail", [](Progress& self, int kind, int rank) { self.fail({Failure(kind), rank}); })
       .def("finished", &Progress::finished)
+      .def("left_alone", &Progress::left_alone)
       .def("record", [](Progress& self, int rank) { return where(record_of(self.segment(), rank)); })
       .def("call", [](Progress& self, int rank, std::uint64_t number) {
              return told(record_of(self.segment(), rank).call(number));
@@ -170,25 +185,27 @@ NB_MODULE(_core, m) {
       .def("send",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int to,
               bool background, nb::dict kept, nb::object used) {
-             const auto* from = reinterpret_cast<const std::byte*>(data);
-             const auto ticket = freely([&] { return self.send(from, bytes, kind, to, background); });
-             return keep(kept, -std::int64_t(ticket), used);
+             return begun(self, kept, used, [&](std::uint64_t ticket) {
+               self.send(ticket, reinterpret_cast<const std::byte*>(data), bytes, kind, to, background);
+             });
            })
       .def("receive",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int from,
               std::uintptr_t source, bool background, nb::dict kept, nb::object used) {
-             const auto ticket = freely([&] {
-               return self.receive(reinterpret_cast<std::byte*>(data), bytes, kind, from,
-                                   reinterpret_cast<std::int64_t*>(source), background);
+             return begun(self, kept, used, [&](std::uint64_t ticket) {
+               self.receive(ticket, reinterpret_cast<std::byte*>(data), bytes, kind, from,
+                            reinterpret_cast<std::int64_t*>(source), background);
              });
-             return keep(kept, -std::int64_t(ticket), used);
            })
       .def("wait",
            [](Mailbox& self, std::int64_t ticket, double seconds) { return self.wait(-ticket, seconds); },
            nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "ended", [](Mailbox& self, std::int64_t ticket) { return self.ended(-ticket); },
-          nb::call_guard<nb::gil_scoped_release>())
+      .def("ended",
+           [](Mailbox& self) {
+             std::vector<std::int64_t> tickets;
+             for (const auto ticket : freely([&] { return self.ended(); })) tickets.push_back(-ticket);
+             return tickets;
+           })
       .def("close", &Mailbox::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Watch>(m, "Watch")
@@ -216,6 +233,15 @@ NB_MODULE(_core, m) {
       },
       nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
       nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Tensors>(m, "Tensors")
+      .def("__init__",
+           [](Tensors* made, nb::object table, nb::handle tensor, nb::handle parameter) {
+             new (made) Tensors(table.ptr(), tensor.ptr(), parameter.ptr());
+           },
+           nb::arg("table").none(), nb::arg("tensor"), nb::arg("parameter"))
+      .def("seen", [](Tensors& made, nb::handle tensors, nb::handle offsets) {
+        return nb::steal(made.seen(tensors.ptr(), offsets.ptr()));
+      }, nb::arg("tensors"), nb::arg("offsets").none());
   m.def(
       "squared_norm",
       [](int floats, const std::vector<std::pair<std::uintptr_t, std::size_t>>& tensors, std::size_t threads) {
@@ -233,6 +259,15 @@ NB_MODULE(_core, m) {
         }
       },
       nb::arg("floats"), nb::arg("tensors"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("abandon", [](nb::object core) { core.release(); }, nb::arg("core"),
-        "Never destroy `core`: a forked child holds it without its thread and its memory.");
+  m.def(
+      "abandon",
+      [](nb::object mailbox, nb::object progress) {
+        nb::cast<Mailbox&>(mailbox).let_go();
+        nb::cast<Progress&>(progress).segment().let_go();
+        mailbox.release();
+        progress.release();
+      },
+      nb::arg("mailbox"), nb::arg("progress"),
+      "Never destroy them: a forked child holds them without their threads and their memory. Closes what "
+      "they hold open.");
 }

@@ -133,6 +133,13 @@ class Progress {
     segment_.record(rank_).pid.store(-1, std::memory_order_release);
   }
 
+  // Whether every other rank has ended or closed, so that none moves anything any more.
+  bool left_alone() {
+    for (int r = 0; r < segment_.ranks(); ++r)
+      if (r != rank_ && !segment_.gone(r)) return false;
+    return true;
+  }
+
   // From now on collectives and waits are on tape, with room for so many entries of each.
   void trace(std::size_t entries) {
     std::lock_guard lock(mutex_);

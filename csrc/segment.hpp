@@ -12,7 +12,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,16 +23,19 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bell.hpp"
+#include "mapped.hpp"
 #include "record.hpp"
 
 namespace ringdp {
 
-constexpr std::uint64_t kMagic = 0x72696e6764703034;  // "ringdp04": another layout, another number
+constexpr std::uint64_t kMagic = 0x72696e6764703035;  // "ringdp05": another layout, another number
 
 struct alignas(kLine) Header {
   std::uint64_t magic, token, bytes;  // bytes: of the whole segment
@@ -73,7 +75,8 @@ struct Post {
   alignas(kLine) std::atomic<std::uint64_t> count;  // how many it has posted; written last
   Heading heading;
   std::uint64_t began;  // ns; over a link only
-  std::int64_t offset;  // where its message lies: in the arena, or among its messages; -1: nowhere
+  std::int64_t offset;  // where its buffer lies in the arena; -1: not there
+  std::int64_t place;   // where its message lies as a whole, among its messages; -1: it does not
 };
 
 // How many tiles a rank has laid out, taken from every other rank, and collected the results of; what
@@ -100,27 +103,18 @@ class Segment {
     if (fstat(fd, &status) != 0 || std::size_t(status.st_size) != bytes_)
       throw std::runtime_error("the shared segment has " + std::to_string(status.st_size) +
                                " bytes instead of " + std::to_string(bytes_));
-    void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (at == MAP_FAILED)
-      throw std::runtime_error(std::string("mmap of the shared segment: ") + std::strerror(errno));
-    base_ = static_cast<std::byte*>(at);
-    madvise(base_, bytes_, MADV_DONTFORK);  // a data loader's worker is no rank, and may outlive one
+    mapped_.emplace(fd, bytes_, "the shared segment");
+    base_ = mapped_->base();
     if (rank == 0)
       new (base_) Header{kMagic, token, bytes_, std::uint32_t(ranks), sizeof(RankRecord),
                          std::uint32_t(depth), slab, {}};
     const Header& h = header();
     if (h.magic != kMagic || h.token != token || h.bytes != bytes_ || int(h.ranks) != ranks ||
-        h.record_bytes != sizeof(RankRecord) || int(h.depth) != depth || h.slab != slab) {
-      munmap(base_, bytes_);
+        h.record_bytes != sizeof(RankRecord) || int(h.depth) != depth || h.slab != slab)
       throw std::runtime_error("the shared segment belongs to another job or version");
-    }
     record(rank).pid.store(getpid(), std::memory_order_release);
   }
-  ~Segment() {
-    for (int fd : pidfds_)
-      if (fd >= 0) ::close(fd);
-    munmap(base_, bytes_);
-  }
+  ~Segment() { let_go(); }
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -135,6 +129,12 @@ class Segment {
                                  std::strerror(errno));
       pidfds_.push_back(fd);
     }
+  }
+
+  // Of those handles: nobody may ask for an end any more.
+  void let_go() {
+    for (int& fd : pidfds_)
+      if (fd >= 0) ::close(std::exchange(fd, -1));
   }
 
   // Whether `rank` has ended or closed, so that it will never write again.
@@ -193,6 +193,7 @@ class Segment {
 
   int ranks_, depth_;
   std::size_t slab_, part_, bytes_;  // part_: of a tile, for one owner
+  std::optional<Mapped> mapped_;
   std::byte* base_ = nullptr;
   std::vector<int> pidfds_;
 };

@@ -16,6 +16,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace ringdp {
 
@@ -59,6 +60,44 @@ class Tensors {
 
   // Nothing for what is no such tensor: others may still be flattened, slowly.
   std::optional<Plain> plain(PyObject* object) {
+    const auto found = contiguous(object);
+    if (!found || found->device != kCpu) return std::nullopt;
+    if (found->elements && !trusted(object, *found)) return std::nullopt;
+    return *found;
+  }
+
+  // Where each of a list lies, what it is, and its offset (None: there are none), as bytes that are equal
+  // where all of that is. None if one is not contiguous, not of a real dtype or of another class, and may
+  // be so although it is all of that.
+  PyObject* seen(PyObject* tensors, PyObject* offsets) {
+    static constexpr std::int64_t kDtypes = 16;
+    if (!PyList_CheckExact(tensors) || (offsets != Py_None && !PyList_CheckExact(offsets))) Py_RETURN_NONE;
+    const auto count = PyList_GET_SIZE(tensors), places = offsets == Py_None ? 0 : PyList_GET_SIZE(offsets);
+    numbers_.clear();
+    numbers_.push_back(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const auto found = contiguous(PyList_GET_ITEM(tensors, i));
+      if (!found) Py_RETURN_NONE;
+      numbers_.push_back(reinterpret_cast<std::intptr_t>(found->data));
+      numbers_.push_back(found->elements * kDtypes + found->dtype);
+    }
+    for (Py_ssize_t i = 0; i < places; ++i) {
+      numbers_.push_back(PyLong_AsLongLong(PyList_GET_ITEM(offsets, i)));
+      if (PyErr_Occurred()) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+      }
+    }
+    const auto* first = reinterpret_cast<const char*>(numbers_.data());
+    return PyBytes_FromStringAndSize(first, Py_ssize_t(numbers_.size() * sizeof numbers_[0]));
+  }
+
+ private:
+  struct Contiguous : Plain {  // wherever it is
+    std::int32_t device;
+  };
+
+  std::optional<Contiguous> contiguous(PyObject* object) {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (!exchange_ || (type != tensor_ && type != parameter_)) return std::nullopt;
     DlTensor seen;
@@ -67,19 +106,16 @@ class Tensors {
       return std::nullopt;
     }
     const int dtype = code(seen);
-    if (seen.device != kCpu || dtype < 0) return std::nullopt;
+    if (dtype < 0) return std::nullopt;
     std::int64_t elements = 1;
     for (int d = seen.dimensions - 1; d >= 0; --d) {
       if (seen.shape[d] != 1 && seen.strides && seen.strides[d] != elements) return std::nullopt;
       elements *= seen.shape[d];
     }
     auto* data = static_cast<std::byte*>(seen.data) + seen.byte_offset;
-    const Plain plain{data, dtype, elements, std::size_t(elements) * seen.bits / 8};
-    if (elements && !trusted(object, plain)) return std::nullopt;
-    return plain;
+    return Contiguous{{data, dtype, elements, std::size_t(elements) * seen.bits / 8}, seen.device};
   }
 
- private:
   struct Asked {  // a tensor that is trusted
     const PyObject* tensor;
     const std::byte* data;
@@ -155,6 +191,7 @@ class Tensors {
   const DlExchange* exchange_;
   const PyObject *tensor_, *parameter_;  // which torch keeps alive
   std::array<Asked, kAsked> asked_{};
+  std::vector<std::int64_t> numbers_;  // of `seen`
 };
 
 }  // namespace ringdp

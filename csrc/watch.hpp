@@ -38,7 +38,7 @@ class Watch {
 
  private:
   void check() {
-    const Header& h = header();
+    const volatile Header& h = header();
     if (h.magic != kMagic) refuse("it is of another version of ringdp, or not ringdp's");
     if (h.record_bytes != sizeof(RankRecord))
       refuse("its records have " + std::to_string(h.record_bytes) + " bytes; this version's have " +
@@ -47,10 +47,11 @@ class Watch {
       refuse("it has " + std::to_string(bytes_) + " bytes; its header says " +
              std::to_string(h.bytes));
     const std::size_t most = (bytes_ - sizeof(Header)) / sizeof(RankRecord);
-    if (h.ranks == 0 || h.ranks > most)
-      refuse("its header says " + std::to_string(h.ranks) + " ranks; it has room for " +
+    const std::uint32_t ranks = h.ranks;  // a copy, read once: the job could change what was checked
+    if (ranks == 0 || ranks > most)
+      refuse("its header says " + std::to_string(ranks) + " ranks; it has room for " +
              std::to_string(most));
-    ranks_ = int(h.ranks);  // a copy: the job could change what was checked
+    ranks_ = int(ranks);
   }
   [[noreturn]] static void refuse(const std::string& why) {
     throw std::runtime_error("not a segment to read: " + why);

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from torch.distributed import Store
 
+from ringdp.transport.asking import Asking
 from tests.browser import Dom, open_page
 from tests.builds import Builds
 from tests.forks import Forks
@@ -74,6 +77,13 @@ def forks() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.close()
+
+
+@pytest.fixture
+def asking() -> Iterator[Callable[[Store], Asking]]:
+    """asking(store): it, as whoever asks it sees it."""
+    with ExitStack() as until_end:
+        yield lambda store: until_end.enter_context(Asking(lambda: store))
 
 
 @pytest.fixture

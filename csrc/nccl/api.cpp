@@ -70,21 +70,25 @@ RINGDP_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, nccl
 
 RINGDP_API ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ranks, const int*) {
   ncclUniqueId id;
-  if (!comms) return ncclInvalidArgument;
+  if (!comms || ranks < 1) return ncclInvalidArgument;
   if (const ncclResult_t result = offer(&id); result != ncclSuccess) return result;
-  std::vector<Comm> made(std::max(ranks, 0));
+  std::vector<Comm> made(ranks);
   for (int r = 0; r < ranks; ++r)
-    if (const ncclResult_t result = attach(&made[r], ranks, id, r); result != ncclSuccess)
+    if (const ncclResult_t result = attach(&made[r], ranks, id, r); result != ncclSuccess) {
+      withdraw(place_of(id).token);
       return result;
+    }
   for (int r = 0; r < ranks; ++r) comms[r] = meet(made[r]);
-  return ranks > 0 ? ncclSuccess : ncclInvalidArgument;
+  return ncclSuccess;
 }
 
-// Ranks of one color meet by the id that the first of them makes.
+// Ranks of one color meet by the id that the first of them makes: not in a group, whose calls run later.
 RINGDP_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* made,
                                       ncclConfig_t* config) {
   const Comm comm = find(handle);
   if (!comm || !made || !usable(config)) return ncclInvalidArgument;
+  if (group().depth)
+    return enqueue(handle, [](const Comm&, Group&) { return ncclInvalidUsage; });
   struct Wish {
     int color, key, rank;
     ncclUniqueId id;
@@ -93,23 +97,22 @@ RINGDP_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncc
   if (const ncclResult_t result = offer(&mine.id); result != ncclSuccess) return result;
   std::vector<Wish> all(comm->ranks);
   const Given given{&mine, all.data(), sizeof mine, ncclInt8};
-  const ncclResult_t result = enqueue(
+  ncclResult_t result = enqueue(
       handle, [&](const Comm& c, Group& into) { return all_gather(c, into, given); });
-  Place place;
-  std::memcpy(&place, &mine.id, sizeof place);
   *made = nullptr;
   std::vector<Wish> same;
   for (const Wish& wish : all)
-    if (wish.color == color && color >= 0) same.push_back(wish);
-  std::sort(same.begin(), same.end(), [](const Wish& a, const Wish& b) {
-    return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
-  });
-  const bool chosen = !same.empty() && same[0].rank == comm->rank;
-  if (!chosen) withdraw(place.token);  // nobody will use it
-  if (result != ncclSuccess || same.empty()) return result;
-  int rank = 0;
-  while (same[rank].rank != comm->rank) ++rank;
-  return init(made, int(same.size()), same[0].id, rank);
+    if (result == ncclSuccess && wish.color == color && color >= 0) same.push_back(wish);
+  if (!same.empty()) {
+    std::sort(same.begin(), same.end(), [](const Wish& a, const Wish& b) {
+      return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
+    });
+    int rank = 0;
+    while (same[rank].rank != comm->rank) ++rank;
+    result = init(made, int(same.size()), same[0].id, rank);
+  }
+  withdraw(place_of(mine.id).token);  // all have come, or nobody will
+  return result;
 }
 
 RINGDP_API ncclResult_t ncclCommDestroy(ncclComm_t comm) {

@@ -72,8 +72,7 @@ inline Comm forget(ncclComm* handle) {
 
 // Takes the seat of `rank`. All ranks have to, before any may communicate: see `meet`.
 inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int rank) {
-  Place place;
-  std::memcpy(&place, &id, sizeof place);
+  const Place place = place_of(id);
   if (place.magic != kMagic || ranks < 1 || ranks > kMost || rank < 0 || rank >= ranks)
     return ncclInvalidArgument;
   const int fd = take(place, ranks);

@@ -70,6 +70,12 @@ struct Place {
 };
 constexpr std::uint64_t kMagic = 0x686f73746e63636c;  // "hostnccl"
 
+inline Place place_of(const ncclUniqueId& id) {
+  Place place;
+  std::memcpy(&place, &id, sizeof place);
+  return place;
+}
+
 class Shared {
  public:
   static std::size_t size(int ranks) { return kFirst + lanes * ranks * ranks * sizeof(Channel); }
@@ -109,12 +115,19 @@ inline Offers& offers() {
 
 inline ncclResult_t offer(ncclUniqueId* id) {
   const int fd = memfd_create("ringdp-hostnccl", MFD_CLOEXEC);
-  if (fd < 0 || fchmod(fd, 0600) != 0 || ftruncate(fd, Shared::size(1)) != 0) return ncclSystemError;
+  if (fd < 0) return ncclSystemError;
   std::random_device random;
   const std::uint64_t token = std::uint64_t(random()) << 32 | random();
-  Shared shared(fd, 1);
-  if (!shared.mapped()) return ncclSystemError;
-  shared.header().token = token;
+  bool good = fchmod(fd, 0600) == 0 && ftruncate(fd, Shared::size(1)) == 0;
+  if (good) {
+    Shared shared(fd, 1);
+    good = shared.mapped();
+    if (good) shared.header().token = token;
+  }
+  if (!good) {
+    ::close(fd);
+    return ncclSystemError;
+  }
   const Place place{kMagic, token, getpid(), fd};
   std::memset(id, 0, sizeof *id);
   std::memcpy(id, &place, sizeof place);

@@ -9,6 +9,7 @@ import torch
 
 from ringdp.comm.call import collective_of, dtype_of, named, place, tag_of
 from ringdp.comm.job import Issuer
+from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, proved
 from ringdp.schedule.own import name_of
 from ringdp.tape.recorder import Args, Recorder, Span
@@ -27,6 +28,8 @@ class Labelled(Issuer):
 
     def label(self, text: str) -> None:
         """What traces call it."""
+        if not isinstance(text, str):
+            raise UsageError(f"label is {text!r}; allowed: a text")
         self._label = text
 
     def __repr__(self) -> str:

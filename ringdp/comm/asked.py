@@ -36,6 +36,12 @@ def check_algorithm(collective: str, given: object) -> None:
         )
 
 
+def check_async(collective: str, given: object) -> None:
+    """True or False itself: whatever else counts as true would be a call that nobody waits for."""
+    if not isinstance(given, bool):
+        raise UsageError(f"{collective}: async_op is {given!r}; allowed: True or False")
+
+
 def index_of(given: object) -> int | None:
     """A whole number as an int; None for what is none."""
     try:

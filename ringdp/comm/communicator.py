@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import MOST, check_algorithm, check_tensor, patience, whole
+from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, patience, whole
 from ringdp.comm.call import NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
@@ -180,6 +180,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         With `async_op` it does not wait: the Group that it gives can be waited for later. An error
         in the block goes through, and leaves what was issued under way.
         """
+        check_async("group", async_op)
         outer, group = self._group, Group()
         self._collect(group)
         try:
@@ -204,6 +205,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
         A collective that ended here may still fail elsewhere: a broadcast ends at its root before
         all have it. If it is known by now that one did, and no call has raised it, this one does.
+        One that is collected, with nothing under way, is closed; over NCCL none is, before its end.
         """
         if not self.closed:
             try:
@@ -248,6 +250,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
     ) -> How:
         check_tensor(collective, tensor)
         check_algorithm(collective, algorithm)
+        check_async(collective, async_op)
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
         tag = whole(collective, "tag", tag, TAGS - 1, "tags")
         root = whole(collective, "root", root, self.size - 1, "ranks")

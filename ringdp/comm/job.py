@@ -20,6 +20,8 @@ Job to the communicator's `_issue`. For all of them:
   a death by then. It hears of it at its next call that waits for another rank, or the `wait` for
   such a one, and at `close` at the latest. If a third rank finds the death, its next call of any
   kind raises.
+- After an error a late rank may still write to what the failed call was given by `empty`, until all
+  ranks have closed the communicator or ended; no other tensor is given that memory before.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ first sent is the first received. A recv must expect what comes: a message of an
 dtype raises CollectiveMismatch on both ranks.
 
 A send of up to a slab (64 KiB; less beyond 8 ranks) returns when the message is in shared memory,
-where there is room for four; a longer one, when it has been received. So two ranks that both send
-and then receive need isend, or short messages. Messages and collectives do not wait for each other.
+where there is room for 16 on 2 ranks, 8 on 4, and 4 from 8 on; a longer one, when it has been
+received. So two ranks that both send and then receive need isend, or short messages. Messages and
+collectives do not wait for each other.
 """
 
 from __future__ import annotations

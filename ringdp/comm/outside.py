@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from ringdp.comm.rendezvous import NAMES, store_of
 from ringdp.errors import CommunicationError
 from ringdp.transport.answers import Survey, survey_from_outside
+from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import Failure
+from ringdp.transport.processes import text_of
 from ringdp.transport.told import told_in
 
 TIMEOUT = timedelta(seconds=5)  # for a store that is gone
@@ -38,18 +41,30 @@ def asked(environ: Mapping[str, str]) -> list[Asked]:
     None are found where it is not torchrun's. Raises CommunicationError where the store cannot be
     reached, UsageError for variables that torchrun does not set so.
     """
-    store, found = store_of(environ, TIMEOUT), []
+    store = store_of(environ, TIMEOUT)
     if store is None:
         return []
     try:
-        for key in (f"{NAMES}/{k + 1}" for k in range(min(store.add(NAMES, 0), MOST))):
-            line = store.get(key).decode(errors="replace") if store.check([key]) else ""
-            name, _, size = line.rpartition(" ")
-            if not (size.isdecimal() and len(size) < 6 and 0 < int(size) <= MOST):
-                continue
-            ranks, own = int(size), PrefixStore(name, store)
-            if not own.check([f"closed/{rank}" for rank in range(ranks)]):
-                found.append(Asked(name, survey_from_outside(own, ranks), told_in(own, ranks)))
+        with Asking(lambda: store) as job:
+            return list(filter(None, [_seen(store, line) for line in job.ask(_lines)]))
+    except Silent as e:
+        raise CommunicationError(str(e)) from e
     except DistError as e:
         raise CommunicationError(f"the job's store went away: {e}") from e
-    return found
+
+
+def _lines(store: Store) -> list[str]:
+    """What is said of each communicator that was made: its name and size."""
+    return [text_of(store, f"{NAMES}/{k + 1}") for k in range(min(store.add(NAMES, 0), MOST))]
+
+
+def _seen(store: Store, line: str) -> Asked | None:
+    """None for one that is closed, or makes no sense."""
+    name, _, size = line.rpartition(" ")
+    if not (size.isdecimal() and len(size) < 6 and 0 < int(size) <= MOST):
+        return None
+    ranks = int(size)
+    with Asking(lambda: PrefixStore(name, store)) as own:
+        if own.ask(lambda s: s.check([f"closed/{rank}" for rank in range(ranks)])):
+            return None
+        return Asked(name, survey_from_outside(own, ranks), own.ask(partial(told_in, ranks=ranks)))

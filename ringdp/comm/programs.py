@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from types import FunctionType
@@ -29,6 +29,7 @@ from ringdp.schedule import (
     proved,
 )
 from ringdp.schedule.own import name_of
+from ringdp.schedule.program import alike
 from ringdp.transport.base import bounds_of, uneven_bounds
 
 MOST = 1024  # that are remembered
@@ -95,7 +96,7 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     collective, n, rank, root, depth = asked
     plan = proved(algorithm, collective, n, root)
     if depth is None:
-        return project(plan, rank)
+        return replace(project(plan, rank), alike=alike(plan))
     live = contract(collective, n, plan.chunks, root).after
     plain = [project(plan, r) for r in range(n)]
     fused = [fuse(p, [c for q, c in live if q == p.rank]) for p in plain]
@@ -103,8 +104,9 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     for programs in (fused, plain):
         needed = fifo_depth(programs)
         if needed <= depth:
-            _remember(algorithm, asked, programs[rank])
-            return programs[rank]
+            made = replace(programs[rank], alike=alike(plan))
+            _remember(algorithm, asked, made)
+            return made
     raise ScheduleError(
         f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
     )
@@ -130,7 +132,7 @@ def origin_of(rows: int) -> Origin | None:
 @lru_cache(maxsize=MOST)
 def whole_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
     """Where rank r's shard has shards[r] elements."""
-    return uneven_bounds(shards, program.chunks)
+    return uneven_bounds(shards, program)
 
 
 @lru_cache(maxsize=MOST)

@@ -26,6 +26,7 @@ from ringdp.comm.communicator import Communicator, Connect
 from ringdp.comm.guard import differ
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport.arena import Arena
+from ringdp.transport.asking import PATIENCE, Asking
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.making import Making
@@ -162,7 +163,7 @@ def job_store(name: str) -> tuple[Store | None, int, int]:
 def _one_host(store: Store, rank: int, ranks: int) -> None:
     here, making = host(), Making(store, rank, ranks)
     with making.telling():
-        store.set(f"host/{rank}", here)
+        making.say(f"host/{rank}", here)
         hosts = [making.heard(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
     for other, there in enumerate(hosts):
         if there.split()[-1:] != here.split()[-1:]:
@@ -221,10 +222,14 @@ def _gloo(
     prefixed = PrefixStore(name, store)
     if rank == ranks[0]:
         store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {len(ranks)}")
-    group = gloo(prefixed, ranks.index(rank), len(ranks), timeout)
-    if transport == "c10d":
-        return C10dTransport(prefixed, group)
-    return NcclTransport(prefixed, group, host=transport == "nccl-host", differ=differ)
+    here, size = ranks.index(rank), len(ranks)
+    making = Making(prefixed, here, size)
+    with making.telling():
+        group = gloo(making, prefixed, here, size, timeout)
+        if transport == "c10d":
+            return C10dTransport(prefixed, group)
+        host = transport == "nccl-host"
+        return NcclTransport(prefixed, group, making, host=host, differ=differ)
 
 
 class _Place(NamedTuple):
@@ -289,11 +294,13 @@ def _prefix(environ: Mapping[str, str]) -> str:
     return f"ringdp/{run or ''}/{restart or '0'}"
 
 
-def _server(place: _Place, timeout: timedelta, *, serves: bool) -> TCPStore:
+def _server(place: _Place, timeout: timedelta, *, serves: bool) -> Store:
     try:
         if serves:
             return _serve(place, timeout)
-        return TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+        client = partial(TCPStore, place.host, place.port, is_master=False, timeout=timeout)
+        with Asking(client) as reached:
+            return reached.ask(lambda store: store, timeout.total_seconds() + PATIENCE)
     except (DistError, OSError) as e:
         raise CommunicationError(
             f"rank {place.rank} cannot reach rank 0's store at {place.host}:{place.port}: {e}"
@@ -330,12 +337,15 @@ def _generation(store: Store, rank: int) -> int:
     Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
     come again after a failure find one another, whether they are the same processes or new ones.
     """
+    limit: float = store.timeout.total_seconds() + PATIENCE  # type: ignore[attr-defined]  # stubs
     try:
         if rank == 0:
             opened = store.add("generations", 1)
             store.set(f"open/{opened}", "")
             return opened
-        store.wait([f"open/{store.add(f'seats/{rank}', 0) + 1}"])
-        return store.add(f"seats/{rank}", 1)
+        with Asking(lambda: store) as job:
+            taken = job.ask(lambda s: s.add(f"seats/{rank}", 0), limit)
+            job.ask(lambda s: s.wait([f"open/{taken + 1}"]), limit)
+            return job.ask(lambda s: s.add(f"seats/{rank}", 1), limit)
     except DistError as e:
         raise CommunicationError(f"rank {rank} did not meet rank 0: {e}") from e

@@ -15,6 +15,7 @@ from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import CommunicationError
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import SLICE
+from ringdp.transport.threads import WAITING
 
 _finishing = threading.RLock()  # a signal's handler may wait for another work meanwhile
 
@@ -52,17 +53,18 @@ class Work:
         start = time.monotonic() - waited
         try:
             # Python sees signals between slices only: the wait itself holds no GIL.
-            while not self._guard.transport.wait(
-                self._ticket, max(0.0, min(SLICE, allowed - waited))
-            ):
-                if self._ended(self._guard.look):
-                    break
-                waited = time.monotonic() - start
-                if waited >= allowed:
-                    self._guard.give_up(self._call, allowed)
-                if waited >= tell:
-                    self._guard.warn(self._call, waited)
-                    tell = math.inf
+            with WAITING:
+                while not self._guard.transport.wait(
+                    self._ticket, max(0.0, min(SLICE, allowed - waited))
+                ):
+                    if self._ended(self._guard.look):
+                        break
+                    waited = time.monotonic() - start
+                    if waited >= allowed:
+                        self._guard.give_up(self._call, allowed)
+                    if waited >= tell:
+                        self._guard.warn(self._call, waited)
+                        tell = math.inf
         except CommunicationError as e:
             self._error = copy(e)  # without its traceback: see Guard.error
             raise

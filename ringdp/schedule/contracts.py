@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ringdp.errors import ScheduleError
-from ringdp.schedule.algorithms import Collective
+from ringdp.schedule.algorithms import Collective, check_asked
 
 Slot = tuple[int, int]  # (rank, chunk)
 Value = frozenset[Slot]
@@ -24,7 +24,12 @@ class Contract(NamedTuple):
 
 
 def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Contract:
-    """The contract of `collective` over n ranks; `root` counts for one to all and all to one."""
+    """The contract of `collective` over n ranks; `root` counts for one to all and all to one.
+
+    Raises UsageError for an unknown collective, and for n < 1; ScheduleError for a number of chunks
+    that it cannot have.
+    """
+    check_asked(collective, n)
     slots = [(r, c) for r in range(n) for c in range(chunks)]
     own = {(r, c): frozenset({(r, c)}) for r, c in slots}
     total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
@@ -51,6 +56,7 @@ def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Cont
             return Contract(shards, {(root, c): own[c // each, c] for c in range(chunks)})
         case "all_to_all":
             return Contract(own, {(r, c): own[c // each, r * each + c % each] for r, c in slots})
-    if chunks != n * n:
-        raise ScheduleError(f"{collective} over {n} ranks needs {n * n} chunks: {chunks}")
-    return Contract(shards, {(c % n, c): own[c // n, c] for c in range(chunks)})  # all_to_all_v
+        case "all_to_all_v":
+            if chunks != n * n:
+                raise ScheduleError(f"{collective} over {n} ranks needs {n * n} chunks: {chunks}")
+            return Contract(shards, {(c % n, c): own[c // n, c] for c in range(chunks)})

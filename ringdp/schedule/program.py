@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ringdp.errors import UsageError
 from ringdp.schedule.ir import Schedule, Transfer
 
 NONE = -1
@@ -62,7 +63,7 @@ class Program:
     """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more.
 
     `incoming[round, c]`: the chunk as long as what scratch chunk c receives there, for those who
-    must know it before. Only `project` knows it.
+    must know it before. Only `project` knows it. `alike`: see there.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Program:
     chunks: int
     rows: NDArray[np.int32]
     incoming: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    alike: tuple[tuple[int, int], ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return (Row(*map(int, row)) for row in self.rows)
@@ -116,7 +118,11 @@ def project(schedule: Schedule, rank: int) -> Program:
     All ranks then agree on an order in which each send finds the slot of the one before it free, so
     FIFOs of one slot suffice. Only reduces into one slot, which keep the order in which they are
     listed, can put off a receive to a later turn than its send's.
+
+    Raises UsageError for a rank that the schedule does not have.
     """
+    if not 0 <= rank < schedule.ranks:
+        raise UsageError(f"rank is {rank}; allowed: 0 to {schedule.ranks - 1}")
     rows: list[Row] = []
     for r, transfers in enumerate(schedule.rounds):
         timed: list[tuple[int, bool, Row]] = []
@@ -154,6 +160,23 @@ def _incoming(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
                     found[r, t.write] = copied[t.dst, t.write]
         like |= copied
     return found
+
+
+def alike(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Pairs of chunks that must be equally long: what one holds is somewhere copied over, or added
+    to, the other. Of our own schedules only in an all_to_all, whose parts are."""
+    like: dict[tuple[int, int], int] = {}  # of scratch, which takes any length: by rank and chunk
+    found = set()
+    for transfers in schedule.rounds:
+        copied = {}
+        for t in transfers:
+            source = like.get((t.src, t.read), t.read)
+            if t.write >= schedule.chunks and not t.reduce:
+                copied[t.dst, t.write] = source
+            else:
+                found.add((source, like.get((t.dst, t.write), t.write)))
+        like |= copied
+    return tuple(sorted((a, b) for a, b in found if a != b))
 
 
 def fuse(program: Program, live: Iterable[int] | None = None) -> Program:

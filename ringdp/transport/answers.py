@@ -16,18 +16,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
+from weakref import WeakMethod
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.transport.asking import Asking
 from ringdp.transport.base import FailureKind
 from ringdp.transport.processes import introduce, pid_of, text_of
 from ringdp.transport.records import (
     CALLS,
     CLOSED,
+    ELSEWHERE,
     SILENT,
     Call,
     Observed,
@@ -76,17 +80,18 @@ class Survey(NamedTuple):
 class Answers:
     """One rank's: what it does, to be told and asked for."""
 
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+    def __init__(self, store: Asking, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._lock, self._saying = threading.Lock(), threading.Lock()
+        self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as far as it has seen them
+        # A transport may be collected, and so end, while this very thread has them.
+        self._lock, self._saying = threading.RLock(), threading.RLock()
         self._calls: dict[int, Call] = {}  # by number: what is under way, and some before it
         self._under_way: dict[int, int] = {}  # by ticket: the number
         self._begun, self._changed = 0, time.monotonic()
         self._where = -1, -1
         self._answered = 0
         self.message: Call | None = None
-        with suppress(DistError):
-            introduce(store, rank)
+        store.ask(partial(introduce, rank=rank))
 
     # --- what this rank does
 
@@ -118,11 +123,15 @@ class Answers:
             known = {k: call for k, call in self._calls.items() if begun - CALLS <= k < begun}
             return State(record, self.message, known)
 
-    # --- between ranks; DistError is raised where whoever served the store has gone
+    # --- between ranks; DistError is raised where whoever served the store has gone, or is silent
+
+    def see(self) -> None:
+        """Where the others' processes are, to be told when the store cannot be asked any more."""
+        self._pids = self._store.ask(partial(_pids, ranks=self._ranks))
 
     def answer(self) -> None:
         """If somebody asks."""
-        self._say(self._store.add("asked", 0))
+        self._say(self._store.ask(lambda store: store.add("asked", 0)))
 
     def last_word(self, *, closed: bool = False) -> None:
         """Of a rank whose communicator has failed or closes."""
@@ -135,18 +144,19 @@ class Answers:
         """
         found = {self._rank: self.state()}
         with suppress(DistError):
-            asked = LAST if failed else self._store.add("asked", 1)
+            self.see()
+            asked = LAST if failed else self._store.ask(lambda store: store.add("asked", 1))
             self._say(asked)
-            _hear(self._store, asked, self._ranks, found, lost)
-        return Survey(tuple(found.get(rank) for rank in range(self._ranks)))
+            _hear(self._store, asked, self._pids, found, lost)
+        return _survey(self._pids, found)
 
     def _say(self, asked: int, *, closed: bool = False) -> None:
         """Unless that has been answered."""
         with self._saying:
             if asked > self._answered:
-                state = written(asked, self.state(closed=closed))
-                self._store.set(f"state/{self._rank}", state)
                 self._answered = asked
+                key, state = f"state/{self._rank}", written(asked, self.state(closed=closed))
+                self._store.ask(lambda store: store.set(key, state), later=True)
 
 
 class Answering:
@@ -154,10 +164,14 @@ class Answering:
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         """`store` is for this transport alone."""
-        own = own_connection(store)
+        self._store = Asking(partial(own_connection, store))
+        # Seconds, where a name server loses the question for the host that it connects to.
+        allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs
+        self._store.ask(lambda _: None, allowed)
         self.rank, self.ranks = rank, ranks
-        self._told = Told(own, rank, ranks, self._busy)
-        self._does = Answers(own, rank, ranks)
+        busy = WeakMethod(self._busy)  # what listens does not keep the transport
+        self._told = Told(self._store, rank, ranks, lambda: bool((ask := busy()) and ask()))
+        self._does = Answers(self._store, rank, ranks)
 
     def _busy(self) -> bool:
         """Whether something that this rank has begun has not ended."""
@@ -180,44 +194,62 @@ class Answering:
         lost = failure.rank if failure and failure.kind is FailureKind.LOST else -1
         return self._does.survey(failed=failure is not None, lost=lost)
 
-    def _listen(self) -> None:
-        """A thread's: hear of failures, and answer."""
+
+def listen(told: Told, does: Answers) -> None:
+    """A thread's, the only one that looks: hear of failures, and answer."""
+    with suppress(DistError):
+        does.see()
+    while told.failure is None:
+        told.look()
         with suppress(DistError):
-            while self._told.failure is None:
-                self._told.look()
-                self._does.answer()
-                with self._told.changed:
-                    self._told.changed.wait_for(lambda: self._told.failure, LOOK)
-            self._does.last_word()
-
-    def _depart(self) -> None:
-        with suppress(DistError):
-            self._does.last_word(closed=True)
-        self._told.leave()
+            does.answer()
+        with told.changed:
+            told.changed.wait_for(lambda: told.failure, LOOK)
+    with suppress(DistError):
+        does.last_word()
 
 
-def survey_from_outside(store: Store, ranks: int) -> Survey:
-    """What the ranks of a transport do whose store that is."""
+def depart(told: Told, does: Answers) -> None:
+    with suppress(DistError):
+        does.last_word(closed=True)
+    told.leave()
+
+
+def survey_from_outside(store: Asking, ranks: int) -> Survey:
+    """What the ranks of a transport do whose store that is. Raises DistError."""
     found: dict[int, State] = {}
-    asked = LAST if store.check(["failed"]) else store.add("asked", 1)
-    _hear(store, asked, ranks, found, -1)
-    return Survey(tuple(found[rank] for rank in range(ranks)))
+    failed = store.ask(lambda s: s.check(["failed"]))
+    asked = LAST if failed else store.ask(lambda s: s.add("asked", 1))
+    pids = store.ask(partial(_pids, ranks=ranks))
+    _hear(store, asked, pids, found, -1)
+    return _survey(pids, found)
 
 
-def _hear(store: Store, asked: int, ranks: int, found: dict[int, State], lost: int) -> None:
+def _survey(pids: Mapping[int, int], found: Mapping[int, State]) -> Survey:
+    silent = [State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)) for pid in pids.values()]
+    return Survey(tuple(found.get(rank, state) for rank, state in enumerate(silent)))
+
+
+def _hear(
+    store: Asking, asked: int, pids: Mapping[int, int], found: dict[int, State], lost: int
+) -> None:
     """Find what is missing, as far as it is said within PATIENCE; but do not wait for the lost."""
-    pids = {rank: pid_of(store, rank) for rank in range(ranks)}
     until = time.monotonic() + PATIENCE
     while True:
-        for rank in pids.keys() - found.keys():
-            text = text_of(store, f"state/{rank}")
-            if text and (state := read(text, asked, pids[rank], ranks)):
+        for rank, text in store.ask(partial(_texts, pids.keys() - found.keys())).items():
+            if text and (state := read(text, asked, pids[rank], len(pids))):
                 found[rank] = state
         if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
             break
         time.sleep(PAUSE)
-    for rank, pid in pids.items():
-        found.setdefault(rank, State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)))
+
+
+def _pids(store: Store, ranks: int) -> dict[int, int]:
+    return {rank: pid_of(store, rank) for rank in range(ranks)}
+
+
+def _texts(ranks: Iterable[int], store: Store) -> dict[int, str]:
+    return {rank: text_of(store, f"state/{rank}") for rank in ranks}
 
 
 def written(asked: int, state: State) -> str:

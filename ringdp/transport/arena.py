@@ -15,6 +15,8 @@ import os
 import threading
 import weakref
 from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
 from math import prod
 
 import numpy as np
@@ -48,6 +50,7 @@ class Arena:
         part = self.bytes // ranks
         self._free = [(rank * part, (rank + 1) * part)]  # [begin, end), sorted, apart
         self._back: list[tuple[int, int]] = []  # of them, those whose tensor has gone since
+        self._held: deque[tuple[Callable[[], bool], list[torch.UntypedStorage]]] = deque()
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,6 +64,15 @@ class Arena:
         if used == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(block).view(dtype).view(shape)
+
+    def hold(self, used: Iterable[object], until: Callable[[], bool]) -> None:
+        """Keep those storages among `used` that lie here, `until()`: a failed call's, to which a
+        rank that is late may still write. See Note [the collector comes at any time].
+        """
+        within = range(self.address, self.address + self.bytes)
+        storages = [x for x in used if isinstance(x, torch.UntypedStorage)]
+        if here := [x for x in storages if x.data_ptr() in within]:
+            self._held.append((until, here))
 
     def _take(self, size: int) -> int:
         with self._lock:
@@ -77,6 +89,11 @@ class Arena:
 
     def _join(self) -> None:
         """Make what has come back free again."""
+        for _ in range(len(self._held)):
+            until, storages = self._held.popleft()
+            if not until():
+                self._held.append((until, storages))
+            del storages
         while self._back:
             insort(self._free, self._back.pop())
         joined: list[tuple[int, int]] = []

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
+from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
 from ringdp.transport.records import Call, Observed
@@ -306,12 +307,20 @@ def chunk_bounds(elements: int, program: Program) -> tuple[int, ...]:
     into chunks at once. Pieces of a cut differ by one element at most, the first being the larger.
     """
     shards = program.ranks if program.chunks % program.ranks == 0 else 1
-    return uneven_bounds(_cut(elements, shards), program.chunks)
+    return uneven_bounds(_cut(elements, shards), program)
 
 
-def uneven_bounds(shards: Sequence[int], chunks: int) -> tuple[int, ...]:
-    """The same for shards of these sizes."""
-    return bounds_of(size for shard in shards for size in _cut(shard, chunks // len(shards)))
+def uneven_bounds(shards: Sequence[int], program: Program) -> tuple[int, ...]:
+    """The same for shards of these sizes. Raises UsageError where chunks that the program needs to
+    be equally long are not: on every rank, before anything moves."""
+    sizes = [size for shard in shards for size in _cut(shard, program.chunks // len(shards))]
+    for a, b in program.alike:
+        if sizes[a] != sizes[b]:
+            raise UsageError(
+                f"the schedule needs chunks {a} and {b} to be equally long, as it copies or adds "
+                f"one to the other; of {sum(shards)} elements they are {sizes[a]} and {sizes[b]}"
+            )
+    return bounds_of(sizes)
 
 
 def _cut(elements: int, pieces: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 A thread runs the rows in order. What it sends goes out beside them, so it waits only for what it
 receives. Failures go through the group's store: a dead rank is seen by those that wait for it,
-since its connections end, and soon by all. Backends cannot stop waiting, so the threads of a
-communicator that has failed are left alone until their peers or this process end.
+since its connections end, and soon by all. What closes, is collected while nothing is under way, or
+is there at exit, ends what its threads wait for, and its connections: see `parting`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -22,13 +22,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE, Program
 from ringdp.transport import threads, wire
-from ringdp.transport.answers import Answering
+from ringdp.transport.answers import Answering, listen
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
@@ -41,13 +40,13 @@ from ringdp.transport.base import (
     Stamp,
 )
 from ringdp.transport.issued import Issued
+from ringdp.transport.parting import cut, hold, retire, until_it_ends
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
-from ringdp.transport.told import somebody
-from ringdp.transport.wire import COLLECTIVE, CUT, ENDS, rest_tag, tag_of
+from ringdp.transport.told import Told, somebody
+from ringdp.transport.wire import COLLECTIVE, rest_tag, tag_of
 
 SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
-SHORTEST = timedelta(milliseconds=1)
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
 
 
@@ -94,9 +93,13 @@ class C10dTransport(Answering):
         self._watched = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
+        # Runs at `close`, or when the transport is collected, which idle threads do not keep.
+        ends = self._told, self._does, self._store, self._jobs
+        self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
+        self._stop.atexit = False
         threads.at_exit(self)
-        self._spawn(self._loop)
-        self._spawn(self._listen)
+        self._spawn(partial(_loop, self._jobs))
+        self._spawn(partial(listen, self._told, self._does))
 
     def prepare_program(
         self,
@@ -134,7 +137,7 @@ class C10dTransport(Answering):
             self._sent += buffer.nbytes
             if buffer.nbytes <= SHORT:
                 self._end(ticket)
-                self._sending.add(self._spawn(partial(_hold, parts)))
+                self._sending.add(self._spawn(partial(hold, parts)))
             else:
                 self._spawn(partial(self._until_all, [(part, to) for part in parts], ticket))
 
@@ -207,7 +210,6 @@ class C10dTransport(Answering):
             return ticket not in self._open
 
     def failure(self) -> Failure | None:
-        self._told.look()
         return self._told.failure
 
     def fail(self, kind: FailureKind, rank: int) -> None:
@@ -217,37 +219,22 @@ class C10dTransport(Answering):
         return self._sent
 
     def close(self) -> None:
-        if os.getpid() == self._process:
-            self._depart()
-            self._jobs.put(None)
+        self._stop()
 
     def end(self) -> None:
-        """See `Ending`. Gloo ends every wait of a group when one has timed out."""
+        """See `Ending`."""
         C10dTransport.close(self)  # at exit nobody waits for a device
-        if os.getpid() == self._process and self.ranks > 1:
+        if os.getpid() == self._process:
             threads.join(list(self._sending))
-            with suppress(RuntimeError):
-                neighbour = (self.rank + 1) % self.ranks
-                self._group.recv([torch.empty(1)], neighbour, CUT).wait(SHORTEST)
+            cut(self._group)
 
     # --- on threads of its own
 
     def _spawn(self, act: Callable[[], None]) -> threading.Thread:
-        return threads.spawn(partial(self._attempt, act), "ringdp-c10d")
+        return threads.spawn(partial(_attempt, self._told, act), "ringdp-c10d")
 
     def _attempt(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Failed as e:
-            self._told.fail(*e.told)
-        except BaseException:
-            self.fail(FailureKind.ABORTED, self.rank)  # else all would wait for it
-            raise
-
-    def _loop(self) -> None:
-        while (act := self._jobs.get()) is not None:
-            act()
-            del act  # and the buffers that it holds
+        _attempt(self._told, act)
 
     def _digested(self, kind: int) -> int:
         """Of that collective's kind, and those of all before it."""
@@ -318,15 +305,10 @@ class C10dTransport(Answering):
         self._watched = True
         for rank in range(self.ranks):
             if rank != self.rank:
-                self._spawn(partial(self._until_it_ends, rank))
+                self._look_after_rank(rank)
 
-    def _until_it_ends(self, rank: int) -> None:
-        try:
-            self._group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
-        except RuntimeError:
-            with suppress(DistError):  # the store has gone too: who waits will see it
-                if not self._told.left(rank):
-                    self.fail(FailureKind.LOST, rank)
+    def _look_after_rank(self, rank: int) -> None:
+        self._spawn(partial(until_it_ends, self._group, self._told, rank))
 
     def _busy(self) -> bool:
         return bool(self._open)
@@ -343,8 +325,17 @@ class C10dTransport(Answering):
             self._told.changed.notify_all()
 
 
-def _hold(parts: list[wire.Pending]) -> None:
-    """Until they have been sent; if that fails, it is the receiver's loss."""
-    with suppress(RuntimeError):
-        for part in parts:
-            part.wait(wire.LONG)
+def _attempt(told: Told, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Failed as e:
+        told.fail(*e.told)
+    except BaseException:
+        told.fail(FailureKind.ABORTED, told.rank)  # else all would wait for it
+        raise
+
+
+def _loop(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (act := jobs.get()) is not None:
+        act()
+        del act  # and the buffers that it holds

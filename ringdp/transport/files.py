@@ -2,7 +2,8 @@
 
 Rank 0 makes them (memfd) and says through the store where their descriptors are; the others open
 them by way of /proc, which lets in the same user only. They never have a name, so nothing is left
-in shared memory after any exit, kill -9 included.
+in shared memory after any exit, kill -9 included. A process forked from a rank has the arena alone,
+for tensors of its parent's may lie there, and keeps that for as long as it lives.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import os
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from torch.distributed.distributed_c10d import Store
-
 from ringdp.errors import CommunicationError
 from ringdp.transport.making import Making
 
@@ -21,14 +20,17 @@ from ringdp.transport.making import Making
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+NONE = -1  # for a file: it is there already
+
+
 class Address(NamedTuple):
     """Where rank 0's files are, as sent through the store."""
 
     pid: int
-    segment: int
-    arena: int
-    mail: int
     token: int
+    segment: int
+    mail: int
+    arena: int = NONE
 
 
 def create(name: str, size: int, *, reserve: bool) -> int:
@@ -75,5 +77,5 @@ def ask(making: Making) -> Address:
         raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
 
 
-def answer(store: Store, address: Address) -> None:
-    store.set("segment", " ".join(map(str, address)))
+def answer(making: Making, address: Address) -> None:
+    making.say("segment", " ".join(map(str, address)))

@@ -12,14 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost
+from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport import threads
+from ringdp.transport.asking import PATIENCE, Asking, Silent
 from ringdp.transport.base import Failure, FailureKind
 from ringdp.transport.processes import introduce, pid_of, process_state
 from ringdp.transport.told import LAST_LOOKS, LOOK, Told
@@ -29,39 +31,47 @@ T = TypeVar("T")
 
 
 class Making:
-    """One rank's side. It waits for as long as the store would.
+    """One rank's side. It waits for as long as the store's timeout says.
 
     Raises PeerLost where a rank that has come dies or gives up, CollectiveTimeout where one is too
-    late, CommunicationError where the store has gone.
+    late or the store gives no answer, CommunicationError where that has gone.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         """`store` is for this transport alone."""
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self._told = Told(store, rank, ranks, lambda: True)
+        self._rank, self._ranks = rank, ranks
+        self._allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
+        self._until = time.monotonic() + self._allowed
+        self._store = Asking(lambda: store)
+        self._told = Told(self._store, rank, ranks, lambda: True)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """All that this rank does for it. If it raises, so do the others."""
+        """All that this rank does for it, once. If it raises, so do the others."""
         try:
-            introduce(self._store, self._rank)
-            yield
-        except DistError as e:
-            raise CommunicationError(f"{self._here()}; the store has gone: {e}") from e
+            with self._translated():
+                self._ask(partial(introduce, rank=self._rank))
+                yield
         except BaseException as e:
             if isinstance(e, CommunicationError) and self._told.failure is None:
-                self._look(self._ended(range(self._ranks)))  # which says more than what came of it
+                with suppress(DistError):  # which says more than what came of it
+                    self._look(self._ended(range(self._ranks)))
             self._told.fail(FailureKind.ABORTED, self._rank, why=str(e))
             raise
+        finally:
+            self._store.end()
+
+    def say(self, key: str, what: str) -> None:
+        self._ask(lambda store: store.set(key, what))
 
     def heard(self, key: str, rank: int) -> bytes:
         """What that rank says there."""
         self._await({rank: key})
-        return self._store.get(key)
+        return self._ask(lambda store: store.get(key))
 
     def together(self, what: str) -> None:
         """Return once all have come to it."""
-        self._store.set(f"{what}/{self._rank}", "")
+        self.say(f"{what}/{self._rank}", "")
         self._await({rank: f"{what}/{rank}" for rank in range(self._ranks)})
 
     def called(self, act: Callable[[], T]) -> T:
@@ -75,7 +85,7 @@ class Making:
                 done.set_exception(e)
 
         threads.spawn(run, "ringdp-making")
-        looks = 0
+        self._until, looks = time.monotonic() + self._allowed, 0
         while not wait([done], LOOK).done:
             ended = self._ended(range(self._ranks))
             looks = looks + 1 if ended else 0
@@ -83,11 +93,10 @@ class Making:
         return done.result()
 
     def _await(self, keys: Mapping[int, str]) -> None:
-        start = looked = time.monotonic()
-        allowed: float = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
-        pause = FIRST_PAUSE
+        looked = time.monotonic()
+        self._until, pause = looked + self._allowed, FIRST_PAUSE
         self._look([])  # what is there may be of a rank that has given up since
-        while not self._store.check(list(keys.values())):
+        while not self._ask(lambda store: store.check(list(keys.values()))):
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             if (now := time.monotonic()) < looked + LOOK:
@@ -95,19 +104,37 @@ class Making:
             looked, ended = now, self._ended(self._missing(keys))
             missing = self._missing(keys)
             self._look(set(ended) & set(missing))  # it may have come before its end
-            if missing and now > start + allowed:
+            if missing and now > self._until:
                 self._told.fail(FailureKind.TIMEOUT, self._rank)
                 late = ", ".join(map(str, missing))
                 raise CollectiveTimeout(
-                    f"{self._here()} until the timeout of {allowed:g} s; of its ranks, {late} did "
-                    "not come"
+                    f"{self._here()} until the timeout of {self._allowed:g} s; of its ranks, "
+                    f"{late} did not come"
                 )
 
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (CommunicationError, UsageError):
+            raise
+        except Silent as e:
+            self._told.fail(FailureKind.TIMEOUT, self._rank)
+            raise CollectiveTimeout(f"{self._here()}; {e}") from e
+        except DistError as e:
+            raise CommunicationError(f"{self._here()}; the store is out of reach: {e}") from e
+        except (OSError, RuntimeError) as e:  # no descriptor, no thread
+            raise CommunicationError(f"{self._here()}: {e}") from e
+
+    def _ask(self, act: Callable[[Store], T]) -> T:
+        """Silent, once the time is up."""
+        return self._store.ask(act, max(PATIENCE, self._until - time.monotonic()))
+
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
-        return [rank for rank, key in keys.items() if not self._store.check([key])]
+        return self._ask(lambda store: [r for r, key in keys.items() if not store.check([key])])
 
     def _ended(self, ranks: Iterable[int]) -> list[int]:
-        pids = {rank: pid_of(self._store, rank) for rank in ranks}
+        pids = self._ask(lambda store: {rank: pid_of(store, rank) for rank in ranks})
         return [rank for rank, pid in pids.items() if process_state(pid).endswith("ended")]
 
     def _look(self, lost: Collection[int]) -> None:

@@ -11,6 +11,10 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
+from os import dup
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,24 +41,8 @@ from ringdp.transport.base import (
 from ringdp.transport.files import Address, answer, ask, create, open_other
 from ringdp.transport.making import Making
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
-from ringdp.transport.watch import NAME, keep_open, let_go
-
-STRIDE = 16  # slabs that are under way at once over a link between two ranks, in as many more slots
-LEAST_DEPTH = 4  # slots
-
-
-def slab_bytes(ranks: int) -> int:
-    """A FIFO slot: enough of them for a pipeline in a message of some hundred KiB."""
-    return max(4 << 10, min(64 << 10, (512 << 10) // ranks) & -64)
-
-
-def fifo_depth(ranks: int) -> int:
-    """Slots. Fused rings need 2, halving more; with 16 they are more room than a cache keeps.
-
-    See Note [room] in csrc/messages.hpp: with 4 slots a ring of 2 ranks took 590 us for 4 MiB, with
-    16 it takes 290.
-    """
-    return max(LEAST_DEPTH, 32 // ranks)
+from ringdp.transport.room import fifo_depth, link_stride, mail_bytes, segment_bytes, slab_bytes
+from ringdp.transport.watch import NAME
 
 
 class ShmTransport:
@@ -78,22 +66,24 @@ class ShmTransport:
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
         self.rank, self.ranks, self.link = rank, ranks, link
-        stride = max(1, STRIDE // ranks) if link else 1
-        self.depth = LEAST_DEPTH if link else fifo_depth(ranks)
+        self.depth, stride = fifo_depth(ranks, link), link_stride(ranks, link)
         making = Making(store, rank, ranks)
         with making.telling():
-            kept = self._attach(making, store, self.depth * stride, stride, arena)
+            kept = self._attach(making, self.depth * stride, stride, arena)
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
-        self.kept: dict[int, object] = {}  # that of a message is negative
+        self.kept: dict[int, Any] = {}
+        self.messages: dict[int, Any] = {}  # the same; their tickets are negative
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
-        cores = self._mail, self._core
-        self._stop = weakref.finalize(self, _stop, cores, self.kept, self._process, kept)
+        self._stop = weakref.finalize(
+            self,
+            _stop,
+            *(self._mail, self._core, self.arena, self.kept, self.messages, self._process, kept),
+        )
+        _all.add(self)
         threads.at_exit(self)
 
-    def _attach(
-        self, making: Making, store: Store, depth: int, stride: int, arena: Arena | None
-    ) -> int:
+    def _attach(self, making: Making, depth: int, stride: int, arena: Arena | None) -> int:
         """Collective. Returns what keeps the segment's file open."""
         rank, ranks = self.rank, self.ranks
         with ExitStack() as until_attached:
@@ -102,35 +92,33 @@ class ShmTransport:
                 until_attached.callback(os.close, fd)
                 return fd
 
-            files: tuple[int, ...]
             if rank == 0:
-                files = (
-                    held(create(NAME, _size(ranks, depth), reserve=True)),
-                    held(create("ringdp-arena", arena_bytes(ranks), reserve=False)),
-                    held(create("ringdp-mail", _mail_size(ranks, depth), reserve=False)),
-                )
-                address = Address(os.getpid(), *files, secrets.randbits(63))
+                files = [held(create(NAME, segment_bytes(ranks, depth), reserve=True))]
+                files += [held(create("ringdp-mail", mail_bytes(ranks, depth), reserve=False))]
+                if arena is None:
+                    files += [held(create("ringdp-arena", arena_bytes(ranks), reserve=False))]
+                address = Address(os.getpid(), secrets.randbits(63), *files)
             else:
                 address = ask(making)
-                pid, *theirs, _ = address
-                files = tuple(held(open_other(pid, fd)) for fd in theirs)
+                pid, _, *theirs = address
+                files = [held(open_other(pid, fd)) for fd in theirs[: 3 if arena is None else 2]]
             self._map(files, address.token, depth, stride, arena)
             if rank == 0:
-                answer(store, address)
+                answer(making, address)
             making.together("attached")
             try:
                 with _translated(rank):
                     self._core.connect()
-                    return keep_open(files[0])
+                    return dup(files[0])
             except BaseException:  # the others have gone on
                 self._core.fail(FailureKind.ABORTED.value, rank)
                 raise
 
     def _map(
-        self, files: tuple[int, ...], token: int, depth: int, stride: int, arena: Arena | None
+        self, files: list[int], token: int, depth: int, stride: int, arena: Arena | None
     ) -> None:
         with _translated(self.rank):
-            self.arena = arena or Arena(files[1], self.rank, self.ranks)
+            self.arena = arena or Arena(files[2], self.rank, self.ranks)
             self._core = _core.Progress(
                 files[0],
                 self.rank,
@@ -146,7 +134,7 @@ class ShmTransport:
             )
             self.tape = self._core
             self.ready = _ready(self.rank, self.ranks)
-            self._mail = _core.Mailbox(self._core, files[2], self.rank)
+            self._mail = _core.Mailbox(self._core, files[1], self.rank)
 
     def prepare_program(
         self,
@@ -202,7 +190,7 @@ class ShmTransport:
         self.release()
         at, size = buffer.data_ptr(), buffer.nbytes
         with _translated(self.rank):
-            return self._mail.send(at, size, kind, to, background, self.kept, buffer)
+            return self._mail.send(at, size, kind, to, background, self.messages, buffer)
 
     def receive(
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
@@ -217,7 +205,7 @@ class ShmTransport:
                 -1 if sender is None else sender,
                 source.data_ptr(),
                 background,
-                self.kept,
+                self.messages,
                 (buffer, source),
             )
 
@@ -291,8 +279,11 @@ class ShmTransport:
     def release(self) -> None:
         finished = self._core.finished()
         for ticket in list(self.kept):
-            if ticket <= finished if ticket > 0 else self._mail.ended(ticket):
-                self.kept.pop(ticket, None)
+            if ticket > finished:
+                break  # so are those behind it
+            self.kept.pop(ticket, None)
+        for ticket in self._mail.ended():
+            self.messages.pop(ticket, None)
 
 
 @contextmanager
@@ -306,28 +297,36 @@ def _translated(rank: int) -> Iterator[None]:
 
 
 def _stop(
-    cores: tuple[_core.Mailbox | _core.Progress, ...],
-    kept: dict[int, object],
+    mail: _core.Mailbox,
+    core: _core.Progress,
+    arena: Arena,
+    kept: dict[int, Any],
+    messages: dict[int, Any],
     process: int,
     fd: int,
 ) -> None:
-    let_go(fd)
-    for core in cores:
-        if os.getpid() != process:  # a fork has neither the threads nor the memory
-            _core.abandon(core)
-        else:
-            core.close()
+    os.close(fd)
+    if os.getpid() == process:  # a fork has neither the threads nor the memory
+        mail.close()
+        core.close()
+        finished = core.finished()
+        late = [used for ticket, used in list(kept.items()) if ticket > finished]
+        arena.hold(chain.from_iterable(late), core.left_alone)
     kept.clear()
+    messages.clear()
+
+
+def _forget() -> None:
+    """In a forked child: it may outlive the rank, whose memory then goes all the same."""
+    for transport in list(_all):
+        transport.close()
+        _core.abandon(transport._mail, transport._core)  # also of one that was closed before
+
+
+_all: WeakSet[ShmTransport] = WeakSet()
+os.register_at_fork(after_in_child=_forget)
 
 
 def _ready(rank: int, ranks: int) -> _core.Ready | None:
     table = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # from torch 2.10 on
     return table and _core.Ready(rank, ranks, table, Tensor, torch.nn.Parameter)
-
-
-def _size(ranks: int, depth: int) -> int:
-    return int(_core.segment_size(ranks, depth, slab_bytes(ranks)))
-
-
-def _mail_size(ranks: int, depth: int) -> int:
-    return int(_core.mailbox_size(ranks, depth, slab_bytes(ranks)))

@@ -1,7 +1,8 @@
 """Threads that wait outside Python, which must be back before the interpreter is gone.
 
 One that comes back later finds nothing to come back to, and std::terminate ends the process with
-SIGABRT, after all has gone well. So at exit everything that such threads wait for ends first.
+SIGABRT, after all has gone well. So at exit everything that such threads wait for ends first. A
+user's thread, if it is a daemon, is one of them while it waits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,20 @@ class Ending(Protocol):
 
 _endings: WeakSet[Ending] = WeakSet()
 _threads: WeakSet[threading.Thread] = WeakSet()
+_waits: list[None] = []  # as many as are under way
+
+
+class _Waiting:
+    """For what a user's thread waits for."""
+
+    def __enter__(self) -> None:
+        _waits.append(None)
+
+    def __exit__(self, *_: object) -> None:
+        _waits.pop()
+
+
+WAITING = _Waiting()
 
 
 def at_exit(ending: Ending) -> None:
@@ -41,6 +56,9 @@ def spawn(run: Callable[[], None], name: str) -> threading.Thread:
 def _end() -> None:
     for ending in list(_endings):
         ending.end()
+    until = time.monotonic() + PATIENCE
+    while _waits and time.monotonic() < until:
+        time.sleep(0.001)
     join(list(_threads))
 
 

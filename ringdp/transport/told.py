@@ -4,20 +4,22 @@
                  below them why, if there is something to say
     closed/RANK  that rank has closed, and will send nothing any more
 
-Reading it trusts nothing: what makes no sense is a failure too.
+Reading it trusts nothing: what makes no sense is a failure too. A store that gives no answer is
+none: who waits has a timeout.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import Failure, FailureKind, Stamp
 
 LOOK = 0.1  # seconds between looks into the store
@@ -32,15 +34,14 @@ class Told:
     then only: rank 0, or an agent, may serve it, and end as soon as all is done.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, busy: Callable[[], bool]) -> None:
+    def __init__(self, store: Asking, rank: int, ranks: int, busy: Callable[[], bool]) -> None:
         self.failure: Failure | None = None
         self.changed = threading.Condition()  # notified when there is a failure
-        self._store, self._rank, self._ranks, self._busy = store, rank, ranks, busy
+        self.rank = rank
+        self._store, self.ranks, self._busy = store, ranks, busy
         self._keys = count()
         self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
         self._closed: dict[int, int] = {}  # by wait: how many looks since its rank had closed
-        self._looked = 0.0
-        self._looking = threading.Lock()
 
     def fail(
         self,
@@ -51,30 +52,32 @@ class Told:
     ) -> None:
         """Tell the others, unless this rank has heard of a failure, or been first to tell."""
         expected, found = stamps or (NOTHING, NOTHING)
-        said = " ".join(map(str, (kind.value, rank, self._rank, *expected, *found))) + f"\n{why}"
+        said = " ".join(map(str, (kind.value, rank, self.rank, *expected, *found))) + f"\n{why}"
         with self.changed:
             if self.failure is not None:
                 return
-            self.failure = Failure(kind, rank, self._rank, expected, found, why)
+            self.failure = Failure(kind, rank, self.rank, expected, found, why)
             with suppress(DistError):  # whoever served the store has gone: nobody can be told
-                first = self._store.compare_set("failed", "", said).decode()
-                self.failure = _parsed(first, self._rank, self._ranks)
+                first = self._store.ask(lambda s: s.compare_set("failed", "", said), later=True)
+                self.failure = _parsed(first, self.rank, self.ranks)
             self.changed.notify_all()
 
     def leave(self) -> None:
         """This rank closes: what it still waits for is over, and who waits for it shall know."""
         with self.changed, suppress(DistError):
             if self.failure is None:
-                self.failure = Failure(
-                    FailureKind.STOPPED, self._rank, self._rank, NOTHING, NOTHING
-                )
-                self._store.set(f"closed/{self._rank}", "1")
+                self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank, NOTHING, NOTHING)
+                self._store.ask(lambda s: s.set(f"closed/{self.rank}", "1"), later=True)
             self.changed.notify_all()
 
     def left(self, rank: int) -> bool:
-        """Whether that rank has closed; for -1, whether all others have."""
-        others = [r for r in range(self._ranks) if r != self._rank] if rank < 0 else [rank]
-        return all(self._store.check([f"closed/{r}"]) for r in others)
+        """Whether that rank has closed."""
+        return self._store.ask(partial(self._closed_in, rank))
+
+    def _closed_in(self, rank: int, store: Store) -> bool:
+        """For -1, whether all others have."""
+        others = [r for r in range(self.ranks) if r != self.rank] if rank < 0 else [rank]
+        return all(store.check([f"closed/{r}"]) for r in others)
 
     @contextmanager
     def waits_for(self, rank: int) -> Iterator[None]:
@@ -88,26 +91,31 @@ class Told:
 
     def look(self) -> None:
         """What others have told, and whether those that this rank waits for have left."""
-        with self._looking:
-            if self.failure is not None or time.monotonic() < self._looked + LOOK:
-                return
-            self._looked = time.monotonic()
+        if self.failure is not None:
+            return
+        waiting = dict(list(self._waiting.items()))
         try:
-            if self._store.check(["failed"]):
-                said = self._store.get("failed").decode()
-                with self.changed:
-                    self.failure = self.failure or _parsed(said, self._rank, self._ranks)
-                    self.changed.notify_all()
-                return
-            waiting = dict(list(self._waiting.items()))
-            closed = [key for key, rank in waiting.items() if self.left(rank)]
+            said, closed = self._store.ask(partial(self._found, waiting))
+        except Silent:
+            return
         except DistError:
             if self._busy():
                 self.fail(FailureKind.LOST, 0)
             return
+        if said is not None:
+            with self.changed:
+                self.failure = self.failure or _parsed(said, self.rank, self.ranks)
+                self.changed.notify_all()
+            return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:
-            self.fail(FailureKind.LOST, somebody(waiting[min(lost)], self._rank))
+            self.fail(FailureKind.LOST, somebody(waiting[min(lost)], self.rank))
+
+    def _found(self, waiting: dict[int, int], store: Store) -> tuple[bytes | None, list[int]]:
+        """What is said to have failed, and which of the waits are for ranks that have closed."""
+        if store.check(["failed"]):
+            return store.get("failed"), []
+        return None, [key for key, rank in waiting.items() if self._closed_in(rank, store)]
 
 
 def own_connection(store: Store) -> Store:
@@ -119,7 +127,7 @@ def told_in(store: Store, ranks: int) -> Failure | None:
     """What has failed in a transport whose store that is, as anybody may read it."""
     if not store.check(["failed"]):
         return None
-    return _parsed(store.get("failed").decode(errors="replace"), 0, ranks)
+    return _parsed(store.get("failed"), 0, ranks)
 
 
 def somebody(rank: int, here: int) -> int:
@@ -127,9 +135,9 @@ def somebody(rank: int, here: int) -> int:
     return rank if rank >= 0 else int(here == 0)
 
 
-def _parsed(said: str, rank: int, ranks: int) -> Failure:
+def _parsed(said: bytes, rank: int, ranks: int) -> Failure:
     with suppress(ValueError):
-        numbers, _, why = said.partition("\n")
+        numbers, _, why = said.decode(errors="replace").partition("\n")
         kind, who, reporter, a, b, c, d, e, f = map(int, numbers.split())
         if {who, reporter} <= set(range(ranks)):
             why = "".join(x if x.isprintable() else "?" for x in why)

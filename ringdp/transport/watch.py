@@ -16,29 +16,6 @@ from ringdp.transport.records import Call, RankRecord, read_record
 
 NAME = "ringdp"  # of a segment's file, see /proc/PID/fd
 
-_open: set[int] = set()
-
-
-def keep_open(fd: int) -> int:
-    """A duplicate of `fd` that a process forked from this one closes: it may outlive the ranks."""
-    kept = os.dup(fd)
-    _open.add(kept)
-    return kept
-
-
-def let_go(fd: int) -> None:
-    if fd in _open:
-        _open.remove(fd)
-        os.close(fd)
-
-
-def _forget() -> None:
-    for fd in list(_open):
-        let_go(fd)
-
-
-os.register_at_fork(after_in_child=_forget)
-
 
 class Watched:
     """One segment: its ranks' records. Raises CommunicationError if it is not one, or damaged."""

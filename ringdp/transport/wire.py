@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.asking import Silent
 from ringdp.transport.base import Stamp
 from ringdp.transport.making import Making
 from ringdp.transport.told import own_connection
@@ -47,20 +48,16 @@ class Group(Protocol):
     def recv_anysource(self, tensors: list[Tensor], tag: int, /) -> Pending: ...
 
 
-def gloo(store: Store, rank: int, ranks: int, timeout: timedelta) -> Group:
+def gloo(making: Making, store: Store, rank: int, ranks: int, timeout: timedelta) -> Group:
     """A group of its own. Collective. Raises CommunicationError where the ranks do not meet."""
-    making = Making(store, rank, ranks)
-    with making.telling():
-        making.together("here")
-        try:
-            made = making.called(
-                lambda: ProcessGroupGloo(own_connection(store), rank, ranks, timeout)
-            )
-        except CommunicationError:
-            raise
-        except RuntimeError as e:
-            raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
-        return cast(Group, made)
+    making.together("here")
+    try:
+        made = making.called(lambda: ProcessGroupGloo(own_connection(store), rank, ranks, timeout))
+    except (CommunicationError, Silent):
+        raise
+    except RuntimeError as e:
+        raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
+    return cast(Group, made)
 
 
 def send(

@@ -89,7 +89,7 @@ def saying(address: str) -> HashStore:
 
 def address(pid: object, fd: object, token: object) -> str:
     files = [str(fd)] * (len(Address._fields) - 2)
-    return " ".join([str(pid), *files, str(token)])
+    return " ".join([str(pid), str(token), *files])
 
 
 JOINED = {

@@ -96,10 +96,28 @@ if comm.rank == 0:
 """
 
 
-def test_threads_are_back_before_the_interpreter_is_gone(tmp_path):
-    """Else those that wait for messages and for futures abort the process while it ends."""
+DAEMONS = """
+import threading, time
+import torch
+import ringdp
+
+threading.excepthook = lambda _: None
+comms = [ringdp.init() for _ in range(8)]
+if comms[0].rank == 0:
+    for comm in comms:
+        threading.Thread(target=comm.recv, args=(torch.ones(9), 1), daemon=True).start()
+    time.sleep(0.2)
+else:
+    time.sleep(1)  # its end would end their calls before
+"""
+
+
+@pytest.mark.parametrize("text", [WAITING, DAEMONS], ids=["ours", "users"])
+def test_threads_are_back_before_the_interpreter_is_gone(tmp_path, text: str):
+    """Else those that wait for messages and for futures abort the process while it ends, and so do
+    a user's daemons in a call."""
     script = tmp_path / "waiting.py"
-    script.write_text(WAITING)
+    script.write_text(text)
     store = loopback_store()
     processes = [
         subprocess.Popen(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
+import re
 import signal
 import threading
 import time
@@ -178,7 +181,7 @@ def interrupted_at_the_end(comm: Communicator) -> list[int]:
         if comm.rank == 0:
             with pytest.raises(KeyboardInterrupt):
                 call()
-            found.append(len(transport.kept))
+            found.append(len(transport.kept) + len(transport.messages))
     comm.barrier()
     other.abort()
     return found
@@ -226,29 +229,69 @@ def test_an_error_holds_nothing_of_its_callers(ranks, later: bool):
 @fallible
 def forked(comm: Communicator) -> tuple[int, bool]:
     """A child, as of a data loader: it is refused, and its exit harms nobody. It has the arena,
-    where tensors of its own may lie, but not the segment that ranks talk through."""
+    where tensors of its own may lie, but no hold on ranks, or on what they talk through."""
+    closed = comm.duplicate()
+    closed.close()
     message = comm.irecv(torch.ones(3), 1 - comm.rank)
     calls = (comm.barrier, lambda: comm.empty(3), message.wait, comm.abort)
     pid = os.fork()
     if pid == 0:
-        maps = Path("/proc/self/maps").read_text()
+        has = held()
         try:
+            for name in ("memfd:ringdp", "memfd:ringdp-mail"):
+                assert has[name] == has[f"/{name} (deleted)"] == 0
+            assert has["anon_inode:[pidfd]"] == 0
             for call in calls:
                 with pytest.raises(ringdp.UsageError, match="forked"):
                     call()
             comm.close()
         except BaseException:
             os._exit(2)
-        os._exit(int("memfd:ringdp " in maps))
+        os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     comm.send(torch.ones(3), 1 - comm.rank)
     message.wait()
     comm.barrier()
+    del closed
     return status, "memfd:ringdp " in Path("/proc/self/maps").read_text()
 
 
 def test_a_forked_child_is_no_rank(ranks):
     assert ranks(2)(forked) == [(0, True)] * 2
+
+
+def mapped() -> set[int]:
+    """Where segments and files for messages begin."""
+    maps = Path("/proc/self/maps").read_text()
+    return {int(at, 16) for at in re.findall(r"(\w+)-.*memfd:ringdp(?:-mail)? ", maps)}
+
+
+@leaves_nothing
+def dropped(comm: Communicator) -> tuple[int, int]:
+    """In a child, a communicator that was closed before: what the child has in its place stays."""
+    before = mapped()
+    other = comm.duplicate()
+    x = torch.ones(1)
+    other.send(x, 1 - comm.rank)
+    other.recv(x, 1 - comm.rank)
+    places = mapped() - before
+    other.close()
+    pid = os.fork()
+    if pid == 0:
+        take = ctypes.CDLL(None).mmap
+        take.argtypes, take.restype = [*[ctypes.c_size_t] * 2, *[ctypes.c_int] * 4], ctypes.c_size_t
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+        taken = [take(at, 1, mmap.PROT_READ, flags, -1, 0) for at in places]
+        ended = weakref.ref(other._transport)
+        del other
+        gc.collect()
+        read = [ctypes.c_char.from_address(at).value for at in places]
+        os._exit(0 if set(taken) == places and read == [b"\0"] * 2 and ended() is None else 2)
+    return len(places), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_closed_communicator_takes_nothing_from_a_child(ranks):
+    assert ranks(2)(dropped) == [(2, 0)] * 2
 
 
 def leaves(comm: Communicator) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import CommunicationError, Communicator
+from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from ringdp.transport import shm, wire
 from tests.comm.failing import hear
@@ -196,7 +198,7 @@ def no_descriptor(*_: object) -> int:
 def gives_up_at_the_end(comm: Communicator, say: Say) -> None:
     """The last that a rank does, when the others have gone on, fails on rank 1."""
     if comm.rank == 1:
-        with patch.object(shm, "keep_open", no_descriptor):
+        with patch.object(shm, "dup", no_descriptor):
             say(hear(comm, comm.duplicate))
     else:
         other = comm.duplicate()
@@ -208,6 +210,27 @@ def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
     assert "Too many open files" in here.text
     assert (there.error, "rank 1 has aborted" in there.text) == ("PeerLost", True)
     assert there.seconds < ALLOWED
+
+
+def fails_over_gloo(comm: Communicator, say: Say) -> None:
+    """What rank 1 makes once it has met the others does not get what it needs."""
+    whole = ringdp.init(transport="c10d", timeout=PATIENCE)
+    comm.barrier()
+    start = time.monotonic()
+    try:
+        missing = patch.object(rendezvous, "C10dTransport", no_descriptor)
+        with missing if comm.rank == 1 else nullcontext():
+            whole.duplicate().barrier()
+    except CommunicationError as e:
+        say((type(e).__name__, str(e).splitlines()[0], time.monotonic() - start))
+    comm.barrier()
+
+
+def test_what_fails_once_all_have_met_is_told_to_all(forks: Forks):
+    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forks(2, fails_over_gloo)
+    assert (there, here) == ("PeerLost", "CommunicationError")
+    assert re.search(r"rank 1 has (aborted|given up) \(.*Too many open files\)", why)
+    assert seconds < ALLOWED
 
 
 def without_files(comm: Communicator) -> None:

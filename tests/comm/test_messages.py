@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -70,6 +71,28 @@ def any_order(comm: Communicator, seed: int) -> None:
     for work, found, wanted in works:
         work.wait()
         assert wanted is None or torch.equal(found, wanted)
+
+
+def asked_for(comm: Communicator) -> tuple[int, list[int]]:
+    """How often messages under way are asked for, and how many are kept then and at the end."""
+    transport, x = comm._transport, torch.zeros(40)
+    mail = transport._mail
+    if comm.rank == 1:
+        comm.barrier()
+        for tag in range(40):
+            comm.send(x, 0, tag=tag)
+        return 0, []
+    with patch.object(transport, "_mail", Mock(wraps=mail)) as spy:
+        works = [comm.irecv(x[tag : tag + 1].repeat(40), 1, tag=tag) for tag in range(40)]
+    kept = [len(transport.messages)]
+    comm.barrier()
+    for work in works:
+        work.wait()
+    return spy.ended.call_count, [*kept, len(transport.messages)]
+
+
+def test_what_messages_use_is_asked_for_once_a_call(ranks):
+    assert ranks(2)(asked_for)[0] == (40, [40, 0])
 
 
 def short_ones_need_no_receiver(comm: Communicator) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringdp
-from ringdp import Communicator
+from ringdp import Communicator, UsageError
 from ringdp.comm.programs import program
-from ringdp.schedule import project, schedule
+from ringdp.schedule import Schedule, Transfer, project, schedule
 
 pytestmark = pytest.mark.process
 
@@ -153,6 +153,9 @@ def of_another_kind(comm: Any) -> None:
         (lambda: comm.all_reduce(three, scale="2"), "scale is '2'; allowed: a number"),
         (lambda: comm.reduce(three, scale=torch.ones(2)), "scale is tensor([1., 1.])"),
         (lambda: comm.reduce_scatter(three, six, scale=1j), "scale is 1j"),
+        (lambda: comm.all_reduce(three, async_op="no"), "async_op is 'no'; allowed: True or False"),
+        (lambda: waited_as_a_group(comm, async_op=1), "group: async_op is 1; allowed: True or"),
+        (lambda: comm.label(7), "label is 7; allowed: a text"),
         (lambda: comm.all_reduce(three, tag=1.0), "tag is 1.0; tags are 0.."),
         (lambda: comm.broadcast(three, torch.zeros((), device="meta")), "ranks are 0..1"),
         (lambda: comm.empty((2, 3)), "a length is (2, 3); lengths are 0.."),
@@ -163,7 +166,10 @@ def of_another_kind(comm: Any) -> None:
         (lambda: comm.set_timeout(float("nan")), "timeout is nan; allowed: seconds, above 0"),
         (lambda: comm.set_timeout("1"), "timeout is '1'"),
         (lambda: comm.all_reduce(three, async_op=True).wait("1"), "timeout is '1'; allowed: sec"),
-        (lambda: waited_as_a_group(comm, float("nan")), "timeout is nan; allowed: seconds, or"),
+        (
+            lambda: waited_as_a_group(comm, timeout=float("nan")),
+            "timeout is nan; allowed: seconds, or",
+        ),
         (lambda: comm.send(three, float(peer)), f"dst is {peer}.0; allowed: another rank"),
         (lambda: comm.send(three, None), "dst is None; allowed: another rank"),
         (lambda: comm.isend([three], peer), "tensor is a list"),
@@ -186,8 +192,8 @@ def of_another_kind(comm: Any) -> None:
             comm.all_to_all(six, six)
 
 
-def waited_as_a_group(comm: Communicator, timeout: float) -> None:
-    with comm.group(async_op=True) as group:
+def waited_as_a_group(comm: Any, *, timeout: float = 60.0, async_op: Any = True) -> None:
+    with comm.group(async_op=async_op) as group:
         comm.barrier()
     group.wait(timeout)
 
@@ -298,6 +304,32 @@ def only_one_refused(comm: Communicator) -> None:
 
 def test_a_refusal_on_one_rank_is_no_collective(ranks):
     ranks(2)(only_one_refused)
+
+
+def by_way_of_the_other(n: int) -> Schedule:
+    """A broadcast on 2 ranks: chunk 1 comes first what chunk 0 is to be."""
+    return Schedule(
+        n,
+        2,
+        (
+            (Transfer(0, 1, 0, 1, False),),
+            (Transfer(1, 1, 1, 0, False),),
+            (Transfer(0, 1, 1, 1, False),),
+        ),
+    )
+
+
+def with_chunks_alike(comm: Communicator) -> list[float]:
+    x = torch.arange(4.0) * (1 - comm.rank)
+    uneven = r"chunks 0 and 1 to be equally long.*of 5 elements they are 3 and 2"
+    with pytest.raises(UsageError, match=uneven):
+        comm.broadcast(torch.ones(5), algorithm=by_way_of_the_other)
+    comm.broadcast(x, algorithm=by_way_of_the_other)
+    return x.tolist()
+
+
+def test_a_schedule_that_mixes_chunks_of_other_lengths_is_refused(ranks):
+    assert ranks(2)(with_chunks_alike) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
 @pytest.mark.parametrize("n", [16, 24])

@@ -166,6 +166,33 @@ void direct(int n) {
   for (auto& t : threads) t.join();
 }
 
+// A rank gives up while another is in its first tile, between two buffers in the arena: that is its last.
+void given_up() {
+  arena.assign(2 * kArena, 1);
+  auto ranks = connected(2);
+  static Progress* first;
+  static std::atomic<int> tiles{0};
+  first = ranks[0].get();
+  Dtype slow = dtype(0, 0);
+  slow.combine = [](void*, const void*, const void*, std::size_t) {
+    if (tiles++ == 0) first->fail({Failure::timeout, 0});
+  };
+  const std::int64_t bounds[] = {0, 40000, 80000};
+  std::vector<std::thread> threads;
+  for (int me = 0; me < 2; ++me)
+    threads.emplace_back([&, me] {
+      auto* const whole = reinterpret_cast<std::byte*>(&arena[me * kArena]);
+      const Exchange what{Collective::all_reduce, bounds, whole, nullptr};
+      const auto ticket = ranks[me]->start({what, me ? slow : dtype(0, 0), 0, 0, 80000, kNowhere}, true);
+      check(!ranks[me]->wait(ticket, 30), "a call that one has given up does not end");
+      check(ranks[me]->failed()->failure == Failure::timeout, "the failure has its name");
+    });
+  for (auto& t : threads) t.join();
+  check(tiles == 1, "nothing more is written");
+  ranks[1]->close();
+  check(ranks[0]->left_alone() && !ranks[1]->left_alone(), "who has closed");
+}
+
 std::vector<std::unique_ptr<Mailbox>> mailboxes(std::vector<std::unique_ptr<Progress>>& ranks) {
   const int n = int(ranks.size()), fd = int(syscall(SYS_memfd_create, "ringdp-mail", 0));
   check(ftruncate(fd, Channels::size(n, kDepth, kSlab)) == 0, "a file for messages");
@@ -173,6 +200,17 @@ std::vector<std::unique_ptr<Mailbox>> mailboxes(std::vector<std::unique_ptr<Prog
   for (int r = 0; r < n; ++r) found.push_back(std::make_unique<Mailbox>(*ranks[r], fd, r));
   close(fd);
   return found;
+}
+
+template <class... How>
+std::uint64_t send(Mailbox& mail, How... how) {
+  const auto ticket = mail.ticket();
+  return mail.send(ticket, how...), ticket;
+}
+template <class... How>
+std::uint64_t receive(Mailbox& mail, How... how) {
+  const auto ticket = mail.ticket();
+  return mail.receive(ticket, how...), ticket;
 }
 
 // Everyone sends everyone messages of several lengths under two tags, waited for or not, and takes
@@ -198,7 +236,7 @@ void messages(int n) {
           if (r == me) continue;
           out.emplace_back(bytes, std::byte(me + k));
           tickets.push_back(
-              mail[me]->send(out.back().data(), bytes, std::uint64_t(k) << 24, r, k % 2));
+              send(*mail[me], out.back().data(), bytes, std::uint64_t(k) << 24, r, k % 2));
         }
       }
       for (; k > 0; --k)
@@ -206,7 +244,7 @@ void messages(int n) {
           if (r == me) continue;
           in.emplace_back(lengths[k - 1], std::byte(99));
           auto* source = &sources[in.size()];
-          const auto ticket = mail[me]->receive(in.back().data(), lengths[k - 1],
+          const auto ticket = receive(*mail[me], in.back().data(), lengths[k - 1],
                                                 std::uint64_t(k) << 24, k % 3 ? r : -1, source, k % 2);
           finish(ticket);
           check(k % 3 == 0 || *source == r, "the sender");
@@ -219,8 +257,8 @@ void messages(int n) {
 
   std::byte buffer[8]{};
   std::int64_t source;
-  const auto receive = [&] { return mail[1]->receive(buffer, 8, 1 << 24, 0, &source, false); };
-  mail[0]->send(buffer, 8, 1 << 24, 1, false);
+  const auto receive = [&] { return ::receive(*mail[1], buffer, 8, 1 << 24, 0, &source, false); };
+  send(*mail[0], buffer, 8, 1 << 24, 1, false);
   std::byte* base = nullptr;
   for (auto& [_, at] : mapped)
     if (*static_cast<std::uint64_t*>(at) != kMagic) base = static_cast<std::byte*>(at);
@@ -240,12 +278,12 @@ void queued() {
   auto ranks = connected(2);
   auto mail = mailboxes(ranks);
   std::vector<std::byte> data(kSlab), found(kSlab);
-  const auto send = [&] { return mail[0]->send(data.data(), kSlab, 1 << 24, 1, false); };
+  const auto send = [&] { return ::send(*mail[0], data.data(), kSlab, 1 << 24, 1, false); };
   for (int i = 0; i < waiting; ++i) send();
   auto receiver = std::async(std::launch::async, [&] {
     std::int64_t source;
     for (int i = 0; i < waiting + calls; ++i) {
-      const auto ticket = mail[1]->receive(found.data(), kSlab, 1 << 24, 0, &source, false);
+      const auto ticket = receive(*mail[1], found.data(), kSlab, 1 << 24, 0, &source, false);
       while (!mail[1]->wait(ticket, 0.01)) check(!ranks[1]->failed(), "no failure");
     }
   });
@@ -321,7 +359,7 @@ void bells() {
 
 int main(int count, char** arguments) {
   if (arguments[1] == std::string_view("bells")) return bells(), descriptors(), 0;
-  if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), 0;
+  if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), given_up(), 0;
   if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), queued(), 0;
   const int n = count - 2;
   char** paths = arguments + 2;

@@ -67,8 +67,8 @@ def test_a_call_that_makes_no_sense_is_not_there():
     assert read("\n".join(lines), 3, 77, 2) == STATE._replace(calls={3: CALLED[3]})
 
 
-def test_a_rank_is_in_the_first_of_what_it_has_begun():
-    does = Answers(HashStore(), 0, 1)
+def test_a_rank_is_in_the_first_of_what_it_has_begun(asking):
+    does = Answers(asking(HashStore()), 0, 1)
     for call in CALLED:
         does.begin(100 + call[0], call)
     record, _, calls = does.state()
@@ -80,9 +80,9 @@ def test_a_rank_is_in_the_first_of_what_it_has_begun():
     assert calls == {call[0]: call for call in CALLED[-CALLS:]}
 
 
-def test_it_is_in_what_has_not_ended_though_a_later_one_has():
+def test_it_is_in_what_has_not_ended_though_a_later_one_has(asking):
     """Over NCCL a collective of the host and one of the device go on beside each other."""
-    does = Answers(HashStore(), 0, 1)
+    does = Answers(asking(HashStore()), 0, 1)
     for k in (1, 2, 0):
         does.begin(100 + k, CALLED[k])
     does.end(102)
@@ -93,10 +93,10 @@ def test_it_is_in_what_has_not_ended_though_a_later_one_has():
     assert (record.begun, record.finished, max(calls)) == (2, 1, 1)
 
 
-def test_a_rank_without_an_answer_is_told_by_its_process(monkeypatch):
+def test_a_rank_without_an_answer_is_told_by_its_process(asking, monkeypatch):
     monkeypatch.setattr(answers, "PATIENCE", 0.01)
     place = HashStore()
-    ranks = [Answers(place, rank, 4) for rank in range(4)]
+    ranks = [Answers(asking(place), rank, 4) for rank in range(4)]
     ended = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(ended, 0)
     place.set("place/1", place.get("place/1").decode().replace(str(os.getpid()), str(ended)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from ringdp import CommunicationError, Communicator
+from ringdp import CollectiveTimeout, CommunicationError, Communicator
+from ringdp.transport import shm
+from tests.comm.failing import leaves_nothing
 from tests.transport.test_conformance import Case, digest, expected, given
 
 pytestmark = pytest.mark.process
@@ -104,6 +107,42 @@ def outlives(comm: Communicator) -> float:
 
 def test_a_tensor_outlives_its_communicator(ranks):
     assert ranks(2)(outlives) == [900_000.0] * 2
+
+
+def files_of_a_duplicate(comm: Communicator) -> list[str]:
+    with patch.object(shm, "create", Mock(wraps=shm.create)) as spy:
+        comm.duplicate().close()
+    return [call.args[0] for call in spy.call_args_list]
+
+
+def test_a_duplicate_makes_no_arena(ranks):
+    assert ranks(1)(files_of_a_duplicate) == [["ringdp", "ringdp-mail"]]
+
+
+@leaves_nothing
+def given_up(comm: Communicator) -> list[bool]:
+    """Whether memory of a call that rank 0 has given up is used again: while the other rank may
+    still write to it, and once that has closed."""
+    other = comm.duplicate()
+    x = comm.empty(300_000)
+    where, found = x.data_ptr(), []
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            other.all_reduce(x, async_op=True).wait(0.01)
+        other.close()
+        del x
+        gc.collect()
+        found.append(comm.empty(300_000).data_ptr() == where)
+        comm.barrier()
+    else:
+        comm.barrier()
+        other.close()
+    comm.barrier()
+    return [*found, comm.empty(300_000).data_ptr() == where]
+
+
+def test_memory_of_a_failed_call_is_not_used_again_too_early(ranks):
+    assert ranks(2)(given_up)[0] == [False, True]
 
 
 def found_by_the_collector(comm: Communicator) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +25,9 @@ from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.processes import process_state
 from ringdp.transport.told import Told
 from tests.comm import test_forms, test_groups, test_messages
-from tests.comm.failing import Heard, hear, until_failed
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.comm.failing import Heard, hear, held, until_failed
+from tests.comm.test_late import TIMEOUT
+from tests.forks import PATIENCE, Ended, Forks, Say, store
 from tests.transport.over import over_gloo
 from tests.transport.test_conformance import ROWS, Case, agree, found
 
@@ -235,20 +238,19 @@ def test_a_message_in_two_parts(length: int):
         "1 0 -1" + " 0" * 6,
     ],
 )
-def test_what_makes_no_sense_is_a_failure_too(said: str):
+def test_what_makes_no_sense_is_a_failure_too(asking, said: str):
     store = dist.HashStore()
     store.set("failed", said)
-    here = Told(store, 0, 2, BUSY)
+    here = Told(asking(store), 0, 2, BUSY)
     here.look()
     assert here.failure is not None
     assert here.failure.kind is FailureKind.DAMAGED
 
 
-def test_what_a_closed_rank_sent_last_may_come_late(monkeypatch):
-    monkeypatch.setattr(told, "LOOK", 0.0)
+def test_what_a_closed_rank_sent_last_may_come_late(asking):
     store = dist.HashStore()
     store.set("closed/1", "1")
-    here = Told(store, 0, 2, BUSY)
+    here = Told(asking(store), 0, 2, BUSY)
     for _ in range(2):
         with here.waits_for(1):
             for _ in range(told.LAST_LOOKS):
@@ -269,8 +271,8 @@ class Gone(dist.HashStore):
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(busy: bool):
-    here = Told(Gone(), 1, 2, lambda: busy)
+def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(asking, busy: bool):
+    here = Told(asking(Gone()), 1, 2, lambda: busy)
     here.look()
     assert (here.failure is not None) == busy
     if here.failure:
@@ -306,9 +308,104 @@ def test_a_rank_0_that_ends_first_with_its_store_is_no_loss(forks: Forks):
         assert (code, said) == (0, ["closed"])
 
 
-def test_the_first_failure_stays_and_is_the_same_for_all():
+def server_stops(comm: Communicator, say: Say, transport: str) -> None:
+    """The same, where rank 0 is stopped for a while, and with it the store."""
+    talk = store()
+    if comm.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            talk.set("port", str(free.getsockname()[1]))
+        talk.set("server", str(os.getpid()))
+    os.environ["MASTER_PORT"] = talk.get("port").decode()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    whole = ringdp.init(transport=transport, timeout=PATIENCE)
+    other = whole.duplicate()
+    for c in (whole, other):
+        c.barrier()
+    if comm.rank == 0:
+        while not talk.check([f"seen/{r}" for r in (1, 2)]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        say(hear(other, other.barrier))
+        talk.set("heard/0", "")
+    else:
+        server = int(talk.get("server"))
+        while (
+            whole._transport._does._pids[0] != server or other._transport._does._pids[0] != server
+        ):
+            time.sleep(0.01)
+        talk.set(f"seen/{comm.rank}", "")
+        while "stopped" not in process_state(server):
+            time.sleep(0.01)
+        say(hear(whole, lambda: whole.all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)))
+        other.set_timeout(TIMEOUT)
+        say(hear(other, other.duplicate))
+        talk.set(f"heard/{comm.rank}", "")
+        talk.wait([f"heard/{r}" for r in (1, 2)])
+        os.kill(server, signal.SIGCONT)
+    talk.wait([f"heard/{r}" for r in range(comm.size)])
+    comm.barrier()
+
+
+def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks):
+    is_late(forks(3, server_stops, "c10d"))
+
+
+def is_late(ended: list[Ended]) -> None:
+    (code, (there,)), *others = ended
+    assert (code, there.error) == (0, "CollectiveTimeout"), there
+    for code, said in others:
+        assert code == 0
+        for heard in said:
+            assert heard.error == heard.again == "CollectiveTimeout", heard
+            assert re.search(r"; rank 0 gives no answer \(process \d+ is stopped\)", heard.text)
+
+
+def gone_again(comm: Communicator, transport: str, closes: bool) -> None:
+    """What has come with communicators goes with them, though each rank has watched the others."""
+    with ringdp.init(transport=transport, timeout=PATIENCE) as whole:
+        rendezvous._world = comm
+        whole._transport._watch()
+        whole.barrier()
+        comm.barrier()
+        before, running = held(), set(threading.enumerate())
+        for _ in range(2):
+            other = whole.duplicate()
+            other._transport._watch()
+            other.all_reduce(torch.ones(5))
+            if closes:
+                other.close()
+            del other
+        until = time.monotonic() + PATIENCE
+        while held() - before or set(threading.enumerate()) - running:
+            assert time.monotonic() < until, (held() - before, threading.enumerate())
+            time.sleep(0.01)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_nothing_stays_of_one_that_is_closed_or_dropped(ranks, closes: bool):
+    ranks(2)(gone_again, "c10d", closes)
+
+
+def comes_to_a_stopped_store(comm: Communicator, say: Say) -> None:
+    """Whose server takes connections, and gives no answer."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        os.environ |= {"MASTER_PORT": str(stopped.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "2"}
+        with pytest.raises(ringdp.CommunicationError, match="the store has given no answer") as e:
+            ringdp.init(timeout=TIMEOUT)
+    say(str(e.value))
+
+
+def test_a_stopped_rank_0_is_an_error_to_who_comes(forks: Forks):
+    ((code, (text,)),) = forks(1, comes_to_a_stopped_store)
+    assert code == 0
+    assert "rank 1 cannot reach rank 0's store at 127.0.0.1" in text
+
+
+def test_the_first_failure_stays_and_is_the_same_for_all(asking):
     store = dist.HashStore()
-    one, other = Told(store, 0, 3, BUSY), Told(store, 1, 3, BUSY)
+    one, other = Told(asking(store), 0, 3, BUSY), Told(asking(store), 1, 3, BUSY)
     one.fail(FailureKind.MISMATCH, 2, ((5, 6, 7), (8, 9, 10)))
     other.fail(FailureKind.LOST, 0)
     one.fail(FailureKind.TIMEOUT, 0)

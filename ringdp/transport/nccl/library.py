@@ -20,8 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, cast
 
-from torch.distributed.distributed_c10d import Store
-
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.making import Making
@@ -147,10 +145,10 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
         raise CommunicationError(f"rank {rank} of {ranks} cannot join NCCL: {e}") from e
 
 
-def shared_id(store: Store, making: Making, rank: int, nccl: Binding) -> bytes:
+def shared_id(making: Making, rank: int, nccl: Binding) -> bytes:
     """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
     if rank == 0:
-        store.set("nccl", bytes(nccl.get_unique_id()).hex())
+        making.say("nccl", bytes(nccl.get_unique_id()).hex())
     said = making.heard("nccl", 0)
     try:
         return bytes.fromhex(said.decode())

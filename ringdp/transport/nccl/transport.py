@@ -63,6 +63,7 @@ class NcclTransport(C10dTransport):
         self,
         store: Store,
         group: wire.Group,
+        making: Making,
         *,
         host: bool,
         differ: Callable[[Call, Call], bool],
@@ -73,22 +74,20 @@ class NcclTransport(C10dTransport):
         of a number are not the same.
         Raises UsageError where NCCL cannot be had, CommunicationError where ranks do not meet.
         """
-        making = Making(store, group.rank(), group.size())
-        with making.telling():
-            self.device = device_of(host=host)
-            nccl = binding(host=host)
-            super().__init__(store, group)
-            self._differ = differ
-            self._under_way: list[UnderWay] = []
-            self._captured: set[Tensor] = set()  # staging of graphs, which may be replayed
-            # Messages that were received on the host, and where they go on the device.
-            self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
-            self._streams = streams(self.device)
-            self._launches = self._jobs if host else launches(self.device)
-            unique = shared_id(store, making, self.rank, nccl)
-            making.called(partial(self._join, nccl, unique))
+        self.device = device_of(host=host)
+        nccl = binding(host=host)
+        super().__init__(store, group)
+        self._differ = differ
+        self._under_way: list[UnderWay] = []
+        self._captured: set[Tensor] = set()  # staging of graphs, which may be replayed
+        # Messages that were received on the host, and where they go on the device.
+        self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
+        self._streams = streams(self.device)
+        self._launches = self._jobs if host else launches(self.device)
+        unique = shared_id(making, self.rank, nccl)
+        making.called(partial(self._join, nccl, unique))
         if self.ranks > 1:
-            self._spawn(partial(self._until_it_ends, (self.rank + 1) % self.ranks))
+            self._look_after_rank((self.rank + 1) % self.ranks)
         self._spawn(self._look_after)
 
     def _join(self, nccl: Binding, unique: bytes) -> None:
@@ -298,7 +297,6 @@ class NcclTransport(C10dTransport):
         while self._told.failure is None:
             with self._told.changed:
                 self._told.changed.wait_for(lambda: self._busy() or self._told.failure)
-            self._told.look()
             with self._translated(None):
                 self._nccl.comm.check_async_error()
             self._reap()

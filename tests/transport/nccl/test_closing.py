@@ -14,9 +14,11 @@ import torch
 from ringdp import Communicator
 from ringdp.transport.nccl import transport as transport_module
 from ringdp.transport.told import LOOK
+from tests.forks import Forks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over_nccl
+from tests.transport.test_c10d import gone_again, is_late, server_stops
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -46,6 +48,14 @@ def closed(comm: Communicator) -> None:
 
 def test_what_has_closed_keeps_nothing_on_the_device(ranks) -> None:
     ranks(2)(closed)
+
+
+def test_nothing_stays_of_one_that_is_closed(ranks) -> None:
+    ranks(2)(gone_again, "nccl-host", True)
+
+
+def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks) -> None:
+    is_late(forks(3, server_stops, "nccl-host"))
 
 
 @over_nccl

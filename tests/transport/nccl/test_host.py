@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -259,6 +261,12 @@ def test_a_split_has_its_own_ranks(comms: list[Any]):
     assert together(comms, act) == [(1, 2, [2.0]), (0, 1, [1.0]), (0, 2, [2.0])]
 
 
+def test_a_split_is_refused_in_a_group(comms: list[Any]):
+    for color in 0, -1:
+        with pytest.raises(nccl.NcclError, match=INVALID_USAGE), grouped(nccl):
+            comms[0].commSplit(color, 0)
+
+
 def test_it_says_who_and_how_many(comms: list[Any]):
     assert [(c.rank_id(), c.size(), c.device_id()) for c in comms] == [(r, 3, 0) for r in range(3)]
     assert nccl.get_version() == 22707
@@ -270,6 +278,26 @@ def test_nothing_is_left_of_a_communicator():
     assert "hostnccl" in " ".join(held() - before)
     for comm in comms:
         comm.destroy()
+    assert not held() - before
+
+
+def test_nothing_is_left_of_what_could_not_be_made():
+    comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    before = held()
+    fault(FAIL)
+    with pytest.raises(nccl.NcclError):
+        comm.commSplit(0, 0)
+    with pytest.raises(nccl.NcclError):
+        nccl.NcclCommunicator.initAll(65)  # more than there may be
+    quiet = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(nccl.NcclError):
+            nccl.get_unique_id()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, quiet)
     assert not held() - before
 
 

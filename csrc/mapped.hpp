@@ -1,0 +1,40 @@
+// A shared file's memory in this process, and not in those forked from it: a child is no rank, and may
+// outlive one. What lies at these addresses there is the child's own, so there they are left alone.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace ringdp {
+
+class Mapped {
+ public:
+  // `what`: as an error calls it.
+  Mapped(int fd, std::size_t bytes, const char* what) : bytes_(bytes) {
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED)
+      throw std::runtime_error(std::string("mmap of ") + what + ": " + std::strerror(errno));
+    base_ = static_cast<std::byte*>(at);
+    madvise(at, bytes, MADV_DONTFORK);
+  }
+  ~Mapped() {
+    if (getpid() == process_) munmap(base_, bytes_);
+  }
+  Mapped(const Mapped&) = delete;
+  Mapped& operator=(const Mapped&) = delete;
+
+  std::byte* base() const { return base_; }
+
+ private:
+  const pid_t process_ = getpid();
+  std::size_t bytes_;
+  std::byte* base_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,223 @@
+"""All that the engine does on a GPU but for a second rank: one rank over NCCL, beside the CPU.
+
+One rank sends nothing, so this needs no second process; but units are gathered ahead and freed on
+streams, gradients flattened, unscaled, clipped and kept elsewhere, checkpoints read and written.
+The same test runs over the host NCCL, on the CPU, which is how it was proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import ringdp
+from ringdp import Communicator, Offload, Precision
+from ringdp.comm import meant, rendezvous
+
+pytestmark = pytest.mark.process
+
+WIDTH, ROWS, STEPS = 256, 12, 3
+BLOCKS = 3
+ROUNDED = 2 * (2 + 4 * BLOCKS)  # results, one after another, of forward and backward
+CLIP = 0.1  # below every norm
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(torch.tanh(self.linear(x)))
+
+
+class Net(nn.Module):
+    """Blocks, and a tied weight in the root."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.embed
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.t()
+
+
+class Row(NamedTuple):
+    stage: int
+    dtype: torch.dtype
+    offload: bool
+
+    @property
+    def bound(self) -> float:
+        """Of a step's loss and norm, relatively, to first order: both devices sum in float32, in
+        some order, and round each result once."""
+        sums = 2 * WIDTH * torch.finfo(torch.float32).eps
+        return ROUNDED * (sums + torch.finfo(self.dtype).eps)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE = [Row(*row) for row in product(range(4), DTYPES, (False, True)) if row[0] or not row[2]]
+
+
+def data(step: int, device: str) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+class Training:
+    """Of one model; float16 is scaled by torch's scaler, or with offload by ours."""
+
+    def __init__(self, comm: Communicator, device: str, row: Row, seed: int = 0) -> None:
+        self.device = device
+        self.model = Net(seed).to(device)
+        self.engine = ringdp.shard(
+            self.model,
+            stage=row.stage,
+            unit=Block,
+            comm=comm,
+            precision=Precision(param=row.dtype, reduce=torch.float32, output=torch.float32),
+            offload=Offload(parameters=row.stage == 3, optimizer=True) if row.offload else None,
+        )
+        # With a large eps a step is no steeper than the gradient, however small that is.
+        self.optimizer = ringdp.AdamW(self.model.parameters(), lr=0.05, eps=1.0)
+        half = row.dtype == torch.float16
+        self.ours = ringdp.LossScaler(self.engine, scale=2.0**10 if half else 1.0)
+        self.torchs = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=half)
+        self.scales_ours = row.offload
+
+    def step(self, number: int) -> list[float]:
+        """Its loss, and the norm by which it clips. The first of two backwards reduces nothing."""
+        scaler = self.ours if self.scales_ours else self.torchs
+        self.optimizer.zero_grad()
+        with self.engine.no_sync():
+            scaler.scale(self.loss(number + 100)).backward()
+        loss = self.loss(number)
+        scaler.scale(loss).backward()
+        if self.scales_ours:
+            assert self.ours.unscale_()
+        else:
+            self.torchs.unscale_(self.optimizer)
+        norm = ringdp.clip_grad_norm_(self.engine, CLIP)
+        assert norm > CLIP
+        scaler.step(self.optimizer)
+        if not self.scales_ours:
+            self.torchs.update()
+            assert self.torchs.get_scale() in (1.0, 2.0**10)  # nothing overflowed
+        return [loss.item(), norm]
+
+    def loss(self, seed: int) -> Tensor:
+        return self.model(data(seed, self.device)).square().mean()
+
+
+def trained(comm: Communicator, device: str, row: Row, folder: Path) -> list[float]:
+    """Losses and norms of STEPS steps, and of the last one again from a checkpoint before it."""
+    found = []
+    training = Training(comm, device, row)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            ringdp.save(folder, training.engine, training.optimizer)
+        found += training.step(step)
+    memory, formula = training.engine.memory(training.optimizer), training.engine.memory_formula()
+    # Gradients that were kept back take their buckets together, which the formula leaves out.
+    assert memory._replace(buckets=0) == formula._replace(buckets=0)
+    training.engine.close()
+    again = Training(comm, device, row, seed=1)
+    ringdp.load(folder, again.engine, again.optimizer)
+    found += again.step(STEPS - 1)
+    again.engine.close()
+    return found
+
+
+def wrapped(comm: Communicator | ProcessGroup, device: str) -> list[float]:
+    """The same with DistributedDataParallel."""
+    model = Net(0).to(device)
+    ddp = ringdp.DistributedDataParallel(model, process_group=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(data(step + 100, device)).square().mean().backward()
+        loss = ddp(data(step, device)).square().mean()
+        loss.backward()
+        found += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))]
+        optimizer.step()
+    return found
+
+
+CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HOST = pytest.mark.skipif(
+    bool(torch.version.cuda) or find_spec("cupy_backends") is None,
+    reason="the host NCCL needs CuPy, and a torch that has loaded no NCCL itself",
+)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=HOST), pytest.param("cuda", marks=CUDA)]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def comms(device: str) -> Iterator[tuple[Communicator, Communicator]]:
+    """Of this process alone: over NCCL on the device, and the CPU's."""
+    before = rendezvous._world
+    there = ringdp.init(transport="nccl" if device == "cuda" else "nccl-host", timeout=30.0)
+    here = ringdp.init(timeout=30.0)
+    rendezvous._world = before
+    yield there, here
+    there.close()
+    here.close()
+
+
+def agree(found: list[float], wanted: list[float], bound: float) -> None:
+    """What a step begins with is off by the steps before it."""
+    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert abs(one - other) <= bound * (1 + i // 2) * abs(other), (i, found, wanted)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_a_stage_trains_and_resumes_as_on_the_cpu(comms, device, row: Row, tmp_path: Path):
+    there, here = comms
+    wanted = trained(here, "cpu", row, tmp_path / "here")
+    found = trained(there, device, row, tmp_path / "there")
+    agree(found, wanted, row.bound)
+    agree(found[-2:], found[-4:-2], row.bound)  # resumed
+
+
+def test_ddp_trains_as_on_the_cpu(comms, device):
+    there, here = comms
+    bound = Row(0, torch.float32, False).bound
+    agree(wrapped(there, device), wrapped(here, "cpu"), bound)
+
+
+def test_ddp_trains_over_torchs_own_group(comms, device):
+    _, here = comms
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        found = wrapped(group, device)
+        ((transport, made),) = meant._made[group].items()
+        assert transport == ("nccl" if device == "cuda" else "shm")
+        made.close()
+    finally:
+        dist.destroy_process_group()
+    agree(found, wrapped(here, "cpu"), Row(0, torch.float32, False).bound)

@@ -1,0 +1,103 @@
+"""A store that gives no answer for a while: whoever asks it, or waits through it, goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from threading import Event
+
+import pytest
+from torch.distributed import DistStoreError, HashStore
+
+from ringdp.errors import CollectiveTimeout
+from ringdp.transport.asking import Asking, Silent
+from ringdp.transport.base import FailureKind
+from ringdp.transport.making import Making
+from ringdp.transport.told import Told
+
+SHORT = 0.05  # s
+
+
+class Stopped(HashStore):
+    """Whoever serves it goes on when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=SHORT))
+        self.goes_on = Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        return super().check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.goes_on.wait()
+        return super().compare_set(key, expected, desired)
+
+
+@pytest.fixture
+def stopped() -> Iterator[Stopped]:
+    store = Stopped()
+    yield store
+    store.goes_on.set()
+
+
+def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(asking, stopped: Stopped):
+    ask = asking(stopped).ask
+    with pytest.raises(Silent, match="has given no answer for"):
+        ask(lambda store: store.check(["a"]), SHORT)
+    done: list[str] = []
+    with pytest.raises(Silent):
+        ask(lambda store: done.append("dropped"), SHORT)
+    with pytest.raises(Silent):
+        ask(lambda store: done.append("later"), SHORT, later=True)
+    assert done == []
+    stopped.goes_on.set()
+    while not done:
+        time.sleep(0.001)
+    assert not ask(lambda store: store.check(["a"]))
+    assert done == ["later"]
+
+
+def test_errors_come_back_and_a_store_that_was_not_reached_is_tried_again():
+    found: list[Callable[[], HashStore]] = [HashStore]
+
+    def reach() -> HashStore:
+        if found:
+            raise DistStoreError(f"no {found.pop().__name__} yet")
+        return HashStore()
+
+    with Asking(reach) as store:
+        with pytest.raises(DistStoreError, match="no HashStore yet"):
+            store.ask(lambda s: s.set("a", "b"))
+        store.ask(lambda s: s.set("a", "b"))
+        with pytest.raises(ZeroDivisionError):
+            store.ask(lambda s: 1 // 0)
+        assert store.ask(lambda s: s.get("a")) == b"b"
+
+
+def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, stopped: Stopped):
+    told = Told(asking(stopped), 1, 2, lambda: True)
+    told.look()
+    assert told.failure is None
+    told.fail(FailureKind.TIMEOUT, 1)
+    assert told.failure is not None
+    assert told.failure.kind is FailureKind.TIMEOUT
+    stopped.goes_on.set()
+    other = Told(asking(stopped), 0, 2, lambda: True)
+    while other.failure is None:
+        other.look()
+    assert other.failure == told.failure
+
+
+def test_who_makes_a_communicator_waits_no_longer_than_the_timeout(stopped: Stopped):
+    making = Making(stopped, 0, 2)
+    with (
+        pytest.raises(
+            CollectiveTimeout,
+            match="rank 0 of 2 waited to make a communicator; the store has given no answer",
+        ),
+        making.telling(),
+    ):
+        making.together("here")
