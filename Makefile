@@ -37,11 +37,12 @@ sanitize: setup
 	$(BIN)/python -m pytest tests/transport/test_sanitizers.py
 
 # Every test and bench that needs a GPU, in less than ten minutes: over PYTHON's own packages, and
-# fetching nothing, where its torch sees one.
+# fetching nothing, where its torch sees one. COPY=DIR: what is found is copied there, too.
+gpu: OPTIONS := $(if $(COPY),--copy '$(COPY)')
 gpu:
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
-	then $(PYTHON) -m bench.overlay; \
-	else $(MAKE) --no-print-directory setup && $(BIN)/python -m bench.gpu; fi
+	then $(PYTHON) -m bench.overlay $(OPTIONS); \
+	else $(MAKE) --no-print-directory setup && $(BIN)/python -m bench.gpu $(OPTIONS); fi
 
 check: setup
 	$(BIN)/ruff format --check .

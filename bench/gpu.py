@@ -1,13 +1,14 @@
 """Everything that needs a GPU, in one command of less than ten minutes: `make gpu`.
 
-    python -m bench.gpu [--seconds S]   tests, then benches, into bench/results/<gpu>.json
-    python -m bench.gpu peer F          one part: times the kernels over peer memory, into F
+    python -m bench.gpu [--seconds S] [--copy DIR]   tests, then benches
+    python -m bench.gpu peer F      one part: times the kernels over peer memory, into F
 
 Every part is processes with a limit of their own, so one that hangs costs its own time and what
-those before it did not need; all together take at most S seconds. What is known is written after
-every part, and all that they print goes to build/gpu.log. A part whose tests were all skipped
-counts as not run, and says why. Exit code: 0 if all parts passed, 1 if one did not, 2 if there is
-no GPU.
+those before it did not need; all together end S seconds after this process began. What is known is
+written to bench/results/<gpu>.json after every part, and all that they print goes to build/gpu.log;
+both are then copied to DIR, where only that is brought home. A part whose tests were all skipped
+counts as not run, and says why; so does one that needs another part, which did not pass. Exit code:
+0 if all parts passed, 1 if one did not, 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -27,13 +29,14 @@ from statistics import median
 
 import torch
 
+from bench import BEGUN
+from bench.overlay import SECONDS
 from bench.part import ROOT, Outcome, Part, run
 from bench.results import RESULTS
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer import CudaKernels, VirtualRanks
 
-SECONDS = 540.0  # for all parts
 LEAST = 10.0  # s: with less left a part is not begun
 LOG = ROOT / "build" / "gpu.log"
 # Kernels compile for each dtype and alignment, which several processes do sooner.
@@ -47,10 +50,10 @@ ROUNDS = 8  # of which two warm up; 8 ranks' ones come to 8^8, which float32 has
 PACKAGES = ("ringdp", "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 
 
-def tests(name: str, limit: float, *where: str) -> Part:
+def pytested(name: str, limit: float, *where: str, needs: str = "") -> Part:
     hangs = f"faulthandler_timeout={limit / 2:.0f}"  # s that a test may take
     command = (*PYTEST, "-o", hangs, "--maxfail=25", "--junitxml", "{out}", *where)
-    return Part(name, command, limit, tests=True)
+    return Part(name, command, limit, tests=True, needs=needs)
 
 
 def over_nccl(least: str, most: str) -> tuple[str, ...]:
@@ -59,29 +62,34 @@ def over_nccl(least: str, most: str) -> tuple[str, ...]:
     return (*MAIN, "bench", "all_reduce", *options, *sizes)
 
 
+MEETING = "two processes meet over NCCL"  # for which one GPU stands for two hosts
+
 PARTS = (
-    Part("what is here", (*MAIN, "doctor"), 40, tests=False),
-    tests("kernels equal the CPU's bits", 70, *SIDE_BY_SIDE, "tests/kernels"),
-    tests("peer memory equals the simulator", 50, "tests/transport/test_peer.py"),
-    tests("NCCL with virtual ranks", 50, "tests/transport/nccl/test_virtual.py"),
+    Part("what is here", (*MAIN, "doctor"), 20, tests=False),
+    pytested("kernels equal the CPU's bits", 70, *SIDE_BY_SIDE, "tests/kernels"),
+    pytested("peer memory equals the simulator", 50, "tests/transport/test_peer.py"),
+    pytested("NCCL with virtual ranks", 50, "tests/transport/nccl/test_virtual.py"),
+    pytested("the engine, on one rank", 50, "tests/transport/nccl/test_alone.py"),
     Part(
         "bench of kernels",
         (
             *MAIN,
             *("bench", "kernels"),
-            *("--min", "256K", "--max", "256M", "--json", "{out}"),
+            *("--min", "256K", "--max", "1G", "--json", "{out}"),
         ),
         70,
         tests=False,
     ),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 30, False),
-    tests("NCCL with processes, and the engine", 150, "tests/transport/nccl/test_gpu.py"),
+    pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
+    pytested("NCCL with processes", 90, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     *(  # two processes take turns on one GPU, so large sizes may take long
         Part(
             f"bench of NCCL: our schedules beside its own, to {most}",
             over_nccl(least, most),
-            35,
+            30,
             False,
+            MEETING,
         )
         for least, most in (("64K", "1M"), ("4M", "16M"))
     ),
@@ -143,7 +151,7 @@ def result_file(gpu: str) -> Path:
     return RESULTS / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
-def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS) -> int:
+def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS, copy: Path | None = None) -> int:
     if not torch.cuda.is_available():
         print(
             f"make gpu needs a CUDA GPU, and torch {torch.__version__} finds none here: nothing "
@@ -154,26 +162,34 @@ def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS) -> int:
     until = time.monotonic() + seconds
     gpu = torch.cuda.get_device_name()
     LOG.parent.mkdir(exist_ok=True)
-    LOG.unlink(missing_ok=True)
+    LOG.write_text("")
     outcomes = [Outcome(part.name, "not begun") for part in parts]
     for at, part in enumerate(parts):
         left = until - time.monotonic()
         spare = left - sum(p.limit for p in parts[at:])  # of those before, which took less
         limit = min(left, part.limit + max(0.0, spare))
-        if limit >= min(LEAST, part.limit):
+        lacks = [o for o in outcomes[:at] if o.name == part.needs and o.state != "passed"]
+        if lacks:
+            outcomes[at].state = "skipped"
+            outcomes[at].reasons = [f"{o.name}: {o.state}" for o in lacks]
+        elif limit >= min(LEAST, part.limit):
             print(f"{part.name} (at most {limit:.0f} s)", flush=True)
             outcomes[at] = run(part, limit, LOG)
         print(_says(outcomes[at]), flush=True)
-        write(gpu, outcomes)
+        write(gpu, outcomes, copy)
     print(f"written: {result_file(gpu)}, and {LOG}")
     for outcome in outcomes:
         print(f"{outcome.state:>10}  {outcome.name}")
     return 0 if all(o.state == "passed" for o in outcomes) else 1
 
 
-def write(gpu: str, outcomes: Sequence[Outcome]) -> None:
+def write(gpu: str, outcomes: Sequence[Outcome], copy: Path | None) -> None:
     report = {"gpu": gpu, "versions": versions(), "parts": [asdict(o) for o in outcomes]}
     result_file(gpu).write_text(json.dumps(report, indent=1) + "\n")
+    if copy is not None:
+        copy.mkdir(parents=True, exist_ok=True)
+        for file in (result_file(gpu), LOG):
+            shutil.copy(file, copy)
 
 
 def versions() -> dict[str, str]:
@@ -200,4 +216,11 @@ if __name__ == "__main__":
     else:
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
         parser.add_argument("--seconds", type=float, default=SECONDS)
-        sys.exit(main(seconds=parser.parse_args().seconds))
+        parser.add_argument(
+            "--copy",
+            type=Path,
+            metavar="DIR",
+            help="also copy results and log there after every part",
+        )
+        args = parser.parse_args()
+        sys.exit(main(seconds=args.seconds - (time.monotonic() - BEGUN), copy=args.copy))

@@ -27,6 +27,8 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     while said.empty():  # what is written is read before the ranks end: a pipe holds little
         if started.join(timeout=0.1):
             break
+    if said.empty():
+        raise RuntimeError(f"of {ranks} ranks all ended, and rank 0 said nothing")
     found = said.get()
     while not started.join():
         pass

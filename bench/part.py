@@ -41,6 +41,7 @@ class Part:
     command: tuple[str, ...]  # {out}: the file it writes, JUnit's XML or rows as JSON
     limit: float  # s
     tests: bool
+    needs: str = ""  # another part, which passed before it
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Outcome:
     skipped: int = 0
     rows: object = None  # of a bench
     tail: str = ""  # of what it printed, unless it passed
-    reasons: list[str] = field(default_factory=list)  # for skipping tests
+    reasons: list[str] = field(default_factory=list)  # for skipping tests, or all of it
 
 
 def run(part: Part, limit: float, log: Path) -> Outcome:

@@ -24,7 +24,7 @@ from torch import nn
 
 import ringdp
 from bench import jobs
-from bench.results import parser, write
+from bench.results import parser, positive, write
 from bench.turns import ms, timed
 from ringdp.cli import gpt
 from ringdp.cli.bench.kernel_cases import CASES
@@ -90,7 +90,7 @@ class Rates(NamedTuple):
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--ranks", type=int, nargs="*", default=RANKS)
+    options.add_argument("--ranks", type=positive, nargs="+", default=RANKS)
     arguments = options.parse_args()
     machine, ranks = describe(2), arguments.ranks
     times = {key: t for n in ranks for key, t in jobs.run(n, timed_collectives).items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from bench.results import RESULTS
@@ -56,9 +57,9 @@ def minimum(row: Row) -> float:
     return row.min_us
 
 
-def reached(required: Required, time: Time) -> Reached | None:
-    """None where the case has not been measured."""
-    file = RESULTS / f"{required.results}.json"
+def reached(required: Required, time: Time, results: Path | None = None) -> Reached | None:
+    """None where the case has not been measured. `results`: of another machine."""
+    file = (results or RESULTS) / f"{required.results}.json"
     rows = read(file).rows if file.exists() else []
     return worst(
         [r for r in rows if required.least <= r.bytes <= required.most],
@@ -68,17 +69,17 @@ def reached(required: Required, time: Time) -> Reached | None:
     )
 
 
-def beside_gloo(time: Time) -> Reached | None:
+def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
     """Over every collective, size, dtype and number of ranks measured, private buffers."""
     found = [
         worst(report.rows, lambda r: not r.registered, lambda r: r.transport == "gloo", time)
-        for report in of_suite()
+        for report in of_suite(results)
     ]
     return min((f for f in found if f is not None), default=None)
 
 
-def of_suite() -> Iterator[Report]:
-    for file in sorted(RESULTS.glob("*.json")):
+def of_suite(results: Path | None = None) -> Iterator[Report]:
+    for file in sorted((results or RESULTS).glob("*.json")):
         if "contenders" in json.loads(file.read_text()):  # else another bench has made it
             yield read(file)
 

@@ -8,16 +8,36 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ringdp.cli.options import check_writable
+from ringdp.errors import UsageError
+
 RESULTS = Path(__file__).parent / "results"
+OTHER = RESULTS / "other"  # of another machine
 
 
 def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
     """Of a bench's arguments: `--json`, and `--rounds` where it has so many by default."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
-    made.add_argument("--json", type=Path)
+    made.add_argument("--json", type=writable)
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds)
+        made.add_argument("--rounds", type=positive, default=rounds)
     return made
+
+
+def writable(given: str) -> Path:
+    """A file that can be written, which is tried before anything is measured."""
+    path = Path(given)
+    try:
+        check_writable(path)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--json: ")) from None
+    return path
+
+
+def positive(given: str) -> int:
+    if not given.isdecimal() or not int(given):
+        raise argparse.ArgumentTypeError(f"{given!r} is no whole number above 0")
+    return int(given)
 
 
 def load(name: str) -> Any:

@@ -10,6 +10,7 @@ Nothing else should run meanwhile: each file says how loaded the machine was.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ from ringdp.cli.bench.command import bench
 from ringdp.cli.bench.options import Options, parse_bytes
 from ringdp.cli.bench.peers import PEERS
 from ringdp.cli.console import plain
-from ringdp.cli.main import exit_code
+from ringdp.cli.ends import exit_code
 from ringdp.errors import UsageError
 
 BOTH = (False, True)  # our buffers: private, and in shared memory
@@ -43,13 +44,17 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(help=", ".join(RUNS))] = None,
     rounds: Annotated[int, typer.Option(help="of each contender")] = Options.rounds,
     max: Annotated[str, typer.Option(help="no buffer is larger")] = "64M",
+    into: Annotated[
+        Path, typer.Option(help="a folder: bench/results/other is for a second machine's")
+    ] = RESULTS,
 ) -> int:
     most = parse_bytes("--max", max)
     codes = [0]
-    for name in names or RUNS:
+    for name in names or ():
         if name not in RUNS:
             raise UsageError(f"no run {name!r}; there are {', '.join(RUNS)}")
-        options = replace(RUNS[name], rounds=rounds, max=most, json=RESULTS / f"{name}.json")
+    for name in names or RUNS:
+        options = replace(RUNS[name], rounds=rounds, max=most, json=into / f"{name}.json")
         codes.append(bench(options, plain()))
     return sorted(codes)[-1]
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, report, stepper
-from bench.results import parser
+from bench.results import parser, writable
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
@@ -66,7 +65,7 @@ class Overlap:
 
 def main() -> None:
     options = parser(__doc__, ROUNDS)
-    options.add_argument("--svg", type=Path)
+    options.add_argument("--svg", type=writable)
     arguments = options.parse_args()
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
@@ -274,7 +273,8 @@ def timeline(spans: list[Span]) -> str:
     total = max(s.end for s in spans)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + left + 10:.0f} '
-        f'{height * (len(LANES) + 1)}" font-family="sans-serif" font-size="12">'
+        f'{height * (len(LANES) + 1)}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="#fff"/>',  # on a dark page, too
     ]
     for row, (lane, color) in enumerate(LANES.items()):
         y = row * height

@@ -60,20 +60,21 @@ def copy(
     name: str,
     *,
     into_flat: bool,
+    seen: bytes | None,
 ) -> None:
     """Contiguous tensors into their places in `flat`, with zeros elsewhere, or back from there.
 
     Raises ValueError as `check` and `check_scale`. `name` is the user's for `flat`.
     """
     check_flat(flat, name)
-    places = tuple(offsets)
     made = tables(
         tensors,
         flat.device,
-        places,
+        offsets,
         elems=flat.numel(),
         padding=flat.dtype if into_flat else None,
-        check=lambda: check(tensors, flat, places, name),
+        check=lambda: check(tensors, flat, offsets, name),
+        seen=seen,
     )
     casts = {d: (d, flat.dtype) if into_flat else (flat.dtype, d) for d in made}
     for cast in casts.values():

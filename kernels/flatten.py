@@ -19,7 +19,7 @@ from torch import Tensor
 from .batches import batches
 from .copying import copy
 from .precision import check_scale, scaled_copy
-from .spans import check, gaps
+from .spans import check, gaps, seen
 
 
 def flatten(
@@ -54,6 +54,7 @@ def flatten_torch(
 def flatten_triton(
     tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
 ) -> None:
-    if not all(map(Tensor.is_contiguous, tensors)):
+    found = seen(tensors, offsets)
+    if found is None:
         tensors = [x.contiguous() for x in tensors]
-    copy(tensors, out, scale, offsets, "out", into_flat=True)
+    copy(tensors, out, scale, offsets, "out", into_flat=True, seen=found)

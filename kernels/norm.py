@@ -29,12 +29,15 @@ from ringdp import _core
 from .address import address
 from .jit import jit
 from .precision import FLOATS
-from .spans import BLOCK, stream_of, tables
+from .spans import BLOCK, seen, stream_of, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-PROGRAMS = 768  # at most: six run at once on each of an H200's 132 multiprocessors
+# At most: four for each of an H200's 132 multiprocessors. So many run at once with up to 64
+# registers a thread [Triton 3.6 to 3.9 take 40 to 64 for float32 and bfloat16], and none waits for
+# another to end. Fewer registers would let more run, and some of these versions spill.
+PROGRAMS = 528
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -117,10 +120,12 @@ def _scratch(device: torch.device, stream: int) -> Tensor:
 
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
-    if not all(map(Tensor.is_contiguous, tensors)):
+    found = seen(tensors)
+    if found is None:
         tensors = [x.contiguous() for x in tensors]
     totals = []
-    for dtype, chunks in tables(tensors, device, check=lambda: check(tensors)).items():
+    made = tables(tensors, device, check=lambda: check(tensors), seen=found)
+    for dtype, chunks in made.items():
         if not len(chunks):
             continue
         totals.append(torch.empty((), dtype=torch.float64, device=device))

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringdp import _core
+
 BLOCK = 4096  # elements per program
 _dtype = attrgetter("dtype")
 
@@ -31,30 +33,34 @@ Tables = dict[torch.dtype, Tensor]  # see `tables`
 
 KEPT = 64  # tables
 KEPT_BYTES = 16 << 20  # of their memory on devices; the one made last is kept in any case
+_tensors = _core.Tensors(
+    getattr(Tensor, "__dlpack_c_exchange_api__", None), Tensor, torch.nn.Parameter
+)
 _kept: dict[tuple[Any, ...], Tables] = {}  # the one made last is last
 
 
 def tables(
     tensors: Sequence[Tensor],
     device: torch.device,
-    offsets: tuple[int, ...] | None = None,
+    offsets: Sequence[int] | None = None,
     *,
     elems: int = 0,
     padding: torch.dtype | None = None,
     check: Callable[[], None] = lambda: None,
+    seen: bytes | None = None,
 ) -> Tables:
     """A chunk table for each dtype among contiguous tensors, on the device: one launch each.
 
     `padding`: what no tensor covers of the flat buffer's `elems` becomes chunks of the first table,
     or of one for this dtype. `check` is called once for the same addresses, sizes, dtypes, offsets
-    and elems. To be read by kernels on the current stream only. Raises RuntimeError in the capture
-    of a CUDA graph, where the upload of what is kept would not take place.
+    and elems; `seen`: all but elems, as the function says it. To be read by kernels on the current
+    stream only. Raises RuntimeError in the capture of a CUDA graph, where the upload of what is
+    kept would not take place.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("tables of addresses cannot be made in the capture of a CUDA graph")
     # An allocator gives gradients the same addresses step after step.
-    places = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors))
-    key = (*places, tuple(map(_dtype, tensors)), offsets, elems, padding, stream_of(device))
+    key = seen or _key(tensors, offsets), elems, padding, stream_of(device)
     made = _kept.get(key)
     if made is None:
         check()
@@ -62,6 +68,18 @@ def tables(
         _make_room(_bytes(made))
         _kept[key] = made
     return made
+
+
+def seen(tensors: Sequence[Tensor], offsets: Sequence[int] | None = None) -> bytes | None:
+    """Equal for the same addresses, sizes, dtypes and offsets; None if not all are contiguous, or
+    that must be asked of them one by one, which takes 15 µs of 64 more [measured]."""
+    return _tensors.seen(tensors, offsets)
+
+
+def _key(tensors: Sequence[Tensor], offsets: Sequence[int] | None) -> tuple[Any, ...]:
+    """The same, of contiguous ones."""
+    asked = (Tensor.data_ptr, Tensor.numel, _dtype)
+    return *(tuple(map(ask, tensors)) for ask in asked), None if offsets is None else tuple(offsets)
 
 
 def _make_room(needed: int) -> None:

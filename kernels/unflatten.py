@@ -17,7 +17,7 @@ from torch import Tensor
 from .batches import batches
 from .copying import copy
 from .precision import check_scale, scaled_copy
-from .spans import check
+from .spans import check, seen
 
 
 def unflatten(
@@ -55,11 +55,12 @@ def unflatten_torch(
 def unflatten_triton(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
-    if all(map(Tensor.is_contiguous, tensors)):
-        copy(tensors, flat, scale, offsets, "flat", into_flat=False)
+    found = seen(tensors, offsets)
+    if found is not None or all(map(Tensor.is_contiguous, tensors)):
+        copy(tensors, flat, scale, offsets, "flat", into_flat=False, seen=found)
         return
     dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-    copy(dense, flat, scale, offsets, "flat", into_flat=False)
+    copy(dense, flat, scale, offsets, "flat", into_flat=False, seen=None)
     with torch.no_grad():
         for x, filled in zip(tensors, dense, strict=True):
             x.copy_(filled)

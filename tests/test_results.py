@@ -7,6 +7,7 @@ import pytest
 from bench import predictions, required
 from bench.required import Required, beside_gloo, median, minimum, reached
 from ringdp.cli.bench.rows import Report, write
+from ringdp.errors import UsageError
 from tests.cli.bench.rows import peer, row
 
 K = 1 << 10
@@ -53,6 +54,38 @@ def test_every_requirement_is_measured_by_the_suite() -> None:
         assert case.registered in options.registered
         assert options.min <= case.least
         assert case.most <= options.max
+
+
+def test_names_of_the_suite_are_checked_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bench import suite
+
+    measured: list[object] = []
+    monkeypatch.setattr(suite, "bench", lambda *given: measured.append(given) or 0)
+    with pytest.raises(UsageError, match="no run 'all_reduc'; there are all_reduce, "):
+        suite.main(["all_reduce", "all_reduc"], max="64M")
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--json", "/nowhere/x.json"], "argument --json: cannot write /nowhere/x.json: No such"),
+        (["--ranks", "0"], "argument --ranks: '0' is no whole number above 0"),
+        (["--ranks"], "argument --ranks: expected at least one argument"),
+    ],
+    ids=["json", "no rank", "no ranks"],
+)
+def test_what_a_bench_cannot_do_is_refused_at_once(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    from bench import plan
+
+    monkeypatch.setattr("sys.argv", ["plan", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        plan.main()
+    assert says in capsys.readouterr().err
 
 
 def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:

@@ -150,6 +150,30 @@ def test_the_same_tensors_need_their_table_once(
     assert len(made) == 3
 
 
+def test_tensors_are_seen_at_once() -> None:
+    flat = torch.zeros(64)
+    parts = [flat[:16].view(4, 4), torch.nn.Parameter(flat[16:32]), flat[32:32]]
+    first = spans.seen(parts, [0, 16, 32])
+    assert first == spans.seen([x.view_as(x) for x in parts], [0, 16, 32])
+    others = {
+        spans.seen(parts),
+        spans.seen(parts, [0, 16, 33]),
+        spans.seen(parts[:2], [0, 16]),
+        spans.seen([flat[:15], *parts[1:]], [0, 16, 32]),
+        spans.seen([flat[1:17], *parts[1:]], [0, 16, 32]),
+        spans.seen([flat[:16].view(torch.int32), *parts[1:]], [0, 16, 32]),
+    }
+    assert len(others) == 6
+    assert not others & {first, None}
+    slow = [[flat.view(8, 8).t()], [flat.view(8, 8)[:, :4]], [flat.as_subclass(Other)], (flat,)]
+    slow += [[flat.cfloat()], [torch.empty(4, device="meta")], [None]]
+    assert {spans.seen(x) for x in slow} == {None}
+    assert spans.seen(parts, [0, 16, 1 << 70]) is None
+
+
+class Other(torch.Tensor): ...
+
+
 def test_tables_are_kept_up_to_a_number_and_a_size(
     monkeypatch: pytest.MonkeyPatch, made: list[torch.Tensor]
 ) -> None:

@@ -50,6 +50,14 @@ def by_turns(*rows: tuple[Any, ...]) -> list[ParameterSet]:
 class Code(NamedTuple):
     ptx: str
     accesses: Counter[str]  # SASS loads and stores: LDG.E.128, STG.E, LDL, ...
+    cubin: Path
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        tool = [TOOLS / "cuobjdump", "-res-usage", self.cubin]
+        used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+        return int(re.findall(r"\bREG:(\d+)", used)[0])
 
 
 def compiled(
@@ -81,7 +89,7 @@ def compiled(
     ).stdout
     accesses = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL)\b[.\w]*", sass))
     assert accesses, "nvdisasm shows no access to memory at all"
-    return Code(result.asm["ptx"], accesses)
+    return Code(result.asm["ptx"], accesses, cubin)
 
 
 def width(code: Code, kind: str) -> set[int]:
@@ -167,6 +175,7 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, odd=("count",))
     assert count_128(code, "LDG") == SPAN_BLOCK // 256 * source.itemsize // 16
     assert not spills(code)
+    assert 4 * 256 * code.registers <= 65536  # of a multiprocessor: all PROGRAMS run at once
     assert ".ftz" not in code.ptx
     # What a program has stored is seen by the one that counts after it.
     assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.acq_rel.add.f64"]

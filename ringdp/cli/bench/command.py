@@ -10,6 +10,7 @@ from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from ringdp.cli.bench.options import Options, check
 from ringdp.cli.bench.rows import Report, write
@@ -18,6 +19,7 @@ from ringdp.cli.bench.table import show
 from ringdp.cli.console import say
 from ringdp.cli.launch import SignalError
 
+BAR = 14  # characters
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -46,7 +48,9 @@ def watch(options: Options, console: Console, keep: Callable[[Report], None]) ->
                 say(console, f"measuring {step.size:,} bytes")
 
         return measure(options, line, keep)
-    parts = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # What is measured may break over lines, the time may not.
+    says = TextColumn("{task.description}", table_column=Column())
+    parts = (says, BarColumn(BAR), TimeElapsedColumn())
     with Progress(*parts, console=console, transient=True) as progress:
         bar = progress.add_task("starting the ranks of every contender", total=None)
 

@@ -81,9 +81,9 @@ def bench(options: Options, console: Console) -> int:
     for algorithm in algorithms:
         say(console, f"adding by {algorithm}")
         rows += [row for n in RANKS for row in measure(algorithm, n)]
-    show(rows, console)
     if options.json is not None:
         write(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    show(rows, console)
     return 0
 
 

@@ -6,9 +6,19 @@ ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. So it ho
 needs for a launch, as in a training step. From ALONE bytes on, a GPU is asked for its own time:
 every call is timed by itself, begins with nothing of its data in a cache, and was launched while
 the GPU was kept waiting. What must move, over the time, is a bandwidth; that of `copy_`, which
-moves 2 S, is the memory's roof as torch reaches it. The file is written after every kernel. A way
-that raises, as torch's private names may in another version, costs its own row only: its error is
-kept, and is told at the end with exit code 1.
+moves twice its size, is the memory's roof as torch reaches it, see Note [written back]. The file is
+written after every kernel. A way that raises, as torch's private names may in another version,
+costs its own row only: its error is kept, and is told at the end with exit code 1.
+
+Note [written back]
+  A cache keeps what is stored until it needs the place (a GPU's, too: st.wb is what PTX does unless
+  told otherwise; PTX ISA, "Cache Operators"), so when a call ends, memory lacks up to a cache of
+  what it wrote. Of the 134 MB that a copy of 64 MiB must move that may be 60 under an L2 of 60 MB:
+  it looks up to 1.8 times as fast as memory is, and what writes less of its bytes slow beside it.
+  So from ALONE bytes on the roof is a copy of ROOF_CACHES times the largest cache, whatever the
+  size: at most 1 / (2 ROOF_CACHES), 3 %, of what it must move is not moved; where MOST_ROOF cuts
+  that short, as with a CPU's cache of hundreds of MB, more. A row itself still has that help, the
+  less the larger it is.
 """
 
 from __future__ import annotations
@@ -27,7 +37,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
-from ringdp.cli.bench.machine import describe
+from ringdp.cli.bench.machine import describe, free_memory, last_cache
 from ringdp.cli.bench.options import MOST_BYTES, Options, only
 from ringdp.cli.console import say, show_table, table
 from ringdp.cli.options import between, check_writable, write
@@ -38,6 +48,8 @@ ROUND_SECONDS = 0.01
 MOST_CALLS = 1000  # in a round
 ALONE = 64 << 20  # bytes of a buffer
 ALONE_CALLS = 20  # in a round: all their launches must fit the queue of the device, some 1000
+ROOF_CACHES = 16
+MOST_ROOF = 2 << 30  # bytes, of which there are two buffers
 EVICTING = 256 << 20  # bytes to read: several times any cache of a GPU
 LAUNCH_CYCLES = 500_000  # of the device for each call's launches: a quarter of a millisecond
 
@@ -51,6 +63,7 @@ class Row:
     min_us: float
     p50_us: float
     gb_s: float  # of the median, as the two below
+    roof: int  # bytes of a buffer of the copy that is 100 %
     percent_of_copy: float
     over_ours: float | None  # this way's time over ours; None for ours, or if that failed
 
@@ -119,11 +132,12 @@ def _of_size(
     elems: int, rounds: int, device: torch.device
 ) -> Iterator[tuple[list[Row], list[Failure]]]:
     """Of one kernel after the other."""
-    x, y = torch.randn(2, elems, device=device)
+    roof = roof_of(4 * elems, device)
+    x, y = torch.randn(2, roof // 4, device=device)
     timer = timer_of(4 * elems, device)
     for kernel in CASES:
         times, failed = _of_kernel(kernel, elems, rounds, device, timer, partial(y.copy_, x))
-        rows = _rows(kernel, elems, times) if COPY in times else []
+        rows = _rows(kernel, elems, roof, times) if COPY in times else []
         yield rows, [Failure(kernel, way, 4 * elems, error) for way, error in failed.items()]
 
 
@@ -138,9 +152,21 @@ def _of_kernel(
     return interleaved({COPY: copy} | ways, rounds, timer)
 
 
-def _rows(kernel: str, elems: int, times: dict[str, list[float]]) -> list[Row]:
+def roof_of(size: int, device: torch.device) -> int:
+    """Bytes to copy beside a buffer of so many; of free memory a quarter at most, twice."""
+    if size < ALONE:
+        return size
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        cache, free = last_cache(), free_memory()
+    return max(size, min(ROOF_CACHES * cache, MOST_ROOF, free // 4) // 4 * 4)
+
+
+def _rows(kernel: str, elems: int, roof: int, times: dict[str, list[float]]) -> list[Row]:
     moved = CASES[kernel].moves * 4 * elems
-    copied = 8 * elems / median(times[COPY])
+    copied = 2 * roof / median(times[COPY])
     rows = []
     for way, seconds in times.items():
         if way == COPY:
@@ -156,6 +182,7 @@ def _rows(kernel: str, elems: int, times: dict[str, list[float]]) -> list[Row]:
                 min_us=round(min(seconds) * 1e6, 3),
                 p50_us=round(p50 * 1e6, 3),
                 gb_s=round(moved / p50 / 1e9, 2),
+                roof=roof,
                 percent_of_copy=round(100 * moved / p50 / copied, 1),
                 over_ours=round(p50 / median(times[OURS]), 3) if beside else None,
             )
@@ -275,8 +302,8 @@ def show(report: Report, console: Console) -> None:
         console,
         f"\nkernels on {report.device}. A size is that of one float32 buffer, in bytes; µs is the "
         "median of a call, for large sizes on a GPU of the GPU's time; GB/s is what must move over "
-        "that; a copy of the same size, in turn with the kernel, is 100 %; × ours is torch's time "
-        "over ringdp's.",
+        "that; a copy in turn with the kernel is 100 %, of the same size or where that is large of "
+        "one that leaves little of itself in a cache; × ours is torch's time over ringdp's.",
     )
     show_table(console, rows_shown(report), len(KEYS))
     for failure in report.failures:

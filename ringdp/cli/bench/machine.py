@@ -31,6 +31,17 @@ def load() -> str:
     return " ".join(f"{average:.2f}" for average in os.getloadavg())
 
 
+def last_cache() -> int:
+    """Bytes of the cache nearest to memory; 32 MiB where Linux does not tell."""
+    size = next(reversed(_caches()), "L3 32768K").split()[1]
+    return int(size.rstrip("KMG")) << 10 * " KMG".index(size[-1])
+
+
+def free_memory() -> int:
+    """Bytes; what Linux could free at once is not among them."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _field(file: Path, name: str) -> str:
     for line in file.read_text().splitlines():
         key, _, value = line.partition(":")

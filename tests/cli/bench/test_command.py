@@ -1,5 +1,6 @@
 """`ringdp bench` itself: real ranks, bad input, and ends that leave nothing behind."""
 
+import io
 import json
 import os
 import re
@@ -7,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Self
 
 import pytest
+from rich.console import Console
 
-from ringdp.cli.bench import peers, run
+from ringdp.cli.bench import command, peers, run
 from ringdp.cli.bench.contender import Round, Times
 from ringdp.cli.bench.groups import probe_ranks
-from ringdp.cli.bench.rows import read
+from ringdp.cli.bench.options import Options
+from ringdp.cli.bench.rows import Report, read
+from ringdp.cli.bench.run import Step
 from ringdp.cli.launch import RankError
 from ringdp.cli.main import main
 from tests.cli.test_launch import SECONDS, alive
@@ -123,6 +128,24 @@ def test_transports_beside_each_other_and_nccls_own(
         ("nccl-host", "nccl", True, 0),
     ]
     assert "transport" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_progress_cuts_off_neither_what_is_measured_nor_the_time(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report({}, {}, [])
+
+    def measure(options: Options, on_step: Callable[[Step], None], keep: object) -> Report:
+        on_step(Step(0.5, 64 << 20, "openmpi registered"))
+        return report
+
+    monkeypatch.setattr(command, "measure", measure)
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    assert command.watch(Options("reduce_scatter"), console, lambda _: None) is report
+    shown = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", out.getvalue())
+    assert {"reduce_scatter", "67,108,864", "openmpi", "registered", "0:00:00"} <= {*shown.split()}
 
 
 def measuring(start) -> tuple[subprocess.Popen[str], list[int]]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ringdp.cli.bench import kernels as bench
+from ringdp.cli.bench import machine
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Case
-from ringdp.cli.bench.kernels import ALONE, interleaved, timer_of
+from ringdp.cli.bench.kernels import ALONE, COPY, interleaved, roof_of, timer_of
 from ringdp.cli.main import main
 from ringdp.kernels import __all__ as kernels
 
@@ -39,6 +40,7 @@ def test_times_every_kernel_beside_torch(
         assert row["bytes"] == CASES[row["kernel"]].moves * row["size"]
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["p50_us"] / 1e3, abs=0.01)
         assert (row["over_ours"] is None) == (row["way"] == OURS)
+        assert row["roof"] == row["size"]
     shown = capsys.readouterr().out
     assert "squared_norm" in shown
     assert f"kernels on {report['device']}" in shown
@@ -87,6 +89,32 @@ def test_ways_take_turns() -> None:
     rounds = [name for before, name in zip(["", *calls], calls, strict=False) if before != name]
     # To warm up a, b; then rounds a, b and b, a and a, b.
     assert "".join(rounds) == "ababab"
+
+
+def test_the_roof_of_large_sizes_is_a_copy_of_which_little_stays_in_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "last_cache", lambda: 32 << 20)
+    monkeypatch.setattr(bench, "free_memory", lambda: 1 << 40)
+    cpu = torch.device("cpu")
+    assert roof_of(ALONE - 4, cpu) == ALONE - 4
+    assert roof_of(ALONE, cpu) == roof_of(256 << 20, cpu) == 512 << 20
+    assert roof_of(1 << 30, cpu) == 1 << 30
+    monkeypatch.setattr(bench, "last_cache", lambda: 480 << 20)
+    assert roof_of(ALONE, cpu) == bench.MOST_ROOF
+    monkeypatch.setattr(bench, "free_memory", lambda: 1 << 30)
+    assert roof_of(ALONE, cpu) == 256 << 20  # of x and y, half of what is free
+    times = {COPY: [0.5], OURS: [0.25]}
+    (row,) = bench._rows("flatten", 1 << 20, 16 << 20, times)  # copied 64 MiB/s, ours 32
+    assert (row.percent_of_copy, row.roof) == (50.0, 16 << 20)
+
+
+def test_this_machine_says_what_its_last_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_caches", lambda: ["L1 32K", "L2 1024K", "L3 32M"])
+    assert machine.last_cache() == 32 << 20
+    monkeypatch.setattr(machine, "_caches", list)
+    assert machine.last_cache() == 32 << 20
+    assert machine.free_memory() > 0
 
 
 class Device:
