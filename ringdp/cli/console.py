@@ -15,12 +15,21 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ringdp.cli.ends import print_nowhere
+
 MOST_WIDTH = 10_000  # characters: no terminal is wider
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads on, as behind `| head`: the run goes on, and writes its files."""
+        self.quiet = True
+        print_nowhere()
 
 
 def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
     """On `file`, else on standard output."""
-    return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    return _Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(console: Console, line: str, style: str = "") -> None:

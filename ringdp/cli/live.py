@@ -9,12 +9,13 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from ringdp.cli.console import say
+from ringdp.cli.console import say, width_of
 from ringdp.cli.record import MEMORY
 from ringdp.cli.training import Progress
 
 PLAIN_EVERY = 5.0  # s
 MIB = 1 << 20
+BAR = 14  # characters
 HEADINGS = ("params", "gather", "grads", "bucket", "optim")  # of MEMORY, at 80 columns
 
 
@@ -51,22 +52,33 @@ class Display:
             say(self._console, plain_line(progress))
 
     def table(self) -> Table:
-        """One row a run, the last one running. Bytes are those of rank 0."""
+        """One row a run, the last one running. Bytes are those of rank 0. A terminal too narrow
+        for all of it shows no memory, one narrower still no bar."""
+        made = self._table(memory=True, bar=True)
+        if width_of(self._console, made) > self._console.width:
+            made = self._table(memory=False, bar=True)
+        if width_of(self._console, made) > self._console.width:
+            made = self._table(memory=False, bar=False)
+        return made
+
+    def _table(self, *, memory: bool, bar: bool) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
         table.add_column("run", min_width=7, no_wrap=True)
-        table.add_column("", width=14)
-        for heading in ("step", "loss", "tok/s", *HEADINGS):
+        if bar:
+            table.add_column("", width=BAR)
+        for heading in ("step", "loss", "tok/s", *(HEADINGS if memory else ())):
             table.add_column(heading, justify="right", no_wrap=True)
         for progress in self._latest.values():
+            done = ProgressBar(total=progress.steps, completed=progress.step, width=BAR)
             table.add_row(
                 progress.run,
-                ProgressBar(total=progress.steps, completed=progress.step, width=14),
+                *([done] if bar else []),
                 f"{progress.step}",
                 f"{progress.loss:.3f}",
                 f"{progress.tokens_per_second:,.0f}",
-                *(_mib(progress.memory.get(key)) for key in MEMORY),
+                *(_mib(progress.memory.get(key)) for key in MEMORY if memory),
             )
-        table.caption = "memory per rank in MiB" if self._latest else None
+        table.caption = "memory per rank in MiB" if memory and self._latest else None
         table.caption_justify = "right"
         return table
 

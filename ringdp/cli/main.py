@@ -1,14 +1,8 @@
-"""The `ringdp` command: reads the command line and turns every end into an exit code.
+"""The `ringdp` command: reads the command line. How it ends: see `ends`."""
 
-0    done, and every number is what it must be
-1    a rank failed, a number is not what it must be, or a schedule does not do what it is for
-2    bad input: one line on stderr, and nothing was started
-128+ ended by a signal, 130 for Ctrl-C
-"""
-
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -25,19 +19,17 @@ from ringdp.cli.bench.rows import OURS
 from ringdp.cli.console import plain
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
+from ringdp.cli.ends import exit_code
 from ringdp.cli.options import Options, default_batch, parse_modes, parse_stages
 from ringdp.cli.plan import command as planning
+from ringdp.cli.plan.hardware import PER_NODE
+from ringdp.cli.plan.options import UTILISATION
 from ringdp.cli.plan.options import Options as PlanOptions
 from ringdp.cli.plan.table import show_published
 from ringdp.cli.timeline import command as timeline
 from ringdp.cli.train import run
-from ringdp.errors import RingdpError, UsageError
+from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine
-
-# typer carries its own click since 0.20 or so, so the base class is found, not imported.
-_ClickException: type[typer.BadParameter] = next(
-    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
-)
 
 app = typer.Typer(
     add_completion=False,
@@ -214,7 +206,9 @@ def plan(
         typer.Option(help="a name, params=7e9, params=7e9/48 (units), or FILE.py:factory"),
     ] = None,
     ranks: Annotated[int, typer.Option(help="processes that train together")] = PlanOptions.ranks,
-    per_node: Annotated[int, typer.Option(help="ranks of one node")] = PlanOptions.per_node,
+    per_node: Annotated[
+        int | None, typer.Option(help=f"ranks of one node; {PER_NODE} if not given")
+    ] = None,
     stage: Annotated[str, typer.Option(help="all, or some of 0,1,2,3")] = "all",
     precision: Annotated[
         str, typer.Option(help="of compute: fp32, bf16, fp16")
@@ -223,19 +217,22 @@ def plan(
         str | None, typer.Option(help="of reductions; as compute if not given")
     ] = None,
     network: Annotated[
-        str,
-        typer.Option(help="of a rank between nodes: 400Gb (bits/s), 50GB, or a bench's .json"),
-    ] = PlanOptions.network,
+        str | None,
+        typer.Option(
+            help="of a rank between nodes: 50GB, 400Gb (bits/s, if not given), or a bench's .json"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="rows of one rank in a step")] = PlanOptions.batch,
     context: Annotated[int, typer.Option(help="tokens of a row")] = PlanOptions.context,
     device: Annotated[
         str, typer.Option(help="a100, h100, h200: by datasheet")
     ] = PlanOptions.device,
     utilisation: Annotated[
-        float, typer.Option(help="share of its peak that compute reaches")
-    ] = PlanOptions.utilisation,
+        float | None,
+        typer.Option(help=f"share of its peak that compute reaches; {UTILISATION} if not given"),
+    ] = None,
     flops: Annotated[
-        float | None, typer.Option(help="a second and rank, sustained, instead of the two")
+        float | None, typer.Option(help="a second and rank, sustained, instead of that share")
     ] = None,
     memory: Annotated[
         str | None,
@@ -316,38 +313,8 @@ def doctor(
     return doctor_report.show(doctor_report.examine(), console, as_json=json)
 
 
-def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a command; say what ended it, if anything did, and with which code to exit."""
-    try:
-        return command() or 0
-    except _ClickException as error:
-        asked = getattr(error, "ctx", None)
-        more = f"; see `{asked.command_path} --help`" if asked is not None else ""
-        return _refuse(error.format_message().rstrip(".") + more)
-    except UsageError as error:
-        return _refuse(str(error))
-    except typer.Exit as error:
-        return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        return _ended_by(signal.SIGINT)
-    except RingdpError as error:
-        signum = getattr(error, "signum", None)
-        if signum is not None:
-            return _ended_by(signum)
-        print(error, file=sys.stderr)
-        return 1
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # µ and α are not worth an end
     return exit_code(lambda: app(given, prog_name="ringdp", standalone_mode=False))
-
-
-def _refuse(message: str) -> int:
-    print("ringdp: " + " ".join(message.split()), file=sys.stderr)
-    return 2
-
-
-def _ended_by(signum: int) -> int:
-    print(f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended", file=sys.stderr)
-    return 128 + signum

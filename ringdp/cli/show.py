@@ -79,12 +79,15 @@ def show(
     for option, file in (("--svg", svg_file), ("--html", html_file)):
         if file is not None:
             check_writable(file, option)
+    if svg_file is not None and html_file is not None and svg_file.resolve() == html_file.resolve():
+        raise UsageError(f"--svg and --html are both {html_file}; allowed: two files")
     schedule = proved(algorithm, collective, ranks)
     title = f"{algorithm} {collective} on {ranks} rank{'' if ranks == 1 else 's'}"
+    page = html(schedule, collective, title=title) if html_file is not None else ""
     if svg_file is not None:
         write(svg_file, svg(schedule))
     if html_file is not None:
-        write(html_file, html(schedule, collective, title=title))
+        write(html_file, page)
     lines = [
         f"{title}, proved",
         f"{_count(len(schedule.rounds), 'round')}, {_count(schedule.chunks, 'chunk')}, "
@@ -129,7 +132,7 @@ def _cost(schedule: Schedule, machine: Machine) -> Iterator[str]:
     )
     terms = machine._asdict()
     del terms["call"]  # which is not the schedule's
-    yield "   ".join(f"{name} {x:.3g} s" for name, x in terms.items())
+    yield "   ".join(f"{k} {x:.3g} {'s' if k == 'alpha' else 's/B'}" for k, x in terms.items())
     yield f"{'bytes':>13} {'predicted µs':>14}"
     for size in SIZES:
         yield f"{size:>13,} {seconds(counts, machine, size) * 1e6:>14,.1f}"

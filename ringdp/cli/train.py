@@ -48,14 +48,14 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
                 ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:
         problems = mode_report.complaints(modes, reference, options)
-        mode_report.show(console, modes, reference, problems)
         if options.json is not None:
             _write_json(options.json, [mode_report.to_json(run) for run in modes])
+        mode_report.show(console, modes, reference, problems)
         return 1 if problems else 0
     problems = complaints(ranks, reference)
-    show(console, ranks[0], reference, problems)
     if options.json is not None:
         _write_json(options.json, [to_json(run) for run in ranks[0]])
+    show(console, ranks[0], reference, problems)
     return 1 if problems else 0
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringdp.errors import UsageError
-from ringdp.schedule.algorithms import ALGORITHMS, Collective
+from ringdp.schedule.algorithms import ALGORITHMS, Collective, check_asked
 from ringdp.schedule.algorithms.ring import local_of
 from ringdp.schedule.ir import Round, Schedule
 
@@ -99,8 +99,9 @@ def _round(transfers: Round, chunks: int) -> Price:
 def closed(collective: Collective, algorithm: str, n: int) -> Price:
     """What `price` counts, from a formula: fast for n up to 65536 and beyond.
 
-    Raises UsageError if there is no such algorithm.
+    Raises UsageError if there is no such algorithm or collective, and for n < 1.
     """
+    check_asked(collective, n)
     form = CLOSED.get((collective, algorithm))
     if form is None:
         names = ", ".join(a for c, a in CLOSED if c == collective)
@@ -109,7 +110,11 @@ def closed(collective: Collective, algorithm: str, n: int) -> Price:
 
 
 def choose(collective: Collective, n: int, size: int, machine: Machine) -> str:
-    """The algorithm with the least predicted time for a buffer of `size` bytes on n ranks."""
+    """The algorithm with the least predicted time for a buffer of `size` bytes on n ranks.
+
+    Raises UsageError if there is no such collective, and for n < 1.
+    """
+    check_asked(collective, n)
     names = [a.name for a in ALGORITHMS if a.collective == collective]
     return min(names, key=lambda name: seconds(closed(collective, name, n), machine, size))
 

@@ -19,7 +19,9 @@ from ringdp.cli.plan.table import show_published
 from tests.cli.bench.rows import peer, row
 
 BENCH = Path(__file__).parents[2] / "bench/results/all_reduce.json"
-PLAN = PlanOptions(model="gpt2", ranks=2, network=BENCH.name)  # a path of any width is printed
+PLAN = PlanOptions(
+    model="gpt2", ranks=2, network=BENCH.name, flops=1e11
+)  # a path of any width is printed
 LEAST = 40  # characters of a terminal that everything fits
 LARGE = error.Row("two_way_ring", "bfloat16", 64, "normal", 4123.4, 5.1e33, 0.5, True)
 

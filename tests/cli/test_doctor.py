@@ -127,7 +127,7 @@ SITE = b"train.py:40".ljust(SITE_BYTES, b"\0")
 
 
 @pytest.fixture
-def apart() -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
+def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
     """The job's store, a communicator's part of it, and a process with a rank's environment.
 
     Of two ranks that share no memory the first waits; both have had their last word.
@@ -138,7 +138,7 @@ def apart() -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
         job.set(f"communicators/{k}", line)
     job.add("communicators", 5)
     one = PrefixStore("1.1", job)
-    ranks = [Answers(one, rank, 2) for rank in range(2)]
+    ranks = [Answers(asking(one), rank, 2) for rank in range(2)]
     ranks[0].begin(1, (0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE))
     ranks[0].waits(1, 1)
     for rank in ranks:
@@ -171,18 +171,23 @@ def test_ranks_that_share_no_memory_are_asked(apart, capsys):
     assert "holds no communicator of ringdp open" in capsys.readouterr().err
 
 
-def test_a_job_whose_store_is_gone_is_told_in_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, capsys, silent):
     monkeypatch.setattr(outside, "TIMEOUT", timedelta(milliseconds=50))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    if not silent:
+        taken.close()
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with subprocess.Popen(["sleep", "600"], env=environ | {"PATH": os.environ["PATH"]}) as process:
         try:
             assert main(["doctor", "--pid", str(process.pid)]) == 1
         finally:
             process.kill()
+            taken.close()
     (line,) = capsys.readouterr().out.splitlines()
     assert f"at the store at 127.0.0.1:{port}: rank 0 cannot reach rank 0's store" in line
+    assert ("has given no answer" in line) == silent
 
 
 @pytest.mark.parametrize(
@@ -191,9 +196,10 @@ def test_a_job_whose_store_is_gone_is_told_in_one_line(monkeypatch, capsys):
         (["--pid", "4194305"], "there is no process 4194305"),  # beyond the largest pid
         (["--pid", str(os.getpid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
+        (["--job", "²"], "² is neither a process nor the --rdzv-id"),
         (["--json", "--pid", "1"], "takes one of"),
     ],
-    ids=["no process", "no rank", "no job", "too much"],
+    ids=["no process", "no rank", "no job", "no number", "too much"],
 )
 def test_bad_arguments_are_refused_in_one_line(capsys, arguments, said):
     assert main(["doctor", *arguments]) == 2

@@ -77,16 +77,19 @@ def test_json_has_the_documented_keys() -> None:
     }
 
 
-def test_live_table_fits_80_columns() -> None:
-    console = Console(file=io.StringIO(), width=80)
+@pytest.mark.parametrize(("width", "shows"), [(80, "100.00"), (60, "━"), (40, "123,456")])
+def test_live_table_fits(width: int, shows: str) -> None:
+    """Without memory, or without the bar, rather than with half a number."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     display = Display(console)
     display.update(Progress("single", 150, 150, 2.5, 123_456.0, {}))
     display.update(Progress("stage 3", 77, 150, 2.5, 123_456.0, MEMORY))
     console.print(display.table())
     assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    assert any("stage 3" in line and "100.00" in line for line in lines)
+    text = console.file.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "…" not in text
+    assert any("stage 3" in line and shows in line for line in text.splitlines())
 
 
 def test_plain_lines_are_few() -> None:

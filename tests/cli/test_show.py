@@ -94,6 +94,12 @@ def test_it_writes_an_svg_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("hierarchical:2 all_reduce on 6 ranks, proved\n")
 
 
+def test_a_page_that_cannot_be_leaves_no_svg(tmp_path: Path):
+    drawings = ["--svg", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")]
+    assert main(["show", "ring", "--ranks", "65", *drawings]) == 2
+    assert not list(tmp_path.iterdir())
+
+
 MINE = """
 from ringdp.schedule import Schedule, Transfer
 
@@ -156,6 +162,10 @@ REFUSED = {
         ["direct", "--ranks", "64", "--html", "/dev/null"],
         "a replay shows at most 4096 slots; 64 ranks of 128 chunks",
     ),
+    "one file": (
+        ["ring", "--svg", "/tmp/ringdp-1", "--html", "/tmp/../tmp/ringdp-1"],
+        "--svg and --html are both /tmp/../tmp/ringdp-1; allowed: two files",
+    ),
     "file": (["/nowhere/mine.py:f"], "cannot read /nowhere/mine.py: No such file or directory"),
     "no name": (["MINE"], "names no function"),
     "no function": (["MINE:ring"], "has no function 'ring'; it has star, twice, other, raises"),
@@ -180,6 +190,7 @@ def test_cost_counts_and_predicts(capsys):
     assert main(["show", "ring", "--ranks", "4", "--cost", "--alpha", "1e-6", "--beta", "0"]) == 0
     said = capsys.readouterr().out
     assert "6 α + S (3/2 β + 3/4 γ + 6 bus)" in said
+    assert "alpha 1e-06 s   beta 0 s/B   gamma 2.5e-11 s/B   bus 0 s/B\n" in said
     assert re.search(r"1,024 +6\.0", said)
     assert max(map(len, said.splitlines())) <= 80
     assert main(["show", "ring", "--cost", "--alpha", "-1"]) == 2

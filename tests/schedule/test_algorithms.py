@@ -118,6 +118,11 @@ def test_a_wrong_name_says_what_there_is(arguments, says):
         schedule(*arguments)
 
 
+def test_a_proof_of_no_collective_is_refused():
+    with pytest.raises(UsageError, match="no collective 'nonsense'; there are all_reduce"):
+        verify(ring_all_reduce(1), "nonsense")
+
+
 def test_combinators_refuse_what_does_not_fit():
     ring = ring_all_reduce(4)
     with pytest.raises(ScheduleError, match="4 x 4 was asked to go before 3 x 3"):

@@ -45,6 +45,15 @@ def test_small_messages_want_few_and_large_ones_few_bytes():
             assert seconds(closed("all_reduce", best, n), machine, size) == least
 
 
+def test_halving_sends_what_a_ring_does_in_fewer_messages():
+    """As docs/1 says: of a power of two, from 4 ranks on."""
+    assert closed("all_reduce", "halving", 2) == closed("all_reduce", "ring", 2)
+    for n in (4, 8, 16, 1024, 65536):
+        halving, ring = (closed("all_reduce", name, n) for name in ("halving", "ring"))
+        assert halving[1:3] == ring[1:3]
+        assert halving.messages < ring.messages
+
+
 def test_fit_finds_the_machine_that_made_the_times():
     machine = Machine(alpha=3e-6, beta=2e-10, gamma=5e-11, bus=4e-11, call=1e-6)
     rows = [
@@ -81,3 +90,11 @@ def test_fit_keeps_every_term_at_zero_or_above():
 def test_an_unknown_price_says_what_there_is():
     with pytest.raises(UsageError, match="ring, two_way_ring"):
         closed("all_reduce", "magic", 4)
+
+
+@pytest.mark.parametrize(("collective", "n"), [("nonsense", 4), ("all_reduce", 0)])
+def test_what_has_no_price_is_refused(collective, n):
+    with pytest.raises(UsageError, match=r"no collective 'nonsense'|at least 1 rank, got 0"):
+        closed(collective, "ring", n)
+    with pytest.raises(UsageError, match=r"no collective 'nonsense'|at least 1 rank, got 0"):
+        choose(collective, n, 1024, Machine(1e-5, 1e-10, 0))

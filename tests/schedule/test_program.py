@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringdp.errors import ScheduleError
+from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule import (
     ALGORITHMS,
     Program,
@@ -17,6 +17,7 @@ from ringdp.schedule import (
     project,
     schedule,
 )
+from ringdp.schedule.program import alike
 from ringdp.transport.simulator import simulate
 
 by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
@@ -88,6 +89,12 @@ def test_two_messages_to_one_peer_keep_their_order():
     assert after[0].tolist() == [[4.0, 1.0], [1.0, 4.0]]
 
 
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_not_there_has_no_program(rank):
+    with pytest.raises(UsageError, match=f"rank is {rank}; allowed: 0 to 3"):
+        project(schedule("all_reduce", "ring", 4), rank)
+
+
 def test_a_receive_without_its_send_is_named():
     plan = schedule("all_reduce", "ring", 3)
     parts = [project(plan, r) for r in range(3)]
@@ -102,3 +109,11 @@ def test_a_store_that_nobody_reads_is_dropped():
     assert names == ["send", "recv_reduce_send", "recv_reduce_send", "recv_reduce_copy"]
     kept = [row.name for row in fuse(project(plan, 0))]
     assert kept[1] == "recv_reduce_copy_send"
+
+
+def test_chunks_that_must_be_alike():
+    of_ours = [(a.collective, alike(schedule(a.collective, a.name, 4))) for a in ALGORITHMS]
+    assert {collective for collective, found in of_ours if found} == {"all_to_all"}
+    t = Transfer
+    rounds = ((t(0, 1, 0, 3, False),), (t(1, 1, 3, 4, False),), (t(1, 0, 4, 2, True),))
+    assert alike(Schedule(2, 3, rounds)) == ((0, 2),)  # by way of scratch

@@ -44,7 +44,7 @@ def show_process(pid: int, console: Console) -> int:
 
 def show_job(job: str, console: Console) -> int:
     """The communicators of a process and all below it, or of a torchrun run id."""
-    pids = family(int(job)) if job.isdigit() else []
+    pids = family(int(job)) if job.isdecimal() else []
     pids = pids or _of_run(job)
     if not pids:
         raise UsageError(

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from ringdp.cli.bench.options import parse_bytes
 from ringdp.cli.options import between, check_writable, one_of, write
-from ringdp.cli.plan.hardware import DEVICES, network
+from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
 from ringdp.cli.plan.models import Model, read
-from ringdp.cli.plan.options import Options
+from ringdp.cli.plan.options import UTILISATION, Options
 from ringdp.cli.plan.stages import MOST_RANKS, Row, Setting, recommend, row
 from ringdp.cli.plan.table import show
 from ringdp.errors import UsageError
@@ -32,34 +32,30 @@ def plan(options: Options, console: Console) -> int:
     model = read(options.model, precision(options))
     rows = [row(model, stage, setting) for stage in options.stages]
     says = recommend(rows, model, setting)
-    show(console, options, model, setting, rows, says)
     if options.json is not None:
         found = to_json(options, model, setting, rows, says)
         write(options.json, json.dumps(found, indent=1) + "\n")
+    show(console, options, model, setting, rows, says)
     return 0
 
 
 def check(options: Options) -> Setting:
     """Raises UsageError for the first thing that cannot work."""
     between("--ranks", options.ranks, 1, MOST_RANKS)
-    between("--per-node", options.per_node, 1, MOST_RANKS)
+    if options.per_node is not None:
+        between("--per-node", options.per_node, 1, MOST_RANKS)
     between("--batch", options.batch, 1, 1 << 20)
     between("--context", options.context, 1, 1 << 24)
-    within = options.ranks <= options.per_node
-    if not within and options.ranks % options.per_node:
-        raise UsageError(
-            f"--ranks is {options.ranks}; allowed: a multiple of --per-node, which is "
-            f"{options.per_node}, or fewer"
-        )
     one_of("--precision", options.precision, PRECISIONS)
     if options.reduce is not None:
         one_of("--reduce", options.reduce, PRECISIONS)
     one_of("--device", options.device, DEVICES)
     one_of("--algorithm", options.algorithm, ALGORITHMS)
-    if not LEAST_UTILISATION <= options.utilisation <= 1:
-        raise UsageError(
-            f"--utilisation is {options.utilisation}; allowed: {LEAST_UTILISATION:g} to 1"
-        )
+    share = options.utilisation
+    if share is not None and not LEAST_UTILISATION <= share <= 1:
+        raise UsageError(f"--utilisation is {share}; allowed: {LEAST_UTILISATION:g} to 1")
+    if share is not None and options.flops is not None:
+        raise UsageError("plan takes either --flops or --utilisation")
     if options.flops is not None and not 1 <= options.flops <= MOST_FLOPS:
         raise UsageError(f"--flops is {options.flops}; allowed: 1 to {MOST_FLOPS:g} a second")
     if options.alpha is not None and not 0 <= options.alpha <= MOST_ALPHA:
@@ -72,13 +68,25 @@ def check(options: Options) -> Setting:
     if options.json is not None:
         check_writable(options.json)
     peak = has.fp32 if options.precision == "fp32" else has.bf16
+    over = network(
+        options.network,
+        options.device,
+        options.ranks,
+        per_node=options.per_node,
+        alpha=options.alpha,
+    )
+    if over.yields and options.flops is None:
+        raise UsageError(
+            f"--network is {options.network}, measured in a host's memory; allowed: with --flops, "
+            f"what a rank computes there, which is no {options.device}"
+        )
     return Setting(
         ranks=options.ranks,
         tokens=options.batch * options.context,
         memory=memory,
-        flops=options.flops or options.utilisation * peak,
+        flops=options.flops or (share or UTILISATION) * peak,
         bandwidth=has.bandwidth,
-        network=network(options.network, options.device, within=within, alpha=options.alpha),
+        network=over,
         algorithm=options.algorithm,
     )
 
@@ -97,7 +105,7 @@ def to_json(
         "parameters": model.elements,
         "units": len(model.parts),
         "ranks": setting.ranks,
-        "per_node": options.per_node,
+        "per_node": None if setting.network.measured else options.per_node or PER_NODE,
         "precision": options.precision,
         "tokens_per_rank": setting.tokens,
         "memory_bytes": setting.memory,

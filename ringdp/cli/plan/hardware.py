@@ -31,6 +31,7 @@ DEVICES = {
     "h200": Device(989e12, 67e12, 141 * 10**9, 4.8e12, 450e9),
 }
 HOSTS_MEMORY = ("shm", "nccl-host")  # transports that move bytes there, unlike c10d and nccl
+PER_NODE, BETWEEN_NODES = 8, "400Gb"  # where nothing is said
 ASSUMED_ALPHA = 1e-5  # s a message
 LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb or GB a second
 
@@ -71,18 +72,42 @@ class Network(NamedTuple):
             found.append(f"buffers to {out[-1]:,} bytes, measured {m.least:,} to {m.most:,}")
         if more := sorted(collectives - m.collectives):
             found.append(f"{', '.join(more)}, measured {', '.join(sorted(m.collectives))}")
+        if self.yields:
+            found.append("the optimizer, at the bandwidth of a GPU's memory")
         return found
 
 
-def network(given: str, device: str, *, within: bool, alpha: float | None) -> Network:
-    """`400Gb` (bits/s), `50GB` (bytes/s) or a file; `within`: all ranks are on one node.
+def network(
+    given: str | None,
+    device: str,
+    ranks: int,
+    *,
+    per_node: int | None = None,
+    alpha: float | None = None,
+) -> Network:
+    """`400Gb` (bits/s), `50GB` (bytes/s) or a file, whose ranks are where they were.
 
-    Raises UsageError for anything else.
+    Raises UsageError for anything else, and for what would count for nothing.
     """
-    if given.endswith(".json"):
-        if alpha is not None:
-            raise UsageError(f"--alpha is {alpha}; allowed: none with {given}, which says its own")
+    if given is not None and given.endswith(".json"):
+        for option, value in (("--alpha", alpha), ("--per-node", per_node)):
+            if value is not None:
+                raise UsageError(
+                    f"{option} is {value}; allowed: none with {given}, which says its own"
+                )
         return from_file(Path(given))
+    node = PER_NODE if per_node is None else per_node
+    within = ranks <= node
+    if within and given is not None:
+        raise UsageError(
+            f"--network is {given!r}, between nodes; allowed: none with --ranks {ranks}, which are "
+            f"on one node of {node} (--per-node)"
+        )
+    if not within and ranks % node:
+        raise UsageError(
+            f"--ranks is {ranks}; allowed: a multiple of --per-node, which is {node}, or fewer"
+        )
+    given = given or BETWEEN_NODES
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(Gb|GB)", given.strip())
     if match is None or not LEAST_RATE <= float(match[1]) <= MOST_RATE:
         raise UsageError(

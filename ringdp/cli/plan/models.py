@@ -24,7 +24,7 @@ from ringdp.schedule.own import load, said
 
 DEFAULT_UNITS = 32  # of a model that is but a number of parameters
 MOST_PARAMETERS = 10**14
-MOST_UNITS = 10_000
+MOST_UNITS = 1_000
 
 Parameters = tuple[tuple[str, int], ...]  # name, elements
 
@@ -57,10 +57,11 @@ class Model(NamedTuple):
         return layout([(p.name, p.parameters) for p in self.parts], ranks)
 
     def scaled(self, elements: int) -> Model:
-        """The same model with so many elements: every parameter larger by one factor."""
+        """The same model with about so many elements: each parameter's times one factor, rounded
+        up, so that none loses its last."""
         old = self.elements
         parts = [
-            p._replace(parameters=tuple((n, e * elements // old) for n, e in p.parameters))
+            p._replace(parameters=tuple((n, -(-e * elements // old)) for n, e in p.parameters))
             for p in self.parts
         ]
         return self._replace(parts=tuple(parts))
@@ -153,6 +154,8 @@ def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
         sizes = tuple((n, p.numel()) for n, p in unit.parameters)
         parts.append(Part(unit.name, sizes, kind, any(p.requires_grad for p in own)))
         groups.setdefault(unit.module, []).append(index)
+    if not any(elements for part in parts for _, elements in part.parameters):
+        raise UsageError(f"--model: {name}() made no parameter of any element; allowed: some")
     return Model(name, tuple(parts), tuple(tuple(g) for g in groups.values()))
 
 

@@ -121,7 +121,7 @@ def largest(model: Model, stage: int, setting: Setting) -> int:
         scaled, yields = model.scaled(elements), setting.network.yields
         return sum(held(scaled, stage, setting.ranks, yields=yields)) <= setting.memory
 
-    return _largest(fits, setting.memory)
+    return _largest(fits, model.elements)
 
 
 def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
@@ -155,10 +155,10 @@ def _gathered(model: Model, stage: int, ranks: int) -> list[int]:
     return [w.compute * u.padded for u, w in zip(model.layout(ranks), model.widths, strict=True)]
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    if not fits(1):
-        return 0
-    low, high = 1, most  # an element takes more than a byte
+def _largest(fits: Callable[[int], bool], guess: int) -> int:
+    low, high = 0, guess
+    while fits(high):
+        low, high = high, 2 * high
     while high - low > max(low // EXACT, 1):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -11,7 +11,7 @@ from rich.console import Console
 from ringdp.cli.console import say, show_table, table
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
-from ringdp.cli.plan.options import Options
+from ringdp.cli.plan.options import UTILISATION, Options
 from ringdp.cli.plan.published import figures
 from ringdp.cli.plan.stages import Row, Setting
 from ringdp.schedule.cost import Machine
@@ -39,7 +39,8 @@ def show(
     rows: Sequence[Row],
     says: str,
 ) -> None:
-    rate = "given" if options.flops else f"{options.device} × {options.utilisation:g}, assumed"
+    share = options.utilisation or UTILISATION
+    rate = "given" if options.flops else f"{options.device} × {share:g}, assumed"
     network = setting.network
     fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
     hides = "" if network.beside(setting.ranks) else _not_beside(network)

@@ -44,13 +44,14 @@ def read(path: Path) -> Run:
     about = document.get("ringdp") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise UsageError(f"{path} is no trace of this version of ringdp; {WRITTEN_BY}")
-    for problem in chain(problems(document), _misfits(about, document["traceEvents"])):
+    for problem in chain(problems(document), _misfits(about, document)):
         raise UsageError(f"{path} is damaged: {problem}; {WRITTEN_BY}")
     parts = {int(rank): part for rank, part in about["parts"].items()}
     return Run(about["ranks"], about["missing"], parts, document["traceEvents"])
 
 
-def _misfits(about: dict[str, Any], events: list[Event]) -> Iterator[str]:
+def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
+    """Of a document without `problems`."""
     found = misfit(about, shapes.ABOUT, "ringdp")
     if found is not None:
         yield found
@@ -62,7 +63,7 @@ def _misfits(about: dict[str, Any], events: list[Event]) -> Iterator[str]:
             yield f"{where} is of no rank"
     engines = [e for part in about["parts"].values() for e in part.get("engines") or ()]
     counters = {engine.get("counter") for engine in engines if isinstance(engine, dict)}
-    for index, event in enumerate(events):
+    for index, event in enumerate(document["traceEvents"]):
         where, phase = f"traceEvents[{index}]", event["ph"]
         kind = event.get("cat") if phase == "X" else event["name"]
         of = shapes.ARGS.get((phase, str(kind)))

@@ -30,11 +30,11 @@ def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 
 
 
 def test_a_link_by_bits_and_by_bytes():
-    found = network("400Gb", "h100", within=False, alpha=None)
+    found = network("400Gb", "h100", 16)
     assert found.machine == (1e-5, 2e-11, pytest.approx(3 / 3.35e12), 0.0, 0.0)
-    assert network("50GB", "h100", within=False, alpha=None).machine == found.machine
-    assert network("50GB", "h100", within=False, alpha=0.5).machine.alpha == 0.5
-    within = network("400Gb", "h100", within=True, alpha=None)
+    assert network("50GB", "h100", 16).machine == found.machine
+    assert network("50GB", "h100", 16, alpha=0.5).machine.alpha == 0.5
+    within = network(None, "h100", 8)
     assert within.machine.beta == 1 / 450e9
     assert "within its node" in within.source
 
@@ -80,7 +80,7 @@ def test_gathers_yield_where_they_are_in_a_hosts_memory(tmp_path):
     """As an engine's do, see `Engine.yields`."""
     for transport, yields in (("shm", True), ("nccl-host", True), ("c10d", False), ("nccl", False)):
         assert from_file(rows(tmp_path / "b.json", transport=transport)).yields == yields
-    assert not network("400Gb", "h100", within=False, alpha=None).yields
+    assert not network("400Gb", "h100", 16).yields
 
 
 def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
@@ -88,25 +88,29 @@ def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
     report = json.loads(path.read_text())
     path.write_text(json.dumps(report | {"machine": {"cores": "8"}}))
     assert [from_file(path).beside(n) for n in (2, 4, 5)] == [True, True, False]
-    assert network("400Gb", "h100", within=False, alpha=None).beside(1000)
+    assert network("400Gb", "h100", 16).beside(1000)
 
 
 def test_extrapolation_is_said(tmp_path):
     found = from_file(rows(tmp_path / "b.json"))
-    assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == []
+    optimizer = "the optimizer, at the bandwidth of a GPU's memory"
+    assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == [optimizer]
+    over_gpus = from_file(rows(tmp_path / "b.json", transport="nccl"))
+    assert over_gpus.beyond({"all_reduce"}, 4, {1 << 10}) == []
     assert found.beyond({"reduce_scatter"}, 64, {1 << 30}) == [
         "64 ranks, measured 2, 4, 8",
         "buffers to 1,073,741,824 bytes, measured 1,024 to 4,194,304",
         "reduce_scatter, measured all_gather, all_reduce",
+        optimizer,
     ]
-    named = network("400Gb", "h100", within=False, alpha=None)
+    named = network("400Gb", "h100", 16)
     assert named.beyond({"all_reduce"}, 2, {1}) != []
 
 
 @pytest.mark.parametrize("given", ["400", "fast", "0Gb", "-1Gb", "nanGb", "400GiB"])
 def test_what_is_no_network_is_refused(given):
     with pytest.raises(UsageError, match=f"--network is '{given}'; allowed: bits"):
-        network(given, "h100", within=False, alpha=None)
+        network(given, "h100", 16)
 
 
 def test_a_bench_of_a_gpu_has_no_bound_and_is_fitted(tmp_path):
@@ -168,4 +172,4 @@ def test_files_without_rows_of_ours_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"other.json holds no row of ringdp's own"):
         from_file(rows(path, transport="gloo"))
     with pytest.raises(UsageError, match=r"--alpha is 1.0; allowed: none with"):
-        network(str(rows(path)), "h100", within=False, alpha=1.0)
+        network(str(rows(path)), "h100", 2, alpha=1.0)

@@ -55,6 +55,9 @@ def test_scaling_keeps_the_layout():
     twice = model.scaled(2 * model.elements)
     assert twice.elements == 2 * model.elements
     assert [p.name for p in twice.parts] == [p.name for p in model.parts]
+    assert model.scaled(model.elements) == model
+    small = model.scaled(1)
+    assert {e for p in small.parts for _, e in p.parameters} == {1}, "none vanishes"
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,14 @@ def test_scaling_keeps_the_layout():
         ("params=many", "allowed: params=NUMBER or params=NUMBER/UNITS"),
         ("params=7e9/0", "allowed: params=NUMBER"),
         ("params=3/4", "of at least one each"),
+        ("params=7e9/1001", "in at most 1000 units"),
         ("params=1e20", "at most 1e+14 parameters"),
         ("/nowhere/m.py:net", "cannot read /nowhere/m.py: No such file"),
         (
             f"{HERE}:absent",
-            "has no function 'absent'; it has net, huge, number, lazy, needs, raising",
+            "has no function 'absent'; it has net, huge, number, lazy, needs, raising, empty",
         ),
+        (f"{HERE}:empty", "empty() made no parameter of any element; allowed: some"),
         (f"{HERE}:number", "number() returned int; allowed: a torch.nn.Module"),
         (f"{HERE}:lazy", "parameter weight has no shape yet"),
         (f"{HERE}:needs", "needs() raised TypeError: needs() missing 1 required positional arg"),

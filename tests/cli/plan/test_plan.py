@@ -44,13 +44,16 @@ def test_what_the_engine_holds_beside_them():
     assert zero == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_largest_model_fits_and_a_larger_one_does_not():
-    model, setting, rows, _ = planned(model="params=1e9/8", ranks=8, memory="16G")
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_the_largest_model_fits_and_a_larger_one_does_not(ranks):
+    """On many ranks it has more elements than a rank has bytes."""
+    model, setting, rows, _ = planned(model="params=1e9/64", ranks=ranks, memory="16G")
     for r in rows:
         assert r.largest == largest(model, r.stage, setting)
-        assert sum(held(model.scaled(r.largest), r.stage, 8)) <= setting.memory
+        assert sum(held(model.scaled(r.largest), r.stage, ranks)) <= setting.memory
         above = r.largest + 2 * r.largest // EXACT
-        assert sum(held(model.scaled(above), r.stage, 8)) > setting.memory
+        assert sum(held(model.scaled(above), r.stage, ranks)) > setting.memory
+    assert (rows[3].largest > setting.memory) == (ranks > 8)
     assert [r.fits for r in rows] == [r.largest >= model.elements for r in rows]
 
 
@@ -75,19 +78,31 @@ def test_a_larger_model_fits_where_gathers_yield():
     least, more = (sum(held(model, 3, 4, yields=yields)) for yields in (True, False))
     assert least < more
     given = {"model": "params=1e6/8", "stages": (3,), "memory": str(least)}
-    _, _, (fits,), _ = planned(**given, ranks=4, network=str(BENCH))
+    _, _, (fits,), _ = planned(**given, ranks=4, network=str(BENCH), flops=1e11)
     _, _, (does_not,), _ = planned(**given, ranks=4)
     assert fits.fits
     assert fits.largest >= model.elements * (1 - 1 / EXACT)
     assert not does_not.fits
     assert does_not.largest < model.elements
-    assert planned(**given, ranks=2, network=str(BENCH))[3].endswith("would with 4 ranks")
+    assert planned(**given, ranks=2, network=str(BENCH), flops=1e11)[3].endswith(
+        "would with 4 ranks"
+    )
     assert planned(**given, ranks=2)[3].endswith("would with 8 ranks")
 
 
 def test_json_says_what_the_tables_say(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    asked = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--network", str(BENCH)]
+    asked = [
+        "plan",
+        "--model",
+        f"{HERE}:net",
+        "--ranks",
+        "2",
+        "--network",
+        str(BENCH),
+        "--flops",
+        "1e11",
+    ]
     assert main([*asked, "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     found = json.loads(out.read_text())
@@ -99,10 +114,21 @@ def test_json_says_what_the_tables_say(tmp_path, capsys):
             time["total"], time["compute"] + time["exposed"] + time["optimizer"], rel_tol=1e-12
         )
         assert math.isclose(time["communication"], time["hidden"] + time["exposed"], rel_tol=1e-12)
-    assert found["stages"][0]["extrapolated"] == []
-    assert found["stages"][3]["extrapolated"] == ["all_gather, reduce_scatter, measured all_reduce"]
-    assert "Extrapolated: all_gather, reduce_scatter, measured all_reduce." in shown
+    optimizer = "the optimizer, at the bandwidth of a GPU's memory"
+    more = "all_gather, reduce_scatter, measured all_reduce"
+    assert found["stages"][0]["extrapolated"] == [optimizer]
+    assert found["stages"][3]["extrapolated"] == [more, optimizer]
+    assert f"Extrapolated: {more}; {optimizer}." in shown
     assert f"Recommended: {found['recommendation']}." in shown
+
+
+def test_a_bench_may_have_any_number_of_ranks(tmp_path):
+    out = tmp_path / "plan.json"
+    asked = ["plan", "--model", "gpt2", "--ranks", "12", "--json", str(out)]
+    assert main([*asked, "--network", str(BENCH), "--flops", "1e11"]) == 0
+    assert json.loads(out.read_text())["per_node"] is None
+    assert main([*asked, "--per-node", "6"]) == 0
+    assert json.loads(out.read_text())["per_node"] == 6
 
 
 def test_a_small_model_is_shown_in_small_units(capsys):
@@ -150,6 +176,23 @@ REFUSED = {
     "precision": (["--model", "gpt2", "--precision", "int8"], "--precision is 'int8'; allowed"),
     "reduce": (["--model", "gpt2", "--reduce", "int8"], "--reduce is 'int8'; allowed"),
     "network": (["--model", "gpt2", "--network", "wet"], "--network is 'wet'; allowed"),
+    "network of one node": (
+        ["--model", "gpt2", "--ranks", "8", "--network", "100Gb"],
+        "--network is '100Gb', between nodes; allowed: none with --ranks 8, which are on one node "
+        "of 8 (--per-node)",
+    ),
+    "nodes of a bench": (
+        ["--model", "gpt2", "--network", str(BENCH), "--per-node", "8"],
+        "--per-node is 8; allowed: none with",
+    ),
+    "no GPU": (
+        ["--model", "gpt2", "--network", str(BENCH)],
+        "measured in a host's memory; allowed: with --flops, what a rank computes there",
+    ),
+    "two rates": (
+        ["--model", "gpt2", "--flops", "1e12", "--utilisation", "0.5"],
+        "plan takes either --flops or --utilisation",
+    ),
     "no file": (["--model", "gpt2", "--network", "/no.json"], "--json`: No such file"),
     "another file": (["--model", "gpt2", "--network", str(OTHER)], "--json`: it is something else"),
     "device": (["--model", "gpt2", "--device", "tpu"], "--device is 'tpu'; allowed: a100"),

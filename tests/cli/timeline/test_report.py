@@ -97,6 +97,7 @@ REFUSED = {
     "a list": ("[]", "{} is no trace of this version of ringdp"),
     "another's": ('{"traceEvents": []}', "{} is no trace of this version of ringdp"),
     "newer": ('{"traceEvents": [], "ringdp": {"version": 99}}', "{} is no trace of this version"),
+    "no events": ('{"ringdp": {"version": 1}}', "{} is damaged: it has no list traceEvents"),
     "no ranks": ('{"traceEvents": [], "ringdp": {"version": 1}}', "ringdp has no ranks; allowed"),
     "deep": ("[" * 200_000, "{} is nested too deeply; allowed"),
     "events": ('{"traceEvents": [{"ph": "Q"}], "ringdp": {"version": 1}}', "ph is 'Q'"),

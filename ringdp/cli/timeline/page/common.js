@@ -13,7 +13,10 @@ const us = (t) => t >= 1e6 ? `${(t / 1e6).toFixed(3)} s` : t >= 1e3 ? `${(t / 1e
   : `${t.toFixed(1)} µs`;
 const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 const bytes = (b) => b.toLocaleString("en");
-const median = (list) => list.toSorted((a, b) => a - b)[list.length >> 1];
+function median(list) {
+  const sorted = list.toSorted((a, b) => a - b), half = list.length >> 1;
+  return (sorted[half] + sorted[list.length - 1 - half]) / 2;
+}
 let data, first = 0, last = 1; // µs of all
 let view = [0, 1]; // what the timeline shows
 let rows = [], tall = 0; // of the timeline: lanes and what they hang on; its height

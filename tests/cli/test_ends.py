@@ -1,0 +1,44 @@
+"""Standard output that takes no µ, no byte more, or that nobody reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ringdp.cli.main import main
+
+PLAN = ["plan", "--model", "gpt2"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("arguments", [["show", "ring", "--cost"], PLAN], ids=lambda a: a[0])
+def test_what_a_terminal_has_no_letter_for_is_a_question_mark(arguments, encoding, monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding=encoding))
+    assert main(arguments) == 0
+    assert b"?" in out.getvalue()
+
+
+@pytest.mark.parametrize("arguments", [["show", "ring"], PLAN], ids=lambda a: a[0])
+def test_a_full_disk_is_one_line(arguments, monkeypatch, capsys):
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        assert main(arguments) == 1
+    assert capsys.readouterr().err == "ringdp: [Errno 28] No space left on device\n"
+
+
+def test_what_nobody_reads_is_written_all_the_same(tmp_path: Path, monkeypatch, capsys):
+    """As `ringdp plan --json FILE | head -0`."""
+    file = tmp_path / "plan.json"
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as pipe, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", pipe)
+        assert main([*PLAN, "--json", str(file)]) == 0
+        assert main(["show", "--list"]) == 0, "printed nowhere now"
+    assert json.loads(file.read_text())["model"] == "gpt2"
+    assert capsys.readouterr().err == ""
