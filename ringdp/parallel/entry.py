@@ -74,7 +74,7 @@ def shard(
     offload.check(row)
     if meta.pending(model):
         meta.check(model, init)
-    comm = communicator_of(comm)
+    comm = communicator_of(comm, model.parameters())
     kinds = kinds_of(model, precision)
     found = find_units(
         model,

@@ -133,9 +133,18 @@ def cast_at(
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """The same structure with every floating tensor in that dtype; what has all in it stays."""
+    """The same structure with every floating tensor in that dtype; what has all in it stays.
+
+    Raises UsageError for a container that holds itself.
+    """
 
     def differs(t: Tensor) -> bool:
         return t.is_floating_point() and t.dtype != dtype
 
-    return map_tensors(lambda t: t.to(dtype), values, which=differs)
+    try:
+        return map_tensors(lambda t: t.to(dtype), values, which=differs)
+    except RecursionError:
+        raise UsageError(
+            "a module takes or returns containers within one another without end, as a dict that "
+            f"holds itself: their tensors cannot be cast to {dtype}; allowed: none that does"
+        ) from None

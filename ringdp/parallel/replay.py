@@ -181,6 +181,8 @@ class _Replay:
         return self.buckets[self.reducing] if self.yields and self.reducing is not None else 0
 
     def wanted(self, under_way: int | None = None) -> list[int]:
+        if len(self.held) == len(self.sizes):
+            return []  # soon said, where nothing is freed
         beside = self.under_way() if under_way is None else under_way
         return ahead(
             self.order,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, LossScaler, Offload, Precision
-from ringdp.parallel.precision import Dtypes, dtypes
+from ringdp.parallel.precision import Dtypes, cast, dtypes
 
 pytestmark = pytest.mark.process
 
@@ -54,6 +54,13 @@ def mixed(comm: Communicator, stage: int) -> None:
         assert p.dtype == FLOAT
         assert torch.equal(p.grad.flatten(), q.grad.flatten())
     engine.close()
+
+
+def test_what_holds_itself_is_refused():
+    cyclic: dict[str, object] = {"x": torch.ones(2)}
+    cyclic["self"] = [cyclic]
+    with pytest.raises(ringdp.UsageError, match="as a dict that holds itself: their tensors"):
+        cast(cyclic, torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -26,7 +26,7 @@ class Holding:
     def comm(self) -> Communicator:
         """A copy's is the default one."""
         if self._comm is None:
-            self._comm = communicator_of(None)
+            self._comm = communicator_of(None, (t.parameter for t in self._trainable))
         return self._comm
 
     @property

@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
         self._around = Around(self._trainable)
         self._reducer = None
-        self._comm = communicator_of(process_group)
+        self._comm = communicator_of(process_group, module.parameters())
         self.settings = Settings(
             caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or (), self.comm),
             find_unused_parameters=find_unused_parameters,

@@ -126,7 +126,7 @@ def initialize(
     sizes bound the units, which are both gathered and reduced in one piece. Raises UsageError for
     a key that is not implemented: KEYS has those that are.
     """
-    comm = communicator_of(comm)
+    comm = communicator_of(comm, model.parameters())
     said = _filled("config", config, KEYS)
     zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]
     if half["enabled"] and brain["enabled"]:

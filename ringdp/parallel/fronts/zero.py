@@ -42,7 +42,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             },
         )
         super().__init__(params, defaults)
-        self._comm = communicator_of(process_group)
+        self._comm = communicator_of(
+            process_group, (p for group in self.param_groups for p in group["params"])
+        )
         self._parts: list[list[tuple[Tensor, nn.Parameter, int]]] = []  # of each group
         self._plans: list[tuple[Unit, list[Tensor]]] = []  # of each dtype
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
