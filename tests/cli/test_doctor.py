@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_a_job_is_a_process_with_all_below_it(hanging, capsys):
     assert "neither a process nor the --rdzv-id" in capsys.readouterr().err
 
 
+@contextmanager
+def in_environment(environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"], env=environ | {"PATH": os.environ["PATH"]}) as process:
+        try:
+            # The kernel shows an environment a little after exec has closed Popen's pipe.
+            while not Path(f"/proc/{process.pid}/environ").read_bytes():
+                time.sleep(0.001)
+            yield process
+        finally:
+            process.kill()
+
+
 SITE = b"train.py:40".ljust(SITE_BYTES, b"\0")
 
 
@@ -145,10 +158,8 @@ def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[byte
         rank.last_word()
     environ = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-    process = subprocess.Popen(["sleep", "600"], env=environ | {"PATH": os.environ["PATH"]})
-    yield server, one, process
-    process.kill()
-    process.wait()
+    with in_environment(environ) as process:
+        yield server, one, process
 
 
 def test_ranks_that_share_no_memory_are_asked(apart, capsys):
@@ -179,12 +190,8 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
     if not silent:
         taken.close()
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with subprocess.Popen(["sleep", "600"], env=environ | {"PATH": os.environ["PATH"]}) as process:
-        try:
-            assert main(["doctor", "--pid", str(process.pid)]) == 1
-        finally:
-            process.kill()
-            taken.close()
+    with taken, in_environment(environ) as process:
+        assert main(["doctor", "--pid", str(process.pid)]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert f"at the store at 127.0.0.1:{port}: rank 0 cannot reach rank 0's store" in line
     assert ("has given no answer" in line) == silent
