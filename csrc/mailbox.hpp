@@ -1,35 +1,19 @@
-// Messages between two ranks: tagged, of any size, sent and received in any order.
-//
-//   sender                                receiver
-//   WHOLE {kind, bytes} + payload   -->                        up to a slab: it need not be awaited
-//   ANNOUNCE {id, kind, bytes}      -->   once a buffer is there:
-//                                   <--   READY {id}
-//   PART {id} + payload, ...        -->
-//
-// Everything goes through one channel for each pair and direction, in order, and whoever looks takes
-// whatever is there: messages that nobody has asked for yet wait in the receiver's own memory. So no
-// message is stuck behind another, and only what is longer than a slab waits for its receiver.
+// Messages of a rank: who sends or receives one waits for it, or a thread sees to it.
 //
 // Whoever waits moves everything of this rank along; for what nobody waits for, a thread does.
 #pragma once
 
-#include <list>
-#include <map>
-#include <unordered_map>
-
-#include "channels.hpp"
+#include "matching.hpp"
 #include "progress.hpp"
 
 namespace ringdp {
 
-constexpr std::uint64_t kMessage = ~0ull;  // as the number in a Stamp: its `digest` is the kind
-
 class Mailbox {
  public:
-  // `fd`: of a file of `Channels::size` bytes, of which it keeps a duplicate.
+  // `fd`: as that of `Matching`.
   Mailbox(Progress& progress, int fd, int rank)
-      : progress_(progress), segment_(progress.segment()), channels_(segment_, fd, rank), rank_(rank),
-        ranks_(segment_.ranks()), slab_(segment_.slab()), out_(ranks_) {}
+      : progress_(progress), segment_(progress.segment()),
+        messages_(segment_, fd, rank, progress.messages_sent), rank_(rank), ranks_(segment_.ranks()) {}
   ~Mailbox() { close(); }
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
@@ -37,39 +21,22 @@ class Mailbox {
   // Of a message that is to begin: what it uses is to be kept from before that, until it has `ended`.
   std::uint64_t ticket() { return ++tickets_; }
 
-  // `kind`: the tag << 24, and the dtype. In the background somebody sees to it at once; else whoever
-  // waits for it does.
+  // As those of `Matching`. In the background somebody sees to it at once; else whoever waits for it
+  // does.
   void send(std::uint64_t ticket, const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
             bool background) {
     const auto lock = turn();
-    channels_.reserve(to);
-    pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
-    if (bytes <= slab_) {
-      out_[to].push_back({kWhole, ticket, kind, bytes, data, bytes, ticket});
-    } else {
-      announced_[ticket] = data;
-      out_[to].push_back({kAnnounce, ticket, kind, bytes, nullptr, 0, 0});
-    }
-    if (!dead()) push(to);
+    messages_.reserve(to);
+    messages_.send(ticket, data, bytes, kind, to);
+    if (!dead()) messages_.push(to);
     if (background) wake();
   }
 
-  // From `from`, or -1: anybody. `*source` will be who sent it.
   void receive(std::uint64_t ticket, std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
                std::int64_t* source, bool background) {
     const auto lock = turn();
-    for (int r = 0; r < ranks_; ++r)
-      if (r == from || from < 0) channels_.reserve(r);
-    pending_[ticket] = {data, bytes, kind, from, source};
-    posted_.push_back(ticket);
-    for (auto a = arrived_.begin(); a != arrived_.end(); ++a)
-      if (matches(pending_[ticket], a->from, a->kind)) {
-        posted_.pop_back();
-        const Arrived found = std::move(*a);
-        arrived_.erase(a);
-        attempt([&] { accept(ticket, found, found.data.data()); });
-        break;
-      }
+    messages_.reserve(from);
+    attempt([&] { messages_.receive(ticket, data, bytes, kind, from, source); });
     if (background) wake();
   }
 
@@ -79,36 +46,36 @@ class Mailbox {
     const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                         std::chrono::duration<double>(seconds));
     ++waiters_;
-    for (int idle = 0; pending_.count(ticket) && !dead();) {
+    for (int idle = 0; messages_.find(ticket) && !dead();) {
       idle = move() ? 0 : idle + 1;
-      const auto p = pending_.find(ticket);
-      if (p == pending_.end()) break;
+      const auto request = messages_.find(ticket);
+      if (!request) break;
       const auto at = Clock::now();
       // By the clock, over all waits for it: on a busy core few rests fit into one, and a caller that
       // only asks whether it has come does not rest at all.
-      auto& looked = p->second.looked;
+      auto& looked = request->looked;
       if (looked == Clock::time_point{}) looked = at;
       if (at - looked >= kLook) {
         looked = at;
-        attempt([&] { look(ticket); });
+        attempt([&] { look(request->peer); });
         continue;
       }
       if (at >= end) break;
       rest(lock, idle);
     }
     --waiters_;
-    if (!waiters_ && !pending_.empty()) wake();  // for the case that the caller does not come back
-    return !pending_.count(ticket);
+    if (!waiters_ && messages_.any()) wake();  // for the case that the caller does not come back
+    return !messages_.find(ticket);
   }
 
-  // The tickets of what has ended since the last question: nothing of it is used any more.
+  // As that of `Matching`.
   std::vector<std::uint64_t> ended() {
     const auto lock = turn();
-    return std::exchange(ended_, {});
+    return messages_.ended();
   }
 
   // In a forked child.
-  void let_go() { channels_.let_go(); }
+  void let_go() { messages_.let_go(); }
 
   void close() {
     {
@@ -120,32 +87,6 @@ class Mailbox {
   }
 
  private:
-  enum Type : std::uint32_t { kWhole = 1, kAnnounce, kReady, kPart };
-
-  struct Request {
-    std::byte* data;
-    std::uint64_t bytes, kind;
-    int peer;  // -1: anybody
-    std::int64_t* source;  // null: a send
-    std::uint64_t come = 0;
-    Clock::time_point looked{};  // whether its peer is still there
-  };
-
-  struct Out {
-    Type type;
-    std::uint64_t id, kind, bytes;
-    const std::byte* data;
-    std::uint64_t left;
-    std::uint64_t ticket;  // what ends with it, or 0
-  };
-
-  struct Arrived {
-    int from;
-    Type type;
-    std::uint64_t id, kind, bytes;
-    std::vector<std::byte> data;
-  };
-
   static constexpr int kSpins = 2000, kYields = 2200;
   static constexpr std::chrono::milliseconds kLook{10};
 
@@ -173,116 +114,14 @@ class Mailbox {
     }
   }
 
-  // Takes what has come and sends what may go. Whether there was any.
   bool move() {
     bool moved = false;
-    attempt([&] {
-      for (int r = 0; r < ranks_; ++r)
-        if (channels_.reserved(r)) moved |= take(r) | push(r);
-    });
+    attempt([&] { moved = messages_.move(); });
     return moved;
   }
 
-  bool take(int from) {
-    return channels_.take(
-        from, [&](const Envelope& e, const std::byte* payload) { open(from, e, payload); });
-  }
-
-  bool push(int to) {
-    auto& queue = out_[to];
-    int slots = 0;  // no more than there are, or a receiver that keeps up would keep us here
-    for (; !queue.empty() && slots < segment_.depth(); ++slots) {
-      Out& next = queue.front();
-      const auto some = std::min<std::uint64_t>(next.left, slab_);
-      if (!channels_.push(to, {next.type, std::uint32_t(some), next.id, next.kind, next.bytes}, next.data))
-        break;
-      progress_.messages_sent.fetch_add(some, std::memory_order_relaxed);
-      next.data += some, next.left -= some;
-      if (next.left) continue;
-      if (next.ticket) end(next.ticket);
-      queue.pop_front();
-    }
-    return slots > 0;
-  }
-
-  void open(int from, const Envelope& e, const std::byte* payload) {
-    if (e.size > slab_) refuse(from, e);
-    switch (e.type) {
-      case kWhole:
-        if (e.size != e.bytes) refuse(from, e);
-        return deliver({from, kWhole, e.id, e.kind, e.bytes, {}}, payload);
-      case kAnnounce: return deliver({from, kAnnounce, e.id, e.kind, e.bytes, {}}, payload);
-      case kReady: return start(from, e);
-      case kPart: return add(from, e, payload);
-      default: refuse(from, e);
-    }
-  }
-
-  // To the first buffer that was posted for it, or to those that wait.
-  void deliver(Arrived message, const std::byte* payload) {
-    for (auto p = posted_.begin(); p != posted_.end(); ++p)
-      if (matches(pending_[*p], message.from, message.kind)) {
-        const auto ticket = *p;
-        posted_.erase(p);
-        return accept(ticket, message, payload);
-      }
-    if (message.type == kWhole) message.data.assign(payload, payload + message.bytes);
-    arrived_.push_back(std::move(message));
-  }
-
-  static bool matches(const Request& r, int from, std::uint64_t kind) {
-    return (r.peer < 0 || r.peer == from) && r.kind >> 24 == kind >> 24;
-  }
-
-  void accept(std::uint64_t ticket, const Arrived& message, const std::byte* payload) {
-    Request& r = pending_[ticket];
-    if (r.bytes != message.bytes || r.kind != message.kind)
-      throw Failed{Failure::mismatch, message.from, {kMessage, r.bytes, r.kind, 0, 0},
-                   {kMessage, message.bytes, message.kind, 0, 0}};
-    *r.source = message.from;
-    if (message.type == kWhole) {
-      copy_bytes(r.data, payload, r.bytes);
-      end(ticket);
-    } else {
-      coming_[{message.from, message.id}] = ticket;
-      out_[message.from].push_back({kReady, message.id, r.kind, r.bytes, nullptr, 0, 0});
-    }
-  }
-
-  void start(int to, const Envelope& e) {
-    const auto a = announced_.find(e.id);
-    if (a == announced_.end() || pending_[e.id].peer != to) refuse(to, e);
-    const Request& r = pending_[e.id];
-    out_[to].push_back({kPart, e.id, r.kind, r.bytes, a->second, r.bytes, e.id});
-    announced_.erase(a);
-  }
-
-  void add(int from, const Envelope& e, const std::byte* payload) {
-    const auto c = coming_.find({from, e.id});
-    if (c == coming_.end()) refuse(from, e);
-    Request& r = pending_[c->second];
-    if (e.size == 0 || e.size > r.bytes - r.come) refuse(from, e);
-    copy_bytes(r.data + r.come, payload, e.size);
-    r.come += e.size;
-    if (r.come < r.bytes) return;
-    end(c->second);
-    coming_.erase(c);
-  }
-
-  void end(std::uint64_t ticket) {
-    pending_.erase(ticket);
-    ended_.push_back(ticket);
-  }
-
-  [[noreturn]] static void refuse(int from, const Envelope& e) {
-    throw Failed{Failure::damaged, from, {}, {kMessage, e.bytes, e.kind, 0, 0}};
-  }
-
-  // Throws if the message can't come, or can't be taken, any more.
-  void look(std::uint64_t ticket) {
-    const auto p = pending_.find(ticket);
-    if (p == pending_.end()) return;
-    const int peer = p->second.peer;
+  // Throws if no message can come from `peer`, or be taken there, any more. -1: anybody.
+  void look(int peer) {
     int left = 0, gone = -1;
     for (int r = 0; r < ranks_; ++r) {
       if (r == rank_ || (peer >= 0 && r != peer)) continue;
@@ -290,7 +129,7 @@ class Mailbox {
         ++left;
         continue;
       }
-      if (!channels_.empty(r)) return;  // its last messages, which came after our last look
+      if (!messages_.empty(r)) return;  // its last messages, which came after our last look
       const bool closed = segment_.record(r).pid.load(std::memory_order_relaxed) < 0;
       if (!closed || gone < 0) gone = r;
       if (!closed) left = -ranks_;  // one that has died, and not just left, may have been the sender
@@ -320,7 +159,7 @@ class Mailbox {
   }
 
   void wake() {
-    if (pending_.empty() || stop_) return;
+    if (!messages_.any() || stop_) return;
     ensure(thread_, [this] { loop(); });
     work_.notify_one();
   }
@@ -329,7 +168,7 @@ class Mailbox {
     prctl(PR_SET_TIMERSLACK, 1000UL);  // ns by which the kernel may stretch our naps
     std::unique_lock lock(mutex_);
     for (int idle = kYields; !stop_;) {
-      if (pending_.empty() || waiters_ || dead()) {
+      if (!messages_.any() || waiters_ || dead()) {
         work_.wait(lock);
         idle = kYields;
       } else {
@@ -341,9 +180,8 @@ class Mailbox {
 
   Progress& progress_;
   Segment& segment_;
-  Channels channels_;
+  Matching messages_;
   int rank_, ranks_;
-  std::size_t slab_;
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
 
   std::mutex mutex_;
@@ -353,13 +191,6 @@ class Mailbox {
   bool stop_ = false, failed_ = false;
   int waiters_ = 0;
   std::atomic<std::uint64_t> tickets_{0};
-  std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: what has not ended
-  std::vector<std::uint64_t> ended_;                    // tickets that nobody has asked for yet
-  std::vector<std::deque<Out>> out_;                    // by receiver
-  std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
-  std::list<Arrived> arrived_;                          // messages without a buffer
-  std::map<std::uint64_t, const std::byte*> announced_;  // by ticket: what waits for a READY
-  std::map<std::pair<int, std::uint64_t>, std::uint64_t> coming_;  // (sender, id) -> ticket
 };
 
 }  // namespace ringdp

@@ -1,0 +1,224 @@
+// What becomes of messages between two ranks: tagged, of any size, sent and received in any order.
+//
+//   sender                                receiver
+//   WHOLE {kind, bytes} + payload   -->                        up to a slab: it need not be awaited
+//   ANNOUNCE {id, kind, bytes}      -->   once a buffer is there:
+//                                   <--   READY {id}
+//   PART {id} + payload, ...        -->
+//
+// Everything goes through one channel for each pair and direction, in order, and whoever looks takes
+// whatever is there: messages that nobody has asked for yet wait in the receiver's own memory. So no
+// message is stuck behind another, and only what is longer than a slab waits for its receiver.
+//
+// For one thread at a time.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <map>
+#include <unordered_map>
+
+#include "channels.hpp"
+#include "peers.hpp"
+
+namespace ringdp {
+
+constexpr std::uint64_t kMessage = ~0ull;  // as the number in a Stamp: its `digest` is the kind
+
+class Matching {
+ public:
+  struct Request {
+    std::byte* data;
+    std::uint64_t bytes, kind;
+    int peer;  // -1: anybody
+    std::int64_t* source;  // null: a send
+    std::uint64_t come = 0;
+    Clock::time_point looked{};  // whether its peer is still there
+  };
+
+  // `fd`: of a file of `Channels::size` bytes, of which it keeps a duplicate. `sent`: counts bytes.
+  Matching(const Segment& segment, int fd, int rank, std::atomic<std::uint64_t>& sent)
+      : channels_(segment, fd, rank), ranks_(segment.ranks()), depth_(segment.depth()),
+        slab_(segment.slab()), sent_(sent), out_(ranks_) {}
+
+  // In a forked child.
+  void let_go() { channels_.let_go(); }
+
+  // Memory for messages to and from `peer`, or -1: anybody.
+  void reserve(int peer) {
+    for (int r = 0; r < ranks_; ++r)
+      if (r == peer || peer < 0) channels_.reserve(r);
+  }
+
+  // `kind`: the tag << 24, and the dtype.
+  void send(std::uint64_t ticket, const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to) {
+    pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
+    if (bytes <= slab_) {
+      out_[to].push_back({kWhole, ticket, kind, bytes, data, bytes, ticket});
+    } else {
+      announced_[ticket] = data;
+      out_[to].push_back({kAnnounce, ticket, kind, bytes, nullptr, 0, 0});
+    }
+  }
+
+  // From `from`, or -1: anybody. `*source` will be who sent it.
+  void receive(std::uint64_t ticket, std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
+               std::int64_t* source) {
+    const Request& request = pending_[ticket] = {data, bytes, kind, from, source};
+    for (auto a = arrived_.begin(); a != arrived_.end(); ++a)
+      if (matches(request, a->from, a->kind)) {
+        const Arrived found = std::move(*a);
+        arrived_.erase(a);
+        return accept(ticket, found, found.data.data());
+      }
+    posted_.push_back(ticket);
+  }
+
+  // Takes what has come and sends what may go. Whether there was any.
+  bool move() {
+    bool moved = false;
+    for (int r = 0; r < ranks_; ++r)
+      if (channels_.reserved(r)) moved |= take(r) | push(r);
+    return moved;
+  }
+
+  bool push(int to) {
+    auto& queue = out_[to];
+    int slots = 0;  // no more than there are, or a receiver that keeps up would keep us here
+    for (; !queue.empty() && slots < depth_; ++slots) {
+      Out& next = queue.front();
+      const auto some = std::min<std::uint64_t>(next.left, slab_);
+      if (!channels_.push(to, {next.type, std::uint32_t(some), next.id, next.kind, next.bytes}, next.data))
+        break;
+      sent_.fetch_add(some, std::memory_order_relaxed);
+      next.data += some, next.left -= some;
+      if (next.left) continue;
+      if (next.ticket) end(next.ticket);
+      queue.pop_front();
+    }
+    return slots > 0;
+  }
+
+  // What has not ended, or null.
+  Request* find(std::uint64_t ticket) {
+    const auto p = pending_.find(ticket);
+    return p == pending_.end() ? nullptr : &p->second;
+  }
+  bool any() const { return !pending_.empty(); }
+
+  // Whether all that has come from there was taken.
+  bool empty(int from) { return channels_.empty(from); }
+
+  // The tickets of what has ended since the last question: nothing of it is used any more.
+  std::vector<std::uint64_t> ended() { return std::exchange(ended_, {}); }
+
+ private:
+  enum Type : std::uint32_t { kWhole = 1, kAnnounce, kReady, kPart };
+
+  struct Out {
+    Type type;
+    std::uint64_t id, kind, bytes;
+    const std::byte* data;
+    std::uint64_t left;
+    std::uint64_t ticket;  // what ends with it, or 0
+  };
+
+  struct Arrived {
+    int from;
+    Type type;
+    std::uint64_t id, kind, bytes;
+    std::vector<std::byte> data;
+  };
+
+  bool take(int from) {
+    return channels_.take(
+        from, [&](const Envelope& e, const std::byte* payload) { open(from, e, payload); });
+  }
+
+  void open(int from, const Envelope& e, const std::byte* payload) {
+    if (e.size > slab_) refuse(from, e);
+    switch (e.type) {
+      case kWhole:
+        if (e.size != e.bytes) refuse(from, e);
+        return deliver({from, kWhole, e.id, e.kind, e.bytes, {}}, payload);
+      case kAnnounce: return deliver({from, kAnnounce, e.id, e.kind, e.bytes, {}}, payload);
+      case kReady: return start(from, e);
+      case kPart: return add(from, e, payload);
+      default: refuse(from, e);
+    }
+  }
+
+  // To the first buffer that was posted for it, or to those that wait.
+  void deliver(Arrived message, const std::byte* payload) {
+    for (auto p = posted_.begin(); p != posted_.end(); ++p)
+      if (matches(pending_[*p], message.from, message.kind)) {
+        const auto ticket = *p;
+        posted_.erase(p);
+        return accept(ticket, message, payload);
+      }
+    if (message.type == kWhole) message.data.assign(payload, payload + message.bytes);
+    arrived_.push_back(std::move(message));
+  }
+
+  static bool matches(const Request& r, int from, std::uint64_t kind) {
+    return (r.peer < 0 || r.peer == from) && r.kind >> 24 == kind >> 24;
+  }
+
+  void accept(std::uint64_t ticket, const Arrived& message, const std::byte* payload) {
+    Request& r = pending_[ticket];
+    if (r.bytes != message.bytes || r.kind != message.kind)
+      throw Failed{Failure::mismatch, message.from, {kMessage, r.bytes, r.kind, 0, 0},
+                   {kMessage, message.bytes, message.kind, 0, 0}};
+    *r.source = message.from;
+    if (message.type == kWhole) {
+      copy_bytes(r.data, payload, r.bytes);
+      end(ticket);
+    } else {
+      coming_[{message.from, message.id}] = ticket;
+      out_[message.from].push_back({kReady, message.id, r.kind, r.bytes, nullptr, 0, 0});
+    }
+  }
+
+  void start(int to, const Envelope& e) {
+    const auto a = announced_.find(e.id);
+    if (a == announced_.end() || pending_[e.id].peer != to) refuse(to, e);
+    const Request& r = pending_[e.id];
+    out_[to].push_back({kPart, e.id, r.kind, r.bytes, a->second, r.bytes, e.id});
+    announced_.erase(a);
+  }
+
+  void add(int from, const Envelope& e, const std::byte* payload) {
+    const auto c = coming_.find({from, e.id});
+    if (c == coming_.end()) refuse(from, e);
+    Request& r = pending_[c->second];
+    if (e.size == 0 || e.size > r.bytes - r.come) refuse(from, e);
+    copy_bytes(r.data + r.come, payload, e.size);
+    r.come += e.size;
+    if (r.come < r.bytes) return;
+    end(c->second);
+    coming_.erase(c);
+  }
+
+  void end(std::uint64_t ticket) {
+    pending_.erase(ticket);
+    ended_.push_back(ticket);
+  }
+
+  [[noreturn]] static void refuse(int from, const Envelope& e) {
+    throw Failed{Failure::damaged, from, {}, {kMessage, e.bytes, e.kind, 0, 0}};
+  }
+
+  Channels channels_;
+  int ranks_, depth_;
+  std::size_t slab_;
+  std::atomic<std::uint64_t>& sent_;
+  std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: what has not ended
+  std::vector<std::uint64_t> ended_;                    // tickets that nobody has asked for yet
+  std::vector<std::deque<Out>> out_;                    // by receiver
+  std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
+  std::list<Arrived> arrived_;                          // messages without a buffer
+  std::map<std::uint64_t, const std::byte*> announced_;  // by ticket: what waits for a READY
+  std::map<std::pair<int, std::uint64_t>, std::uint64_t> coming_;  // (sender, id) -> ticket
+};
+
+}  // namespace ringdp
