@@ -285,8 +285,9 @@ def _store(place: _Place, timeout: timedelta) -> Store:
 
 def store_of(environ: Mapping[str, str], timeout: timedelta) -> Store | None:
     """That of the job of a process with this environment, None if it is of none."""
-    place = _place(environ)
-    return place and PrefixStore(_prefix(environ), _server(place, timeout, serves=False))
+    if (place := _place(environ)) is None:
+        return None
+    return PrefixStore(_prefix(environ), _server(place, timeout, serves=False, waits=False))
 
 
 def _prefix(environ: Mapping[str, str]) -> str:
@@ -294,10 +295,12 @@ def _prefix(environ: Mapping[str, str]) -> str:
     return f"ringdp/{run or ''}/{restart or '0'}"
 
 
-def _server(place: _Place, timeout: timedelta, *, serves: bool) -> Store:
+def _server(place: _Place, timeout: timedelta, *, serves: bool, waits: bool = True) -> Store:
     try:
         if serves:
             return _serve(place, timeout)
+        if not waits:  # torch asks one that is gone again, for up to twice the timeout
+            socket.create_connection((place.host, place.port), timeout.total_seconds()).close()
         client = partial(TCPStore, place.host, place.port, is_master=False, timeout=timeout)
         with Asking(client) as reached:
             return reached.ask(lambda store: store, timeout.total_seconds() + PATIENCE)
