@@ -66,7 +66,7 @@ def alive(pid: int) -> bool:
     """Whether it runs. A zombie does not: where process 1 reaps nothing, orphans stay zombies."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before, or between open and read
         return False
 
 
