@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.errors import CommunicationError
 from ringdp.transport import threads
 
 PATIENCE = 1.0  # seconds: an answer takes less than a millisecond
@@ -40,10 +41,16 @@ class Asking:
     """A store as whoever asks it sees it: `with` ends the thread."""
 
     def __init__(self, reach: Callable[[], Store]) -> None:
-        """`reach` gives the store to the thread, again if it has failed."""
+        """`reach` gives the store to the thread, again if it has failed.
+
+        Raises CommunicationError where there is no thread to be had.
+        """
         self._asked: SimpleQueue[Asked | None] = SimpleQueue()
         self._since = [math.inf]  # when the thread began to wait for the store
-        threads.spawn(partial(_answer, reach, self._asked, self._since), "ringdp-store")
+        try:
+            threads.spawn(partial(_answer, reach, self._asked, self._since), "ringdp-store")
+        except RuntimeError as e:
+            raise CommunicationError(f"no store can be asked here: {e}") from e
         self._end = weakref.finalize(self, self._asked.put, None)
         self._end.atexit = False  # who says a last word then ends it
 

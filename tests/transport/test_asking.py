@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from ringdp.errors import CollectiveTimeout
+from ringdp.errors import CollectiveTimeout, CommunicationError
 from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import FailureKind
 from ringdp.transport.making import Making
@@ -25,9 +25,10 @@ class Stopped(HashStore):
     def __init__(self) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=SHORT))
-        self.goes_on = Event()
+        self.goes_on, self.asked = Event(), Event()
 
     def check(self, keys: list[str]) -> bool:
+        self.asked.set()
         self.goes_on.wait()
         return super().check(keys)
 
@@ -45,8 +46,9 @@ def stopped() -> Iterator[Stopped]:
 
 def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(asking, stopped: Stopped):
     ask = asking(stopped).ask
-    with pytest.raises(Silent, match="has given no answer for"):
-        ask(lambda store: store.check(["a"]), SHORT)
+    while not stopped.asked.is_set():  # what the thread does not come to in time is dropped
+        with pytest.raises(Silent, match="has given no answer for"):
+            ask(lambda store: store.check(["a"]), SHORT)
     done: list[str] = []
     with pytest.raises(Silent):
         ask(lambda store: done.append("dropped"), SHORT)
@@ -75,6 +77,15 @@ def test_errors_come_back_and_a_store_that_was_not_reached_is_tried_again():
         with pytest.raises(ZeroDivisionError):
             store.ask(lambda s: 1 // 0)
         assert store.ask(lambda s: s.get("a")) == b"b"
+
+
+def test_a_lack_of_threads_is_an_error_of_ours(monkeypatch):
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", start)
+    with pytest.raises(CommunicationError, match="can't start new thread"):
+        Asking(HashStore)
 
 
 def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, stopped: Stopped):
