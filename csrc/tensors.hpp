@@ -72,17 +72,17 @@ class Tensors {
   PyObject* seen(PyObject* tensors, PyObject* offsets) {
     static constexpr std::int64_t kDtypes = 16;
     if (!PyList_CheckExact(tensors) || (offsets != Py_None && !PyList_CheckExact(offsets))) Py_RETURN_NONE;
-    const auto count = PyList_GET_SIZE(tensors), places = offsets == Py_None ? 0 : PyList_GET_SIZE(offsets);
+    const auto count = PyList_Size(tensors), places = offsets == Py_None ? 0 : PyList_Size(offsets);
     numbers_.clear();
     numbers_.push_back(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
-      const auto found = contiguous(PyList_GET_ITEM(tensors, i));
+      const auto found = contiguous(PyList_GetItem(tensors, i));
       if (!found) Py_RETURN_NONE;
       numbers_.push_back(reinterpret_cast<std::intptr_t>(found->data));
       numbers_.push_back(found->elements * kDtypes + found->dtype);
     }
     for (Py_ssize_t i = 0; i < places; ++i) {
-      numbers_.push_back(PyLong_AsLongLong(PyList_GET_ITEM(offsets, i)));
+      numbers_.push_back(PyLong_AsLongLong(PyList_GetItem(offsets, i)));
       if (PyErr_Occurred()) {
         PyErr_Clear();
         Py_RETURN_NONE;
