@@ -115,15 +115,15 @@ def test_a_rank_that_is_late_is_waited_for(ranks):
 
 
 def too_late(comm: Communicator, say: Say) -> None:
-    others = (0, 2)
+    others, talk = (0, 2), store()
     if comm.rank == 1:
-        store().wait([f"heard/{r}" for r in others])
+        talk.wait([f"heard/{r}" for r in others])
         return
     comm.set_timeout(1.0)
-    store().set(f"here/{comm.rank}", "")
-    store().wait([f"here/{r}" for r in others])  # so neither is late for the other
+    talk.set(f"here/{comm.rank}", "")
+    talk.wait([f"here/{r}" for r in others])  # so neither is late for the other
     say(hear(comm, comm.duplicate))
-    store().set(f"heard/{comm.rank}", "")
+    talk.set(f"heard/{comm.rank}", "")
 
 
 def test_the_users_timeout_holds(forks: Forks):
@@ -153,9 +153,10 @@ def test_who_comes_too_late_hears_that_others_gave_up(ranks):
 
 
 def over_without_one(comm: Communicator, say: Say, ends: bool) -> None:
-    talk = store()
-    patience = timedelta(seconds=PATIENCE if ends else 0.5)
+    talk, patience = store(), timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", store=talk, rank=comm.rank, world_size=2, timeout=patience)
+    if not ends:  # now that both have come
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if comm.rank == 1:
         killed() if ends else talk.wait(["heard"])
         return

@@ -21,7 +21,7 @@ from ringdp.cli.loopback import loopback_store
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from tests.comm.test_groups import total
-from tests.forks import Forks, Say
+from tests.forks import PATIENCE, Forks, Say
 
 pytestmark = pytest.mark.process
 
@@ -105,8 +105,8 @@ def test_our_stores_listen_on_the_loopback_alone(serve):
     if serve == "init":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        store = rendezvous._serve(rendezvous._Place(0, 1, "127.0.0.1", port), timedelta(seconds=5))
-        again = rendezvous._serve(rendezvous._Place(0, 1, "127.0.0.1", port), timedelta(seconds=5))
+        here, patience = rendezvous._Place(0, 1, "127.0.0.1", port), timedelta(seconds=PATIENCE)
+        store, again = (rendezvous._serve(here, patience) for _ in range(2))
         again.set("one server", "for both")
         assert store.get("one server") == b"for both"
     else:
