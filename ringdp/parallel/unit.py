@@ -137,7 +137,8 @@ class FlatUnit:
         else:
             if self.apart:
                 self.shard.data.copy_(self.master, non_blocking=True)
-            self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
+            if self.plan.padded:  # a root may have no parameters of its own
+                self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
     @outside.unguarded

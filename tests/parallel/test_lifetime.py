@@ -183,6 +183,26 @@ def order(comm: Communicator, stage: int, keeps: bool) -> list[tuple[str, int]]:
     return events
 
 
+def rootless(comm: Communicator, stage: int) -> list[tuple[str, int]]:
+    """Collectives of a step in which every parameter is a block's."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    events: list[tuple[str, int]] = []
+    engine: Any = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm)
+    engine.gathering.comm = Recorder(engine.gathering.comm, events)
+    engine.reducing.comm = Recorder(engine.reducing.comm, events)
+    try:
+        model(torch.ones(2, 8)).sum().backward()
+    finally:
+        engine.close()
+    return events
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_root_without_parameters_has_no_collectives(ranks, stage):
+    for events in ranks(2)(rootless, stage):
+        assert {unit for _, unit in events} == {1, 2}
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("stage", range(4))
 def test_collectives_are_issued_ahead_of_need(ranks, stage, keeps):

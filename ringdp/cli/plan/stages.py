@@ -78,6 +78,8 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
 
     @cache
     def cost(collective: Collective, size: int) -> float:
+        if not size:
+            return 0.0  # it is not called
         asked.add((collective, size))
         price = closed(collective, setting.algorithm, setting.ranks)
         return seconds(price, setting.network.of(collective), size)
