@@ -9,6 +9,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from torch.distributed import Store
 
@@ -20,6 +21,7 @@ from tests.ranks import TIMEOUT, Pool
 
 settings.register_profile("any load", deadline=None)  # tests do not time anything
 settings.load_profile("any load")
+torch.set_num_threads(1)  # several wait for one another, on a busy machine ten times as long
 
 
 @pytest.fixture(autouse=True)
