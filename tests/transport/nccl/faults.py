@@ -10,7 +10,7 @@ import torch
 
 from ringdp.transport.nccl.library import HOST
 
-FAIL, STALL, LOSE = 1, 2, 3
+NONE, FAIL, STALL, LOSE = range(4)
 
 
 def only_with_host_nccl() -> None:

@@ -16,7 +16,7 @@ from ringdp.transport.nccl.transport import NcclTransport
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE, Say
-from tests.transport.nccl.faults import FAIL, LOSE, STALL, fault, only_with_host_nccl
+from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
 from tests.transport.over import over_nccl
 from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
 
@@ -190,6 +190,7 @@ def suffers(comm: Communicator, what: int) -> Heard | None:
     x, patience = torch.ones(1), 0.5 if what == STALL else None
     heard = hear(c, lambda: c.all_reduce(x), lambda: c.all_reduce(x, async_op=True).wait(patience))
     c.close()
+    fault(NONE)  # which the launch may not have come to, where another rank was late before
     return heard
 
 
