@@ -80,21 +80,16 @@ def test_a_part_waits_for_no_name_server(log: Path, monkeypatch: pytest.MonkeyPa
     assert asked.state == "passed", asked.tail
 
 
-HANGS = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
+# By a shell, which begins at once.
+HANGS = ("sh", "-c", "trap '' INT; setsid sleep 600 & echo $!; sleep 600", "{out}")
 
 
 def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_module, "GRACE", 0.1)
-    beside = subprocess.Popen(["sleep", "60"])
-    hung = done(part(HANGS, limit=5), log)
+    beside = subprocess.Popen(["sleep", "600"])
+    hung = done(Part("part", HANGS, 5, tests=False), log)
     assert hung.state == "timed out"
     assert not Path(f"/proc/{int(hung.tail)}").exists()
     assert beside.poll() is None  # it is no part's
