@@ -22,6 +22,7 @@ from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from tests.comm.test_groups import total
 from tests.forks import PATIENCE, Forks, Say
+from tests.ports import unused_port
 
 pytestmark = pytest.mark.process
 
@@ -103,10 +104,8 @@ def listening() -> set[str]:
 def test_our_stores_listen_on_the_loopback_alone(serve):
     before = listening()
     if serve == "init":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        here, patience = rendezvous._Place(0, 1, "127.0.0.1", port), timedelta(seconds=PATIENCE)
-        store, again = (rendezvous._serve(here, patience) for _ in range(2))
+        here = rendezvous._Place(0, 1, "127.0.0.1", unused_port())
+        store, again = (rendezvous._serve(here, timedelta(seconds=PATIENCE)) for _ in range(2))
         again.set("one server", "for both")
         assert store.get("one server") == b"for both"
     else:
@@ -116,14 +115,15 @@ def test_our_stores_listen_on_the_loopback_alone(serve):
 
 
 def test_a_store_that_nobody_serves_is_a_communication_error(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (variables | {"MASTER_PORT": str(port)}).items():
-        monkeypatch.setenv(name, value)
-    where = f"rank 1 cannot reach rank 0's store at 127.0.0.1:{port}"
-    with pytest.raises(ringdp.CommunicationError, match=where):
-        ringdp.init(timeout=0.5)
+    with socket.socket() as taken:  # which listens to nobody
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for name, value in (variables | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        where = f"rank 1 cannot reach rank 0's store at 127.0.0.1:{port}"
+        with pytest.raises(ringdp.CommunicationError, match=where):
+            ringdp.init(timeout=0.5)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, held, until_failed
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Ended, Forks, Say, store
+from tests.ports import unused_port
 from tests.transport.over import over_gloo
 from tests.transport.test_conformance import ROWS, Case, agree, found
 
@@ -283,8 +284,7 @@ def server_ends_first(comm: Communicator, say: Say) -> None:
     """Without a launcher's store, which is one that rank 0 serves, as long as it lives."""
     talk = store()
     if comm.rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            talk.set("port", str(free.getsockname()[1]))
+        talk.set("port", str(unused_port()))
         talk.set("server", str(os.getpid()))
     os.environ["MASTER_PORT"] = talk.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
@@ -312,8 +312,7 @@ def server_stops(comm: Communicator, say: Say, transport: str) -> None:
     """The same, where rank 0 is stopped for a while, and with it the store."""
     talk = store()
     if comm.rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            talk.set("port", str(free.getsockname()[1]))
+        talk.set("port", str(unused_port()))
         talk.set("server", str(os.getpid()))
     os.environ["MASTER_PORT"] = talk.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
