@@ -135,6 +135,15 @@ def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
     return tensors[0]
 
 
+def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) -> None:
+    """Raises UsageError unless there is one for each rank, of as many elements."""
+    if sizes(tensors) != [like.numel()] * ranks:
+        raise UsageError(
+            f"{what} has tensors of {sizes(tensors)} elements; allowed: {ranks}, one for each "
+            f"rank, of {like.numel()}, as on every rank"
+        )
+
+
 def listed(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 

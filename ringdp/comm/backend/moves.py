@@ -22,6 +22,7 @@ from ringdp.comm.backend.calls import (
     Begin,
     Calls,
     Tensors,
+    check_parts,
     chosen,
     joined,
     movable,
@@ -122,12 +123,14 @@ class Moves(Calls):
     ) -> GroupWork:
         fields = {"rootRank": opts if root is None else root, "timeout": timeout}
         options = chosen(GatherOptions, opts, fields)
-        part, to = movable(only(input_tensors, "gather: input_tensors")), options.rootRank
+        given, to = only(input_tensors, "gather: input_tensors"), options.rootRank
+        part = movable(given)
         parts: Sequence[Tensor] = []
         whole, finish = None, None
         if self._comm.rank == to:
             nested = not isinstance(input_tensors, Tensor)
             parts = only(output_tensors, "gather: output_tensors") if nested else output_tensors
+            check_parts(parts, given, self._comm.size, "gather: output_tensors")
             whole, finish = room([movable(t) for t in parts])
         return self._call(
             "gather",
@@ -152,6 +155,7 @@ class Moves(Calls):
         if self._comm.rank == source:
             nested = not isinstance(output_tensors, Tensor)
             parts = only(input_tensors, "scatter: input_tensors") if nested else input_tensors
+            check_parts(parts, output, self._comm.size, "scatter: input_tensors")
             whole = joined([movable(t) for t in parts])
         return self._call(
             "scatter",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ringdp import Communicator
+from ringdp import Communicator, UsageError
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
 from tests.forks import Say
@@ -98,3 +98,23 @@ def more(comm: Communicator, say: Say) -> None:
 
 def test_it_takes_more_than_gloo(forks):
     assert [ended.said for ended in forks(3, more)] == [["done"]] * 3
+
+
+def refuses(comm: Communicator, say: Say) -> None:
+    """Where lists are given that are not one tensor for each rank, of its size, nothing moves."""
+    with world(comm, "ringdp"):
+        part, lists = torch.full((2,), float(comm.rank)), [torch.zeros(2) for _ in range(comm.size)]
+        for wrong in ([part[:1], torch.zeros(3)], list(part) * 2, [part], [part] * 3):
+            if comm.rank == 0:
+                with pytest.raises(UsageError, match=r"gather: output_tensors .* of \[\d"):
+                    dist.gather(part, wrong)
+                with pytest.raises(UsageError, match=r"scatter: input_tensors .*: 2, .* of 2, as"):
+                    dist.scatter(part, wrong)
+        dist.gather(part, lists if comm.rank == 0 else None)
+        say([t.tolist() for t in lists])
+
+
+def test_lists_of_other_sizes_than_the_ranks_have_are_refused(forks):
+    first, second = forks(2, refuses)
+    assert first.said == [[[0.0, 0.0], [1.0, 1.0]]]
+    assert second.said == [[[0.0, 0.0], [0.0, 0.0]]]
