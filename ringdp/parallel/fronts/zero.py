@@ -77,13 +77,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 for p in group["params"]
             ]
             self._parts.append(parts)
-            options = {k: v for k, v in group.items() if k != "params"}
-            groups.append(options | {"params": [part for _, part, _ in parts]})
+            groups.append(_options(group) | {"params": [part for _, part, _ in parts]})
         self.optim = optimizer_class(groups, **defaults)
         check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
         self.defaults = self.optim.defaults
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            group.update({k: v for k, v in inner.items() if k != "params"})  # for schedulers
+        self._show_options()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,7 +93,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for group, inner, parts in zip(
             self.param_groups, self.optim.param_groups, self._parts, strict=True
         ):
-            inner.update({k: v for k, v in group.items() if k != "params"})
+            inner.update(_options(group))
             for p, part, begin in parts:
                 part.grad = None
                 # p.data may be other memory by now
@@ -103,11 +101,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 if p.grad is not None and part.numel():
                     part.grad = p.grad.reshape(-1)[begin : begin + part.numel()]
         self.optim.step()
+        self._show_options()
         for _, part, _ in (entry for parts in self._parts for entry in parts):
             part.grad = None  # a view of p.grad, which would hold DDP's bucket
         for plan, tensors in self._plans:
             self._share(plan, tensors)
         return loss
+
+    def _show_options(self) -> None:
+        """For schedulers. An optimizer may also count in them, as schedule-free ones do."""
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            group.update(_options(inner))
 
     def _share(self, plan: Unit, tensors: list[Tensor]) -> None:
         flat = torch.zeros(plan.padded, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -140,3 +144,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             "ZeroRedundancyOptimizer: state_dict and load_state_dict are not implemented; use "
             "ringdp.shard(stage=1) and ringdp.save, which any number of ranks can load"
         )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
