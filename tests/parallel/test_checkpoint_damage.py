@@ -286,3 +286,19 @@ def test_a_save_that_fails_leaves_nothing_and_none_removes_what_is_the_users(ran
     ranks(2)(fails, str(tmp_path))
     assert all(file.exists() for file in own)
     assert not stale.exists()
+
+
+def elsewhere(comm: Communicator, path: Path) -> None:
+    """Every rank gives a path of its own, where rank 0's holds a checkpoint."""
+    engine = ringdp.shard(net(), stage=3, comm=comm)
+    ringdp.save(path / "0", engine, extra={"save": 1})
+    with pytest.raises(CheckpointError, match=r"rank 0: .* no file of ranks \[1\]: they wrote els"):
+        ringdp.save(path / str(comm.rank), engine, extra={"save": 2})
+    assert ringdp.load(path / "0", engine) == {"save": 1}
+    engine.close()
+
+
+def test_a_save_to_a_path_by_rank_is_refused_and_the_one_before_stays(ranks, tmp_path):
+    ranks(2)(elsewhere, tmp_path)
+    assert os.listdir(tmp_path / "1") == []
+    assert len(os.listdir(tmp_path / "0")) == 2

@@ -46,8 +46,8 @@ def save(
     what modules give by get_extra_state, where that is JSON and tensors.
 
     Collective. Until it is complete, and if a rank dies at any moment, `path` holds what it held
-    before. It must be on a disk that all ranks see. Raises CheckpointError on every rank if any of
-    them cannot write, or has something that a checkpoint cannot hold.
+    before. It must be the same on every rank, and on a disk that all see. Raises CheckpointError on
+    every rank if any of them cannot write, or has something that a checkpoint cannot hold.
     """
     check_engine("save", engine)
     path, comm = Path(path), engine.comm
@@ -70,14 +70,22 @@ def save(
             planned(index, engine, optimizer, found)  # what could not be loaded is not committed
         with together(comm, NOT_WRITTEN):
             if comm.rank == 0:
+                _check_files(directory, comm.size)
                 commit(path, index)
     except CheckpointError:
-        if comm.rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)  # the disk may be full
+        shutil.rmtree(directory, ignore_errors=True)  # the disk may be full, or not the others'
         raise
     with together(comm, "the checkpoint is written, but what it replaces could not be removed"):
         if comm.rank == 0:
             clean(path, index)
+
+
+def _check_files(directory: Path, ranks: int) -> None:
+    if missing := [r for r in range(ranks) if not file_of(directory, r).exists()]:
+        raise CheckpointError(
+            f"{directory} has no file of ranks {missing}: they wrote elsewhere; all ranks must be "
+            "given the same path, on a disk that all see"
+        )
 
 
 def _check_json(values: Any) -> None:
