@@ -117,6 +117,7 @@ FORGED = {
     "no list for a shape": put("tensors", "extra/0/x", value=A_NUMBER | {"shape": {}}),
     "no list for single values": put("tensors", SINGLE, "single", value={}),
     "options": put("groups", 0, "options", "params", value=[]),
+    "a number for an optimizer": put("optimizer", value=7),
     "names": put("groups", 0, "names", value=[[]]),
     "extra": put("extra", value=3),
     "ranks": put("ranks", value="2"),
@@ -149,6 +150,7 @@ MISMATCHED = {
     "state of another dtype": put("tensors", STATE, "dtype", value="int32"),
     "a rate that is text": put("groups", 0, "options", "lr", value="abc"),
     "no rate": put("groups", 0, "options", "lr", value=None),
+    "another optimizer": put("optimizer", value="AdamW"),
     "a number for two": put("groups", 0, "options", "betas", value=7),
     "three numbers for two": put("groups", 0, "options", "betas", value=[0.1, 0.2, 0.3]),
     "text for a flag": put("groups", 0, "options", "maximize", value="no"),
@@ -224,6 +226,7 @@ def damage(whole: Path, path: Path) -> None:
 def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     ranks(2)(saved, str(whole))
+    assert read_index(whole).optimizer == "NAdam"
     damage(whole, damaged)
     for name in FORGED:
         with pytest.raises(CheckpointError):

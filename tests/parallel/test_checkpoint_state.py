@@ -288,6 +288,7 @@ def ages(comm: Communicator, path: str) -> None:
             if entry.pop("single") is not None:
                 (rank, _, _), *_ = entry["parts"]
                 entry |= {"shape": [], "parts": [[rank, 0, 1]]}
+        del values["optimizer"]
         values["scalars"] = {key: parts[0][2] for key, parts in values["scalars"].items()}
         file.write_text(json.dumps(values))
     comm.barrier()

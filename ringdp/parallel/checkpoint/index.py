@@ -74,6 +74,7 @@ class Index:
     groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
     extra: dict[str, Any]
     modules: dict[str, Any]  # their extra state, see `extra`
+    optimizer: str | None = None  # its class; None: without one, or of before it was told
     format: str = FORMAT
 
 
@@ -160,6 +161,8 @@ def checked(values: dict[str, Any]) -> Index:
             raise ValueError("a group's options are no JSON object, or have params")
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             raise ValueError("a group's names are not strings")
+    if not isinstance(index.optimizer, str | None):
+        raise ValueError(f"optimizer is {index.optimizer!r}")
     for name in ("extra", "modules"):
         if not isinstance(getattr(index, name), dict):
             raise ValueError(f"{name} is no JSON object")

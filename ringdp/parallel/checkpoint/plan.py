@@ -48,7 +48,7 @@ def planned(
     plan.reads.extend(_values(found, buffers))
     plan.reads.extend(_states(index, plan.states))
     if optimizer is not None:
-        _check_groups(index, groups_of(optimizer, found))
+        _check_groups(index, type(optimizer).__name__, groups_of(optimizer, found))
         plan.reads.extend(_state(index, optimizer, found))
         plan.scalars.extend(_scalars(index, found))
     return plan
@@ -78,9 +78,11 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
 
 
-def _check_groups(index: Index, groups: list[dict[str, Any]]) -> None:
+def _check_groups(index: Index, optimizer: str, groups: list[dict[str, Any]]) -> None:
     if index.groups is None:
         raise CheckpointError("the checkpoint was saved without an optimizer")
+    if index.optimizer not in (None, optimizer):  # ringdp.AdamW and torch's keep the same
+        raise CheckpointError(f"the checkpoint is of an {index.optimizer}, not of an {optimizer}")
     here, there = ([set(g["names"]) for g in gs] for gs in (groups, index.groups))
     if here != there:
         raise CheckpointError(

@@ -59,7 +59,8 @@ def save(
             modules, states = pack(engine.model)
             own = _Own()
             own.add(engine, optimizer, found, states)
-            about = [groups_of(optimizer, found) if optimizer else None, extra or {}, modules]
+            groups = groups_of(optimizer, found) if optimizer else None
+            about = [groups, extra or {}, modules, optimizer and type(optimizer).__name__]
             _check_json([own.scalars, about])
             directory.mkdir(parents=True, exist_ok=True)
             tensorfile.write(file_of(directory, comm.rank), own.tensors, own.places())
@@ -160,7 +161,7 @@ class _Own:
 
 
 def _index(directory: str, engine: Engine, ranks: list[list[Any]]) -> Index:
-    """Of all ranks' facts and scalars, and rank 0's groups, extra and modules."""
+    """Of all ranks' facts and scalars, and rank 0's groups, extra, modules and optimizer."""
     index = Index(directory, engine.comm.size, engine.stage.number, {}, {}, *ranks[0][2])
     several = set()  # of which a rank has one value for each of its several elements
     for rank, (facts, scalars, _) in enumerate(ranks):
