@@ -35,7 +35,7 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
             f"rank {rank}: computed {compute / 1e3:.1f} ms, communicated {moves / 1e3:.1f} ms, "
             f"of which {hidden / 1e3:.1f} hidden and {exposed / 1e3:.1f} waited for",
         )
-    for why in run.missing.values():
-        say(console, why, "bold red")
+    for note in data["notes"]:
+        say(console, note, "bold red")
     say(console, f"{page}: {len(text):,} bytes")
     return 0

@@ -194,6 +194,18 @@ def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
     assert "default-src 'none'" in page.read_text()
 
 
+def test_the_command_says_what_the_page_warns_of(tmp_path: Path, capsys):
+    path = trace(tmp_path, {"2": "rank 2 (process 9) ended"})
+    document = json.loads(path.read_text())
+    document["ringdp"]["parts"]["1"] |= {"lost": 1234, "clock_error_us": 5.5, "host": "far"}
+    path.write_text(json.dumps(document))
+    assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    notes = digest(read(path), None, lambda _: None)["notes"]
+    assert len(notes) == 3
+    assert all(note in said for note in notes)
+
+
 def test_of_other_optimizers_than_adam_there_is_no_formula(tmp_path: Path):
     path = trace(tmp_path)
     document = json.loads(path.read_text())
