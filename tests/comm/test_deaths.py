@@ -7,6 +7,7 @@ the last rank, or the first, which is the root.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -95,7 +96,7 @@ def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, vic
             assert "has ended" in row or "it has closed" in row, h
             if when == "before":
                 assert "user code" in row, h
-                assert f"all_reduce #0 (int32, sum) at {__file__}:" in row, h
+                assert re.search(r"all_reduce #0 \(int32, sum\) at .*/test_deaths.py:", row), h
             elif when == "after":
                 assert f"{form.name} #1 (" in row, h
             assert h.at - died < ALLOWED, h

@@ -119,7 +119,7 @@ def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, 
             assert (" is stopped" in row) == (how == "stopped"), where
             if when == "before":
                 assert "user code" in row, where
-                assert f"all_reduce #0 (int32, sum) at {__file__}:" in row, where
+                assert re.search(r"all_reduce #0 \(int32, sum\) at .*/test_late.py:", row), where
 
 
 def receives(comm: Communicator, say: Say) -> None:
@@ -143,7 +143,7 @@ def test_a_rank_that_waits_for_a_message_is_seen_by_all(forks: Forks):
     assert code == 0
     row = during.splitlines()[1].split(None, 1)[1]
     assert re.match(r"recv #0 \(float32, from rank 1\) of 10 +7 +rank 1 +", row), during
-    assert f" {__file__}:" in row
+    assert "/test_late.py:" in row
     assert "recv" not in after
 
 
@@ -175,7 +175,7 @@ def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
     (_, (told,)), (_, (by_the_late_one,)) = forks(2, stall)
     (text,) = told
     assert re.match(r"rank 0 has waited \d+\.\d s for all_reduce #1 \(float32, sum\) of 10 ", text)
-    assert f"at {__file__}:" in text
+    assert "/test_late.py:" in text.splitlines()[0]
     assert "; rank 1 has not called it\nrank  is in " in text
     assert by_the_late_one == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ import torch
 from ringdp import Communicator, Work
 from ringdp.comm.call import fingerprint, named
 from ringdp.schedule import Builder
-from tests.comm.failing import RANKS, Form, Heard, forms, hear, held
+from tests.comm.failing import RANKS, Form, Heard, forms, hear, held, line_of
 from tests.forks import Forks, Say
 from tests.transport.test_conformance import star
 
@@ -89,7 +88,7 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
             assert str(n // 2) in (one, other), where
             assert call[:2] != other_call[:2], where
             for _, name, _, file, line in calls:
-                assert f".{name}" in linecache.getline(file, int(line)), where
+                assert f".{name}" in line_of(file, line), where
 
 
 def other_algorithms(comm: Communicator, say: Say) -> None:

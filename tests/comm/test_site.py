@@ -26,7 +26,7 @@ def ask(file: str, lines: int = 0) -> bytes:
 
 def test_it_is_the_line_of_the_call():
     first = call_site(1)  # from here
-    assert place(first) == f"{__file__}:{first_line()}"
+    assert place(first).endswith(f"/test_site.py:{first_line()}")
     assert first is not call_site(1), "another line"
     assert len(first) == SITE_BYTES
 
@@ -39,7 +39,7 @@ def first_line() -> int:
 def test_frames_of_ours_and_of_torch_are_passed_over():
     ours, torchs = call.__file__, torch.__file__
     for file in (ours, torchs, "<frozen importlib>"):
-        assert place(ask(file)).startswith(f"{__file__}:")
+        assert "/test_site.py:" in place(ask(file))
 
 
 def test_what_leaves_a_context_manager_of_ours_is_the_users_line():
@@ -49,7 +49,7 @@ def test_what_leaves_a_context_manager_of_ours_is_the_users_line():
     found: list[bytes] = []
     with contextlib.contextmanager(names["f"])(found, call_site):
         line = sys._getframe().f_lineno
-    assert place(found[0]) in (f"{__file__}:{line - 1}", f"{__file__}:{line}")
+    assert place(found[0]).endswith((f"/test_site.py:{line - 1}", f"/test_site.py:{line}"))
 
 
 def test_a_long_path_keeps_its_end():
@@ -87,7 +87,7 @@ def calls_again(comm: Communicator) -> None:
 
     def check(line: int) -> None:
         _, _, _, site = comm._transport.call(0, comm.issued - 1)
-        assert place(site) == f"{__file__}:{line}"
+        assert place(site).endswith(f"/test_site.py:{line}")
 
     for _ in range(3):
         comm.all_reduce(x)

@@ -149,17 +149,17 @@ def test_all_are_in_the_table_though_they_share_no_memory(forks: Forks, how: str
         if rank == 2:
             continue
         first, row = h.text.splitlines()[0], row_of(2, h.text)
-        assert f" of 10 elements, tag 7, at {__file__}:" in first
+        assert re.search(r" of 10 elements, tag 7, at .*/test_answers.py:", first), h
         here = row_of(rank, h.text)
         assert re.match(rf"{rank}     all_reduce #1 \(float32, sum\) of 10 +7 +\d  ", here), h
-        assert f" {__file__}:" in here
+        assert "/test_answers.py:" in here
         if how == "stopped":
             assert re.search(r"rank 2 gives no answer \(process \d+ is stopped\)", first), h
             assert re.match(r"2     gives no answer; process \d+ is stopped$", row), h
         else:
             assert "rank 2 has not called it" in first
             assert "user code" in row
-            assert f"all_reduce #0 (int32, sum) at {__file__}:" in row, h
+            assert re.search(r"all_reduce #0 \(int32, sum\) at .*/test_answers.py:", row), h
             other = row_of(1 - rank, h.text)
             assert re.match(rf"{1 - rank}     all_reduce #1 \(float32, sum\) of 10 ", other), h
 
@@ -178,7 +178,7 @@ def test_different_roots_are_a_mismatch(forks: Forks):
     for code, (h,) in forks(3, other_roots):
         assert code == 0
         assert h.error == h.again == "CollectiveMismatch", h
-        calls = rf"^  rank \d: broadcast #0 .*(root \d)\) of 100 .* at {__file__}:\d+$"
+        calls = r"^  rank \d: broadcast #0 .*(root \d)\) of 100 .*/test_answers.py:\d+$"
         assert len(set(re.findall(calls, h.text, re.M))) == 2, h
 
 

@@ -6,7 +6,6 @@ collectives, and its victim fails at the same point of them all: the last rank, 
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ import ringdp
 from ringdp import Communicator, Work
 from ringdp.transport import answers
 from ringdp.transport.processes import process_state
-from tests.comm.failing import WHENS, Form, Heard, hear, names_its_line
+from tests.comm.failing import WHENS, Form, Heard, hear, line_of, names_its_line
 from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
@@ -203,4 +202,4 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, when, victim
             assert str(victim) in (one, other), where
             assert call[:2] != other_call[:2], where
             for _, name, _, file, line in calls:
-                assert f".{name}" in linecache.getline(file, int(line)), where
+                assert f".{name}" in line_of(file, line), where
