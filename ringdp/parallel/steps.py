@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ _NOT_BY_ELEMENT = tuple(
     for name in ("LBFGS", "Adafactor", "Muon")
     if hasattr(torch.optim, name)
 )
+_REFUSING: WeakSet[Optimizer] = WeakSet()  # whose state_dict is an error
 
 
 class Steps(Protocol):
@@ -59,7 +61,8 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
 
 
 def check(optimizer: Optimizer, stage: Stage) -> None:
-    """Raises UsageError if it must not step now, or not at all."""
+    """Raises UsageError if it must not step now, or not at all. From then on its own state_dict and
+    load_state_dict are errors where what it keeps is of slices."""
     if in_backward():
         raise UsageError(
             "an optimizer steps within backward, where gradients are not reduced yet and weights "
@@ -67,6 +70,17 @@ def check(optimizer: Optimizer, stage: Stage) -> None:
         )
     if stage.optimizer is Keep.SHARD:
         check_slices(optimizer, f"in stage {stage.number}", "or stage 0")
+        if optimizer not in _REFUSING:
+            _REFUSING.add(optimizer)
+            optimizer.register_state_dict_pre_hook(_refuse)
+            optimizer.register_load_state_dict_pre_hook(_refuse)
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise UsageError(
+        "state_dict or load_state_dict of a sharded model's optimizer: what it keeps is of this "
+        "rank's flat slices. Use ringdp.save and ringdp.load, which take the optimizer, too."
+    )
 
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:

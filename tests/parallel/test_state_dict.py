@@ -1,7 +1,10 @@
-"""The state_dict of a model in stage 0, where masters are apart. Refusals are in test_misuse."""
+"""The state_dict of a model in stage 0, where masters are apart (refusals are in test_misuse), and
+of an optimizer."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import loss, net
+from tests.parallel.small import loss, net, whole
 from tests.parallel.test_misuse import assert_equal
 
 pytestmark = pytest.mark.process
@@ -63,3 +66,42 @@ def amid(comm: Communicator) -> None:
 
 def test_in_stage_0_a_state_is_of_the_masters_at_any_time(ranks):
     ranks(2)(amid)
+
+
+def of_an_optimizer(comm: Communicator, path: str, stage: int) -> None:
+    """Refused where it would be of slices; all else that is done with an optimizer works."""
+
+    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+
+    model, other = net(), net(1)
+    engine, second = (ringdp.shard(m, stage=stage, comm=comm) for m in (model, other))
+    optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (model, other))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepped(model, optimizer, 2)
+    schedule.load_state_dict(schedule.state_dict())
+    if stage == 0:
+        fresh.load_state_dict(optimizer.state_dict())
+    else:
+        for attempt in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+            with pytest.raises(
+                UsageError, match=r"flat slices\. Use ringdp\.save and ringdp\.load"
+            ):
+                attempt()
+    ringdp.save(path, engine, optimizer)
+    ringdp.load(path, second, fresh)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert repr(twin.state_dict()["state"].values()) == repr(optimizer.state.values())
+    for m, o in ((model, optimizer), (other, fresh)):
+        stepped(m, o)
+    assert all(map(torch.equal, whole(engine), whole(second)))
+    for e in (engine, second):
+        e.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(ranks, tmp_path, stage):
+    ranks(2)(of_an_optimizer, str(tmp_path), stage)
