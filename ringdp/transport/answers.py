@@ -25,6 +25,7 @@ from weakref import WeakMethod
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.transport import asking
 from ringdp.transport.asking import Asking
 from ringdp.transport.base import FailureKind
 from ringdp.transport.processes import introduce, pid_of, text_of
@@ -80,7 +81,10 @@ class Survey(NamedTuple):
 class Answers:
     """One rank's: what it does, to be told and asked for."""
 
-    def __init__(self, store: Asking, rank: int, ranks: int) -> None:
+    def __init__(
+        self, store: Asking, rank: int, ranks: int, patience: float = asking.PATIENCE
+    ) -> None:
+        """`patience`: for the store's first answer, in seconds."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as far as it has seen them
         # A transport may be collected, and so end, while this very thread has them.
@@ -91,7 +95,7 @@ class Answers:
         self._where = -1, -1
         self._answered = 0
         self.message: Call | None = None
-        store.ask(partial(introduce, rank=rank))
+        store.ask(partial(introduce, rank=rank), patience)
 
     # --- what this rank does
 
@@ -167,11 +171,10 @@ class Answering:
         self._store = Asking(partial(own_connection, store))
         # Seconds, where a name server loses the question for the host that it connects to.
         allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs
-        self._store.ask(lambda _: None, allowed)
         self.rank, self.ranks = rank, ranks
         busy = WeakMethod(self._busy)  # what listens does not keep the transport
         self._told = Told(self._store, rank, ranks, lambda: bool((ask := busy()) and ask()))
-        self._does = Answers(self._store, rank, ranks)
+        self._does = Answers(self._store, rank, ranks, allowed)
 
     def _busy(self) -> bool:
         """Whether something that this rank has begun has not ended."""

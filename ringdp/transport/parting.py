@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 from ringdp.transport import threads, wire
 from ringdp.transport.answers import Answers, depart
-from ringdp.transport.asking import Asking
+from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import FailureKind
 from ringdp.transport.told import Told
 from ringdp.transport.wire import CUT, ENDS
@@ -33,8 +33,11 @@ def until_it_ends(group: wire.Group, told: Told, rank: int) -> None:
         group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
     except RuntimeError:
         with suppress(DistError):  # the store has gone too: who waits will see it
-            if told.failure is None and not told.left(rank):
-                told.fail(FailureKind.LOST, rank)
+            while told.failure is None:
+                with suppress(Silent):  # it is asked again
+                    if not told.left(rank):
+                        told.fail(FailureKind.LOST, rank)
+                    return
 
 
 def retire(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from threading import Event, Thread
+from typing import NoReturn
 
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from ringdp.errors import CollectiveTimeout, CommunicationError
-from ringdp.transport.asking import Asking, Silent
+from ringdp.transport.answers import Answering
+from ringdp.transport.asking import PATIENCE, Asking, Silent
 from ringdp.transport.base import FailureKind
 from ringdp.transport.making import Making
+from ringdp.transport.parting import until_it_ends
 from ringdp.transport.told import Told
 
 SHORT = 0.05  # s
@@ -100,6 +104,39 @@ def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, s
     while other.failure is None:
         other.look()
     assert other.failure == told.failure
+
+
+class Cut:
+    """A group whose other rank's connection has ended."""
+
+    def recv(self, *_: object) -> NoReturn:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_loss_is_told_though_the_store_is_silent_for_a_while(asking, stopped: Stopped):
+    told = Told(asking(stopped), 0, 2, lambda: True)
+    sees = Thread(target=until_it_ends, args=(Cut(), told, 1))
+    sees.start()
+    sees.join(1.5 * PATIENCE)
+    stopped.goes_on.set()
+    sees.join()
+    assert told.failure is not None
+    assert told.failure[:2] == (FailureKind.LOST, 1)
+
+
+class Busy(HashStore):
+    """At its start, for longer than an answer may take later."""
+
+    def clone(self) -> Busy:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(1.5 * PATIENCE)
+        super().set(key, value)
+
+
+def test_who_comes_to_a_busy_store_waits_for_as_long_as_its_timeout_says():
+    assert Answering(Busy(), 0, 1).record(0).pid == os.getpid()
 
 
 def test_who_makes_a_communicator_waits_no_longer_than_the_timeout(stopped: Stopped):
