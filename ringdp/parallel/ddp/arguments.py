@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import SyncBatchNorm as _TorchsSyncBatchNorm
 
 from ringdp.comm import Communicator
@@ -26,7 +27,39 @@ def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tup
 def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value not in (None, False, []):
-            raise UsageError(f"{name} is {value!r}; only CPU modules are trained, without {name}")
+            raise UsageError(f"{name} is {value!r}, which is not implemented; allowed: None")
+
+
+def place(
+    parameters: Iterable[Tensor], device_ids: Sequence[Any] | None, output_device: Any
+) -> torch.device | None:
+    """Where inputs are moved to: the one device of the parameters, if it is given, and not the CPU.
+
+    As in torch [] and 0 may be given with any module.
+    """
+    if not device_ids and not output_device:
+        return None
+    devices = {p.device for p in parameters}
+    device = next(iter(devices))
+    named = [*(device_ids or ()), device if output_device is None else output_device]
+    fit = len(devices) == 1 and device.type != "cpu" and len(named) == 2
+    if not (fit and all(_names(one, device) for one in named)):
+        raise UsageError(
+            "DistributedDataParallel device_ids and output_device arguments only work with a "
+            "module on a single GPU, which both name. These are device_ids "
+            f"{device_ids}, output_device {output_device} and parameters on "
+            f"{', '.join(sorted(map(str, devices)))}; allowed: neither of them, and inputs where "
+            "the parameters are"
+        )
+    return device
+
+
+def _names(given: Any, device: torch.device) -> bool:
+    """A number, or a device with or without one."""
+    if isinstance(given, int):
+        return given == device.index
+    named = torch.device(given)
+    return named.type == device.type and named.index in (None, device.index)
 
 
 def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -1,7 +1,7 @@
 """What `_get_ddp_logging_data` tells: torch's keys, as far as they apply here. Bytes.
 
 Two differ: `iteration` and the times are those of the last iteration that was sampled, at once and
-not when the next one begins; and nothing is said of streams and devices, which the CPU has not.
+not when the next one begins; and nothing is said of streams, which the CPU has not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ def facts(reducer: Reducer) -> dict[str, Any]:
     told = {
         "world_size": reducer.comm.size,
         "rank": reducer.comm.rank,
-        "device_ids": "",
-        "output_device": -1,
         "dtypes": ", ".join(sorted(dtypes)),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(sizes),

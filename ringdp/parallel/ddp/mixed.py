@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _recursive_to
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
@@ -96,10 +97,12 @@ class Mixed:
             self.raise_(p)
 
     @contextmanager
-    def inputs(self, args: Any, kwargs: Any) -> Iterator[Any]:
-        """What the module gets. See `passed`."""
-        passed = cast((args, kwargs), self.dtype) if self.dtype else (args, kwargs)
-        back = give_back((args, kwargs), passed)
+    def inputs(self, args: Any, kwargs: Any, device: torch.device | None) -> Iterator[Any]:
+        """What the module gets, on that device if there is one. See `passed`."""
+        given: Any = args, kwargs
+        moved = given if device is None else _recursive_to(given, device, False)[0]
+        passed = cast(moved, self.dtype) if self.dtype else moved
+        back = give_back(given, passed)
         try:
             yield passed
         finally:

@@ -44,9 +44,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     process_group: a `ringdp.Communicator` or a torch.distributed group; by default what
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
     bucket_cap_mb: MiB of gradients reduced at once; by default 25, over a wire 2; the first time 1.
-    The other arguments are torch's of the same names; those of devices and of delayed reductions
-    are refused. Raises ModelError (a RuntimeError) for a model
-    that ranks don't share or that has nothing to train, UsageError (a ValueError) for an argument.
+    device_ids, output_device: both name the GPU that all parameters are on; inputs are moved there.
+    The other arguments are torch's of the same names; those of delayed reductions are refused.
+    Raises ModelError (a RuntimeError) for a model that ranks don't share or that has nothing to
+    train, UsageError (a ValueError) for an argument.
     """
 
     def __init__(
@@ -75,13 +76,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         super().__init__()
         Joinable.__init__(self)
         arguments.refuse(
-            device_ids=device_ids,
-            output_device=output_device,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
         )
         self.module, self.device_mesh = module, device_mesh
-        self.dim, self.device_ids, self.output_device = dim, None, None
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         at_first, self.forward_sync_buffers = arguments.syncs(
             broadcast_buffers, forward_sync_buffers
@@ -98,6 +96,9 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._group = process_group  # as given
         self._buffer_hook: BufferHook | None = None
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
+        self._place = place = arguments.place(self._state(), device_ids, output_device)
+        self.device_ids = None if place is None else [place.index]
+        self.dim, self.output_device = dim, None if place is None else place.index
         self._around = Around(self._trainable)
         self._reducer = None
         self._comm = communicator_of(process_group, module.parameters())
@@ -125,10 +126,13 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         ignored = self.parameters_to_ignore
         return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
-    def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
+    def _state(self) -> list[nn.Parameter]:
         ignored = self.parameters_to_ignore
-        state = [p for name, p in self.module.named_parameters() if name not in ignored]
-        replicas.broadcast(self.comm, state + (self.modules_buffers if buffers else []), root)
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
+
+    def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
+        state = [*self._state(), *(self.modules_buffers if buffers else ())]
+        replicas.broadcast(self.comm, state, root)
 
     # ---- forward
 
@@ -149,7 +153,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             with span("DistributedDataParallel.forward"):
                 if lowered := self._mixed.lower():
                     self.reducer.listen()
-                with self._mixed.inputs(args, kwargs) as given:
+                with self._mixed.inputs(args, kwargs, self._place) as given:
                     yield given
         finally:
             _Torchs._active_ddp_module, self._reducing = outer, False

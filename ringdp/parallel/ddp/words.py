@@ -32,6 +32,8 @@ class Words(Holding):
 
     module: nn.Module
     parameters_to_ignore: set[str]
+    device_ids: list[int | None] | None
+    output_device: int | None
     forward_sync_buffers: bool
     require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
     _group: Any  # as given
@@ -149,6 +151,8 @@ class Words(Holding):
         """See `logged`."""
         return {
             "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
             "broadcast_buffers": int(self.forward_sync_buffers),
             "has_sync_bn": int(any(isinstance(m, SYNCED) for m in self.module.modules())),
             "join_uneven_inputs": int((self._uneven or self._authoritative_rank) is not None),

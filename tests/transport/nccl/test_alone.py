@@ -208,6 +208,16 @@ def test_ddp_trains_as_on_the_cpu(comms, device):
     agree(wrapped(there, device), wrapped(here, "cpu"), bound)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
+def test_ddp_moves_inputs_to_device_ids(comms, device):
+    there, _ = comms
+    net = ringdp.DistributedDataParallel(
+        Net(0).to(device), process_group=there, device_ids=[0], output_device=0
+    )
+    assert (net.device_ids, net.output_device) == ([0], 0)
+    assert net(data(0, "cpu")).equal(net.module(data(0, device)))
+
+
 def test_ddp_trains_over_torchs_own_group(comms, device):
     _, here = comms
     backend = "nccl" if device == "cuda" else "gloo"
