@@ -49,6 +49,7 @@ class Reducing:
         self._accumulate: dict[int, bool] = {}  # units whose p.grad held something before
         self._shows: dict[int, list[bool]] = {}  # of each unit: which have a .grad afterwards
         self.kept = Kept(ledger)
+        self.handed_out = 0  # counts up with every backward
 
     @unguarded
     def open(self, unit: FlatUnit, *, keep: bool) -> None:
@@ -90,6 +91,7 @@ class Reducing:
     @unguarded
     def hand_out(self, unit: FlatUnit) -> None:
         """Backward and all reductions are over: set every p.grad."""
+        self.handed_out += 1
         shows = self._shows[unit.index]
         if unit in self.kept:
             self.kept.show(unit, shows, reduced=self._accumulate[unit.index])

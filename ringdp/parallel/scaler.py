@@ -1,9 +1,11 @@
 """Dynamic loss scaling: float16 gradients stay in range, and a step that overflowed is skipped.
 
 The loss is multiplied by `scale`, the gradients by its inverse before the step. Where any gradient
-on any rank is not finite, no rank steps, and the scale falls; after `interval` good steps in a row
+on any rank is not finite, no rank steps, and the scale falls; after `interval` good ones in a row
 it grows. Micikevicius et al. 2018; the defaults are torch.amp.GradScaler's, which works as well
 (see `sliced`).
+
+What a backward made is judged and unscaled once, whatever steps follow: several optimizers' or none.
 """
 
 from __future__ import annotations
@@ -38,32 +40,38 @@ class LossScaler:
         check_engine("LossScaler", engine)
         self.engine, self.current = engine, scale
         self.growth, self.backoff, self.interval, self.minimum = growth, backoff, interval, minimum
-        self.good, self.skipped = 0, 0  # steps since the last skip or growth; steps skipped
-        self._finite: bool | None = None  # None: the gradients are still scaled
+        self.good, self.skipped = 0, 0  # finite since the last overflow or growth; overflows
+        self._finite, self._judged = True, -1  # the latter: as `handed_out` was then
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss * self.current
 
     def unscale_(self) -> bool:
-        """Divide all gradients by the scale, once a step. Whether all are finite. Collective."""
-        if self._finite is None:
+        """Divide all gradients by the scale, once after a backward, and adapt the scale. Whether
+        all are finite. Collective."""
+        made = self.engine.reducing.handed_out
+        if self._judged != made:
             self._finite = unscale_gradients(self.engine, self.current)
+            self._judged = made
+            self._adapt()
         return self._finite
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step it on all ranks or on none, and adapt the scale. Whether it stepped. Collective."""
+        """Step it on all ranks or on none. Whether it stepped. Collective."""
         good = self.unscale_()
-        self._finite = None
         if good:
             optimizer.step()
+        return good
+
+    def _adapt(self) -> None:
+        if self._finite:
             self.good += 1
             if self.good == self.interval:
                 self.current, self.good = self.current * self.growth, 0
         else:
             self.skipped += 1
             self.current, self.good = max(self.current * self.backoff, self.minimum), 0
-        return good
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.current, "good": self.good, "skipped": self.skipped}

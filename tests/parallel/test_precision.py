@@ -103,6 +103,39 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ranks, stage):
         assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0)]
 
 
+def judged_once(comm: Communicator, stage: int) -> None:
+    """Gradients are unscaled once after each backward: for two optimizers, and where a step is not
+    taken. An overflow lowers the scale although nobody steps."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model[0], model[2]))
+    plain = torch.optim.SGD([*twin[0].parameters(), *twin[2].parameters()], lr=0.1)
+    scaler = LossScaler(engine, scale=2.0**8, interval=2)
+    scales = []
+    for overflow in (1.0, float("inf"), 1.0):
+        model.zero_grad(), twin.zero_grad()
+        (scaler.scale(model(batch(0)).square().mean()) * overflow).backward()
+        if scaler.unscale_() and not scales:
+            assert scaler.step(first)
+            assert scaler.step(second)
+        scales.append(scaler.current)
+        twin(batch(0)).square().mean().backward()
+        if len(scales) == 1:
+            plain.step()
+    assert scales == [256.0, 128.0, 128.0]
+    norm = nn.utils.get_total_norm([p.grad for p in twin.parameters()])
+    assert ringdp.clip_grad_norm_(engine, 1e9) == pytest.approx(norm.item(), rel=1e-5)
+    with engine.full_parameters():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_unscaled_once_whoever_steps(ranks, stage):
+    ranks(2)(judged_once, stage)
+
+
 def test_a_step_of_neighbours_is_seen_as_a_change_of_each():
     flat, gradients = torch.ones(2, 4), torch.ones(2, 4)
     parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
