@@ -5,7 +5,7 @@ on any rank is not finite, no rank steps, and the scale falls; after `interval` 
 it grows. Micikevicius et al. 2018; the defaults are torch.amp.GradScaler's, which works as well
 (see `sliced`).
 
-What a backward made is judged and unscaled once, whatever steps follow: several optimizers' or none.
+What a backward made is judged and unscaled once, whoever steps then: several optimizers, or none.
 """
 
 from __future__ import annotations
