@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ringdp.cli.console import say
 from ringdp.cli.options import check_writable, write
-from ringdp.cli.timeline.digest import digest, share
+from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.page import fill
 from ringdp.cli.timeline.read import read
 from ringdp.errors import UsageError
@@ -28,8 +28,8 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         text = fill(data, f"{trace.name}: {run.ranks} rank{'s' * (run.ranks > 1)}")
         status.update(Text(f"writing {page}"))
         write(page, text)
-    for rank in sorted(run.parts):
-        _, compute, moves, hidden, exposed = share(run, rank)
+    for share in data["shares"]:
+        rank, compute, moves, hidden, exposed = share.values()
         say(
             console,
             f"rank {rank}: computed {compute / 1e3:.1f} ms, communicated {moves / 1e3:.1f} ms, "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,13 +47,14 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     lanes = [*_lanes(run, names)]
     tell("laying out chunks")
     chunks = _chunks(run, wholes, names)
+    events = by_rank(run)
     return {
         "ranks": run.ranks,
         "notes": [*_notes(run)],
         "names": names.all,
         "lanes": lanes,
-        "shares": [share(run, rank)._asdict() for rank in sorted(run.parts)],
-        "memory": [*_memory(run)],
+        "shares": [share(rank, events[rank])._asdict() for rank in sorted(run.parts)],
+        "memory": [*_memory(run, events)],
         "collectives": [_collective(w, model, priced, run) for w in wholes],
         "chunks": chunks,
         "model": model and {**model.machine._asdict(), "source": model.source},
@@ -73,13 +76,22 @@ class Names:
         return list(self._places)
 
 
-def share(run: Run, rank: int) -> Share:
+def by_rank(run: Run) -> Mapping[int, list[Event]]:
+    """Empty for a rank without events."""
+    found = defaultdict[int, list[Event]](list)
+    for event in run.events:
+        found[event["pid"]].append(event)
+    return found
+
+
+def share(rank: int, events: Iterable[Event]) -> Share:
+    spans = defaultdict[str, list[Interval]](list)
+    for e in events:
+        if e["ph"] == "X":
+            spans[e["cat"]].append((float(e["ts"]), end(e)))
+
     def of(*categories: str) -> list[Interval]:
-        return union(
-            (float(e["ts"]), end(e))
-            for e in run.events
-            if e["pid"] == rank and e.get("cat") in categories
-        )
+        return union(chain.from_iterable(spans[c] for c in categories))
 
     compute, moves, waits = of(*COMPUTE), of("collective"), of("wait")
     exposed = length(overlap(moves, waits))
@@ -152,13 +164,14 @@ def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float
     return found
 
 
-def _memory(run: Run) -> Iterable[dict[str, Any]]:
+def _memory(run: Run, events: Mapping[int, list[Event]]) -> Iterable[dict[str, Any]]:
     for rank, part in sorted(run.parts.items()):
+        counters = [e for e in events[rank] if e["ph"] == "C"]
         for engine in part.get("engines") or ():
             points = [
                 [_us(e["ts"]), *(e["args"][c] for c in HELD)]
-                for e in run.events
-                if e["ph"] == "C" and e["pid"] == rank and e["name"] == engine["counter"]
+                for e in counters
+                if e["name"] == engine["counter"]
             ]
             if not points:
                 continue

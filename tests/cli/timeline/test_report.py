@@ -14,7 +14,7 @@ import pytest
 from ringdp.cli.main import main
 from ringdp.cli.plan.hardware import from_file
 from ringdp.cli.timeline.collectives import Model, match, medians, prices, schedules
-from ringdp.cli.timeline.digest import digest, share
+from ringdp.cli.timeline.digest import by_rank, digest, share
 from ringdp.cli.timeline.page import PARTS, fill
 from ringdp.cli.timeline.read import read
 from ringdp.cli.timeline.spans import length, overlap, union
@@ -31,9 +31,25 @@ def test_intervals():
 
 
 def test_hidden_and_exposed(tmp_path: Path):
+    events = by_rank(read(trace(tmp_path)))
+    assert share(0, events[0]) == (0, 2 * 1600, 2 * 600, 2 * 400, 2 * 200)
+    assert share(1, events[1]) == (1, 2 * 1600, 2 * (600 - LATE), 2 * (400 - LATE), 2 * 200)
+
+
+def test_events_are_gone_through_equally_often_for_any_number_of_ranks(tmp_path: Path):
+    class Counting(list[Any]):
+        times = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.times += 1
+            return super().__iter__()
+
     run = read(trace(tmp_path))
-    assert share(run, 0) == (0, 2 * 1600, 2 * 600, 2 * 400, 2 * 200)
-    assert share(run, 1) == (1, 2 * 1600, 2 * (600 - LATE), 2 * (400 - LATE), 2 * 200)
+    few, many = Counting(run.events), Counting(run.events)
+    digest(run._replace(events=few), None, lambda _: None)
+    parts = dict.fromkeys(range(9), run.parts[1])
+    digest(run._replace(events=many, parts=parts), None, lambda _: None)
+    assert few.times == many.times > 0
 
 
 def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
