@@ -109,7 +109,7 @@ def check_writable(path: Path, option: str = "--json") -> None:
             "allowed: a file in a directory that exists and is writable"
         ) from None
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # a link that led to no file stays, and leads to none
 
 
 def write(path: Path, text: str) -> None:

@@ -167,7 +167,7 @@ def unwritable(asked: str, path: Path) -> str | None:
             "is writable"
         )
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # a link that led to no file stays, and leads to none
     return None
 
 

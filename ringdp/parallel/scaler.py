@@ -10,6 +10,8 @@ What a backward made is judged and unscaled once, whoever steps then: several op
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,10 +34,12 @@ class LossScaler:
         interval: int = 2000,
         minimum: float = 1.0,
     ) -> None:
-        if not (minimum > 0 and scale >= minimum and growth >= 1 and 0 < backoff <= 1):
+        sizes = math.inf > scale >= minimum > 0 and math.inf > growth >= 1
+        if not (sizes and 0 < backoff <= 1 and isinstance(interval, int) and interval >= 1):
             raise UsageError(
-                f"LossScaler(scale={scale}, growth={growth}, backoff={backoff}, minimum={minimum}):"
-                " allowed: scale >= minimum > 0, growth >= 1, 0 < backoff <= 1"
+                f"LossScaler(scale={scale}, growth={growth}, backoff={backoff}, interval={interval}"
+                f", minimum={minimum}): allowed: scale >= minimum > 0, growth >= 1, both finite, "
+                "0 < backoff <= 1, and a whole interval of at least 1"
             )
         check_engine("LossScaler", engine)
         self.engine, self.current = engine, scale

@@ -73,6 +73,15 @@ def test_checking_the_json_path_leaves_no_file(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.parametrize("option", ["--json", "--trace"])
+def test_a_link_that_leads_to_no_file_survives_a_refused_run(tmp_path: Path, option: str) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to("target.json")
+    assert main(["train", option, str(link), "--text", "/nowhere"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["link.json"]
+    assert link.is_symlink()
+
+
 def test_an_existing_json_file_survives_a_refused_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("before")

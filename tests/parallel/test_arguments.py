@@ -133,6 +133,12 @@ SIZED = {"train_micro_batch_size_per_gpu": 1}
         (SIZED, None, "optimizer=None.*allowed: what makes one"),
         (SIZED | {"zero_optimization": {"stage": 7}}, ringdp.AdamW, "stage is 7"),
         (SIZED | {"zero_optimization": {"reduce_bucket_size": 9}}, ringdp.AdamW, "unit '0' has 40"),
+        (
+            SIZED | {"fp16": {"initial_scale_power": 128}},
+            ringdp.AdamW,
+            "of at least 0 and below 128",
+        ),
+        (SIZED | {"fp16": {"enabled": True, "min_loss_scale": 0}}, ringdp.AdamW, "minimum=0"),
     ],
 )
 def test_initialize(comm, config, optimizer, said):
@@ -149,6 +155,11 @@ def test_initialize(comm, config, optimizer, said):
     )
     assert trainer.engine.stage.number == 3
     trainer.engine.close()
+
+
+def test_a_model_without_parameters_is_told(comm):
+    with pytest.raises(UsageError, match="the model has no parameter"):
+        fronts.initialize(model=nn.Identity(), config=SIZED, optimizer=ringdp.AdamW, comm=comm)
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,20 @@ def blocks_and_model(comm: Communicator) -> None:
 
 def test_fully_shard_does_what_every_call_has_asked_for(ranks):
     ranks(2)(blocks_and_model)
+
+
+def part_of_a_model(comm: Communicator) -> None:
+    model: Any = net()
+    fronts.fully_shard(model[1], comm=comm)
+    model[1].set_requires_gradient_sync(False)  # it is all that is sharded as yet
+    assert not model[1].engine.sync
+    fronts.fully_shard(model, comm=comm)
+    for module, how in ((model[1], {}), (model, {"recurse": False})):
+        with pytest.raises(UsageError, match="^set_requires_gradient_sync.*; allowed"):
+            module.set_requires_gradient_sync(False, **how)
+    assert model.engine.sync
+    model.engine.close()
+
+
+def test_gradients_are_kept_of_a_whole_model_only(ranks):
+    ranks(1)(part_of_a_model)

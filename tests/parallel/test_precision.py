@@ -168,7 +168,19 @@ def test_scaling_by_powers_of_two_is_exact(ranks):
 
 
 @pytest.mark.parametrize(
-    "options", [{"scale": 0.5}, {"growth": 0.5}, {"backoff": 2.0}, {"minimum": 0.0}]
+    "options",
+    [
+        {"scale": 0.5},
+        {"scale": float("inf")},
+        {"scale": float("nan")},
+        {"growth": 0.5},
+        {"growth": float("inf")},
+        {"backoff": 2.0},
+        {"interval": 0},
+        {"interval": -1},
+        {"interval": 2.5},
+        {"minimum": 0.0},
+    ],
 )
 def test_a_wrong_scaler_is_told(options):
     with pytest.raises(ringdp.UsageError, match="scale >= minimum > 0"):

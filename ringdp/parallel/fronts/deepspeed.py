@@ -22,11 +22,13 @@ from ringdp.parallel.units import UnitRule
 
 
 class Key(NamedTuple):
-    """What may be said: true or false, a device, or a number, whole or not, of at least `least`."""
+    """What may be said: true or false, a device, or a number, whole or not, of at least `least`
+    and less than `below`."""
 
     default: Any
     kind: Literal["bool", "device", "whole", "number"]
     least: float = 0
+    below: float = math.inf
 
 
 _OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
@@ -40,7 +42,7 @@ KEYS: dict[str, Any] = {
     "fp16": {
         "enabled": Key(False, "bool"),
         "loss_scale": Key(0, "number"),  # 0: dynamic
-        "initial_scale_power": Key(16, "whole"),
+        "initial_scale_power": Key(16, "whole", below=128),  # what float32 holds
         "loss_scale_window": Key(1000, "whole", 1),
         "min_loss_scale": Key(1, "number"),
     },
@@ -134,7 +136,7 @@ def initialize(
     if not zero["contiguous_gradients"]:
         raise UsageError("config: contiguous_gradients=false is not implemented: they always are")
     param = torch.float16 if half["enabled"] else torch.bfloat16 if brain["enabled"] else None
-    itemsize = (param or next(model.parameters()).dtype).itemsize
+    itemsize = (param or next(model.parameters(), torch.empty(0)).dtype).itemsize
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch = zero["stage3_prefetch_bucket_size"]
     offloads = [_offload(zero, key) for key in ("offload_param", "offload_optimizer")]
@@ -160,20 +162,11 @@ def initialize(
             _check_buckets(engine, min(sizes))
         if engine.stage.number == 3 and (live := zero["stage3_max_live_parameters"]) is not None:
             _bound(engine, live * itemsize)
+        scaler = _scaler(engine, half)
     except UsageError:
         with engine.full_parameters():
             engine.close()  # the model is as it was
         raise
-    dynamic = half["enabled"] and half["loss_scale"] == 0
-    fixed = half["loss_scale"] if half["enabled"] and not dynamic else 1
-    scaler = LossScaler(
-        engine,
-        scale=2.0 ** half["initial_scale_power"] if dynamic else float(fixed),
-        growth=2.0 if dynamic else 1.0,
-        backoff=0.5 if dynamic else 1.0,
-        interval=half["loss_scale_window"],
-        minimum=float(half["min_loss_scale"]),
-    )
     made = optimizer(model.parameters())
     trainer = Trainer(model, engine, made, batches, float(said["gradient_clipping"]), scaler)
     return trainer, made, None, None
@@ -207,10 +200,24 @@ def _value(where: str, value: Any, key: Key) -> Any:
             raise UsageError(f"{where} is {value!r}; allowed: true, false")
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not key.least <= value < math.inf or (key.kind == "whole" and value % 1):
+    if not number or not key.least <= value < key.below or (key.kind == "whole" and value % 1):
         what = "a whole number" if key.kind == "whole" else "a number"
-        raise UsageError(f"{where} is {value!r}; allowed: {what} of at least {key.least:g}")
+        most = f" and below {key.below:g}" if key.below < math.inf else ""
+        raise UsageError(f"{where} is {value!r}; allowed: {what} of at least {key.least:g}{most}")
     return int(value) if key.kind == "whole" else value
+
+
+def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
+    dynamic = half["enabled"] and half["loss_scale"] == 0
+    fixed = half["loss_scale"] if half["enabled"] and not dynamic else 1
+    return LossScaler(
+        engine,
+        scale=2.0 ** half["initial_scale_power"] if dynamic else float(fixed),
+        growth=2.0 if dynamic else 1.0,
+        backoff=0.5 if dynamic else 1.0,
+        interval=half["loss_scale_window"],
+        minimum=float(half["min_loss_scale"]),
+    )
 
 
 def _offload(zero: dict[str, Any], key: str) -> bool:

@@ -54,8 +54,16 @@ class FSDPModule:
     _ringdp_engine: Engine
     _ringdp_asked: Asked
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
+        refuse("set_requires_gradient_sync", {"recurse": (recurse, True)})
+        if self.engine.model is not self:
+            raise UsageError(
+                "set_requires_gradient_sync is not implemented for a part of a model; allowed: on "
+                "the module that fully_shard was called on last, for all of it"
+            )
         self._ringdp_engine.sync = requires_gradient_sync
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
