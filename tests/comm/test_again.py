@@ -19,7 +19,7 @@ from ringdp.transport.base import FailureKind
 from ringdp.transport.processes import process_state
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
 from tests.comm.failing import hear
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.forks import LIFETIME, PATIENCE, Forks, Say, store
 
 pytestmark = pytest.mark.process
 
@@ -67,7 +67,7 @@ def survivors_go_on(comm: Communicator, say: Say) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     say(hear(comm, comm.barrier).error)
     comm.abort()
-    again = ringdp.init(timeout=PATIENCE)
+    again = ringdp.init(timeout=LIFETIME)  # an interpreter starts, and imports torch
     x = torch.tensor([again.rank + 1])
     again.all_reduce(x)
     say(x.item())

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import PATIENCE
-
 # Page faults of a step that takes 64 MiB at the heap's end, and frees them.
 STEPS = """
 import ctypes, resource, ringdp
@@ -47,7 +45,7 @@ def faults(**environment: str) -> list[int]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=PATIENCE,
+        timeout=240,
     )
     return [int(n) for n in ran.stdout.split()]
 
