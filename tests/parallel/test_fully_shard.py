@@ -87,7 +87,7 @@ def part_of_a_model(comm: Communicator) -> None:
     assert not model[1].engine.sync
     fronts.fully_shard(model, comm=comm)
     for module, how in ((model[1], {}), (model, {"recurse": False})):
-        with pytest.raises(UsageError, match="^set_requires_gradient_sync.*; allowed"):
+        with pytest.raises(UsageError, match="set_requires_gradient_sync"):
             module.set_requires_gradient_sync(False, **how)
     assert model.engine.sync
     model.engine.close()

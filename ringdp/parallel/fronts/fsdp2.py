@@ -59,7 +59,8 @@ class FSDPModule:
     ) -> None:
         """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
         refuse("set_requires_gradient_sync", {"recurse": (recurse, True)})
-        if self.engine.model is not self:
+        whole: object = self.engine.model
+        if whole is not self:
             raise UsageError(
                 "set_requires_gradient_sync is not implemented for a part of a model; allowed: on "
                 "the module that fully_shard was called on last, for all of it"
