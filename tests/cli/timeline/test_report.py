@@ -1,4 +1,4 @@
-"""`ringdp report`: its figures, its page in a real browser, and what it refuses."""
+"""`ringdp report`: its figures, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from ringdp.cli.main import main
 from ringdp.cli.plan.hardware import from_file
 from ringdp.cli.timeline.collectives import Model, match, medians, prices, schedules
 from ringdp.cli.timeline.digest import by_rank, digest, share
-from ringdp.cli.timeline.page import PARTS, fill
+from ringdp.cli.timeline.page import PARTS
 from ringdp.cli.timeline.read import read
 from ringdp.cli.timeline.spans import length, overlap, union
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
-from tests.browser import needs_browser
 from tests.cli.timeline.made import HELD, LATE, STEP, trace
 
 
@@ -240,133 +239,3 @@ def test_why_an_algorithm_is_not_replayed(tmp_path: Path):
     found = digest(read(path), None, lambda _: None)
     assert found["replays"] == {}
     assert found["unplayed"]["nccl on 2"].startswith("no all_reduce algorithm 'nccl'")
-
-
-DRIVE = """(async () => {
-    const wait = (ms) => new Promise((done) => setTimeout(done, ms));
-    while (byId("main").hidden && !byId("state").className.includes("warn")) await wait(20);
-    const found = {}, text = (id) => byId(id).textContent;
-    const cells = (id) => [...byId(id).querySelectorAll("tbody tr")].map(
-        (row) => [...row.children].map((cell) => cell.textContent));
-    found.state = text("state");
-    found.shares = cells("shares");
-    found.kinds = cells("kinds");
-    found.bytes = cells("bytes");
-    const drawn = found.drawn = [], canvas = CanvasRenderingContext2D.prototype;
-    const draw = canvas.fillText;
-    canvas.fillText = (what) => drawn.push(what);
-    drawKinds();
-    canvas.fillText = draw;
-    found.whole = text("range");
-    byId("step").click();
-    found.step = text("range");
-    byId("in").click();
-    found.zoomed = text("range");
-    byId("right").click();
-    found.moved = text("range");
-    byId("timeline").dispatchEvent(new KeyboardEvent("keydown", { key: "0" }));
-    found.all = text("range");
-    const forward = rows.find((row) => row.lane), width = byId("timeline").clientWidth;
-    const [x, y, w] = box(forward, 1, width);
-    tell(spanAt(x + w / 2, y + 3));
-    found.span = text("timelineSays");
-    found.exposed = [...exposed(0, 700, 1300)];
-    const press = (id, key) => byId(id).dispatchEvent(new KeyboardEvent("keydown", { key }));
-    found.walked = ["n", "n", "p", "ArrowDown", "ArrowUp"].map((key) => {
-        press("timeline", key);
-        return text("timelineSays").split(":")[1].split("(")[0].trim();
-    });
-    byId("kinds").querySelector("tbody tr").click();
-    found.chosen = text("chunkSays");
-    press("chunks", "ArrowRight");
-    found.chunk = text("chunkSays");
-    tellChunk(chunkAt(byId("chunks").clientWidth - 2, 40));
-    found.pointed = text("chunkSays");
-    byId("before").click();
-    found.first = byId("before").disabled;
-    while (!byId("replay").contentWindow?.go) await wait(20);
-    follow(extent()[0] + 1);
-    found.round = byId("replay").contentDocument.getElementById("round").textContent;
-    follow(extent()[1]);
-    found.last = byId("replay").contentDocument.getElementById("round").textContent;
-    byId("play").click();
-    found.playing = text("play");
-    await wait(6000);
-    found.played = text("play");
-    document.body.style.margin = 0;
-    found.fits = [400, 1280].map((wide) => {
-        document.body.style.width = document.body.style.maxWidth = `${wide}px`;
-        dispatchEvent(new Event("resize"));
-        const over = [...document.querySelectorAll("main > *, section > *")].filter(
-            (e) => e.getBoundingClientRect().right > wide + 1 || e.scrollWidth > wide + 1 &&
-                !e.classList.contains("scroll"));
-        return [over.map((e) => e.id || e.tagName), byId("timeline").clientWidth];
-    });
-    const out = document.createElement("pre");
-    out.id = "found";
-    out.textContent = JSON.stringify(found);
-    document.body.append(out);
-})().catch((error) => { document.title = `ERROR ${error}`; });"""
-
-
-DRIVE_NOTHING = """(async () => {
-    while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
-    for (const button of document.querySelectorAll("button")) {
-        if (button.offsetParent) button.click(); // it can be seen
-    }
-    for (const key of ["n", "p", "ArrowDown", "+", "0"]) {
-        byId("timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
-    }
-    dispatchEvent(new Event("resize"));
-    const hidden = [...document.querySelectorAll("section")].map((s) => s.hidden).join();
-    if (!document.title.startsWith("ERROR")) document.title = hidden;
-})();"""
-
-
-@needs_browser
-def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
-    path = trace(tmp_path)
-    document = json.loads(path.read_text())
-    for part in document["ringdp"]["parts"].values():
-        for kind in ("communicators", "engines", "schedules"):
-            del part[kind]
-    path.write_text(json.dumps(document | {"traceEvents": []}))
-    dom = browse(fill(digest(read(path), None, lambda _: None), "run"), script=DRIVE_NOTHING)
-    assert dom.texts["title"] == "true,true,true"
-    assert dom.texts["notes"] == "No collective is in this trace."
-
-
-@needs_browser
-def test_the_page_in_a_browser(browse, tmp_path: Path):
-    run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
-    dom = browse(fill(digest(run, None, lambda _: None), "<b>{{data}}"), script=DRIVE)
-    found = json.loads(dom.texts["found"])
-    assert found["state"] == "2 ranks, 3.80 ms, 2 collectives, 12 chunks."
-    assert dom.texts["notes"] == "rank 2 (process 9) ended"
-    assert found["shares"] == [
-        ["0", "3.20 ms", "1.20 ms", "800.0 µs", "400.0 µs"],
-        ["1", "3.20 ms", "1.00 ms", "600.0 µs", "400.0 µs"],
-    ]
-    (kind,) = found["kinds"]
-    assert kind == [
-        *("all_reduce", "ring", "2", "4,000", "2"),
-        *("500.0 µs", "500.0 µs", "1.00", "100.0 µs"),
-    ]
-    assert found["drawn"] == ["measured ↑", "predicted →", "500.0 µs", "500.0 µs"]
-    assert found["bytes"] == [[k, f"{v:,}", f"{v:,}", "="] for k, v in HELD.items()]
-    assert found["whole"] == found["all"] == "0.0 µs – 3.80 ms"
-    assert found["step"] == "1.80 ms – 3.80 ms"
-    assert found["zoomed"] == "2.30 ms – 3.30 ms"
-    assert found["moved"] == "2.60 ms – 3.60 ms"
-    assert found["span"].startswith("rank 0, main thread: backward root (backward), from 500.0 µs")
-    assert "4,000 bytes on 2 ranks, at train.py:7: 500.0 µs, predicted 500.0" in found["chosen"]
-    assert found["exposed"] == [[1100, 1300]]
-    steps = ["forward root", "backward root", "forward root", "all_reduce #0", "backward root"]
-    assert found["walked"] == steps
-    chunk = "rank {}: {}, round {}, piece 0, 2,000 bytes, from {} for 100.0 µs, of which it waited "
-    assert found["chunk"].startswith(chunk.format(0, "send", 0, "0.0 µs") + "50.0 µs for a peer")
-    assert found["pointed"].startswith(chunk.format(1, "recv", 1, "300.0 µs"))
-    assert found["first"] is True
-    assert (found["round"], found["last"]) == ("round 0 of 0–1", "round 1 of 0–1")
-    assert (found["playing"], found["played"]) == ("Stop", "Play")
-    assert found["fits"] == [[[], 376], [[], 1256]]
