@@ -35,6 +35,11 @@ DRIVE = """(async () => {
     found.moved = text("range");
     byId("timeline").dispatchEvent(new KeyboardEvent("keydown", { key: "0" }));
     found.all = text("range");
+    found.wheeled = [false, true].map((ctrlKey) => {
+        const wheel = new WheelEvent("wheel", { deltaY: -1, ctrlKey, cancelable: true });
+        return [byId("timeline").dispatchEvent(wheel), text("range")];
+    });
+    byId("fit").click();
     const forward = rows.find((row) => row.lane), width = byId("timeline").clientWidth;
     const [x, y, w] = box(forward, 1, width);
     tell(spanAt(x + w / 2, y + 3));
@@ -63,6 +68,9 @@ DRIVE = """(async () => {
     await wait(6000);
     found.played = text("play");
     document.body.style.margin = 0;
+    byId("timeline").style.height = "3000px";
+    scrollTo(0, 0);
+    found.sees = byId("timelineSays").getBoundingClientRect().bottom <= innerHeight;
     found.fits = [400, 1280].map((wide) => {
         document.body.style.width = document.body.style.maxWidth = `${wide}px`;
         dispatchEvent(new Event("resize"));
@@ -127,6 +135,8 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert found["step"] == "1.80 ms – 3.80 ms"
     assert found["zoomed"] == "2.30 ms – 3.30 ms"
     assert found["moved"] == "2.60 ms – 3.60 ms"
+    assert found["wheeled"] == [[True, found["all"]], [False, "0.0 µs – 3.04 ms"]]
+    assert found["sees"]
     assert found["span"].startswith("rank 0, main thread: backward root (backward), from 500.0 µs")
     assert "4,000 bytes on 2 ranks, at train.py:7: 500.0 µs, predicted 500.0" in found["chosen"]
     assert found["exposed"] == [[1100, 1300]]

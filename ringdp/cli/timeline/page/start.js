@@ -40,6 +40,7 @@ function listen() {
     canvas.addEventListener(end, () => { held = null; });
   }
   canvas.addEventListener("wheel", (e) => {
+    if (!e.ctrlKey) return; // the page scrolls
     e.preventDefault();
     const at = view[0] + (e.offsetX / canvas.clientWidth) * (view[1] - view[0]);
     zoom(e.deltaY > 0 ? 1.25 : 0.8, at);
