@@ -37,20 +37,21 @@ class Whole(NamedTuple):
     spans: dict[int, Event]
 
     @property
+    def came(self) -> float:
+        """When the last rank began it."""
+        return max(float(e["ts"]) for e in self.spans.values())
+
+    @property
     def measured(self) -> float:
-        return max(map(end, self.spans.values())) - self._last
+        return max(map(end, self.spans.values())) - self.came
 
     @property
     def late(self) -> float:
-        return self._last - min(float(e["ts"]) for e in self.spans.values())
+        return self.came - min(float(e["ts"]) for e in self.spans.values())
 
     @property
     def late_rank(self) -> int:
         return max(self.spans, key=lambda rank: float(self.spans[rank]["ts"]))
-
-    @property
-    def _last(self) -> float:
-        return max(float(e["ts"]) for e in self.spans.values())
 
 
 class Model(NamedTuple):

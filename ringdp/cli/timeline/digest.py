@@ -23,13 +23,19 @@ ADAMS = {"Adam", "AdamW"}  # whose state the formula is of
 
 
 class Share(NamedTuple):
-    """Of one rank's time, µs. Hidden: what it did not wait for."""
+    """Of one rank's time, µs.
+
+    communication  of collectives that every rank had begun
+    hidden         what of it the rank did not wait for, computing or not
+    late           what it waited for ranks that had not begun
+    """
 
     rank: int
     compute: float
     communication: float
     hidden: float
     exposed: float
+    late: float
 
 
 def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -47,13 +53,13 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     lanes = [*_lanes(run, names)]
     tell("laying out chunks")
     chunks = _chunks(run, wholes, names)
-    events = by_rank(run)
+    events, came = by_rank(run), {w.key: w.came for w in wholes}
     return {
         "ranks": run.ranks,
         "notes": [*_notes(run)],
         "names": names.all,
         "lanes": lanes,
-        "shares": [share(rank, events[rank])._asdict() for rank in sorted(run.parts)],
+        "shares": [share(rank, events[rank], came)._asdict() for rank in sorted(run.parts)],
         "memory": [*_memory(run, events)],
         "collectives": [_collective(w, model, priced, run) for w in wholes],
         "chunks": chunks,
@@ -84,19 +90,27 @@ def by_rank(run: Run) -> Mapping[int, list[Event]]:
     return found
 
 
-def share(rank: int, events: Iterable[Event]) -> Share:
+def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Share:
+    """`came`: when the last rank began a collective."""
     spans = defaultdict[str, list[Interval]](list)
     for e in events:
-        if e["ph"] == "X":
-            spans[e["cat"]].append((float(e["ts"]), end(e)))
+        if e["ph"] != "X":
+            continue
+        begin, ended = float(e["ts"]), end(e)
+        spans[e["cat"]].append((begin, ended))
+        if e["cat"] == "collective":
+            last = came[e["args"]["comm"], e["args"]["number"]]
+            # The root of a broadcast is done before: it waits for nobody.
+            spans["all there"].append((last if begin < last < ended else begin, ended))
 
     def of(*categories: str) -> list[Interval]:
         return union(chain.from_iterable(spans[c] for c in categories))
 
-    compute, moves, waits = of(*COMPUTE), of("collective"), of("wait")
+    compute, moves, waits = of(*COMPUTE), of("all there"), of("wait")
     exposed = length(overlap(moves, waits))
+    late = length(overlap(of("collective"), waits)) - exposed
     busy = length(compute) - length(overlap(compute, waits))
-    return Share(rank, busy, length(moves), length(moves) - exposed, exposed)
+    return Share(rank, busy, length(moves), length(moves) - exposed, exposed, late)
 
 
 def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:

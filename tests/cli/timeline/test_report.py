@@ -30,9 +30,30 @@ def test_intervals():
 
 
 def test_hidden_and_exposed(tmp_path: Path):
-    events = by_rank(read(trace(tmp_path)))
-    assert share(0, events[0]) == (0, 2 * 1600, 2 * 600, 2 * 400, 2 * 200)
-    assert share(1, events[1]) == (1, 2 * 1600, 2 * (600 - LATE), 2 * (400 - LATE), 2 * 200)
+    run = read(trace(tmp_path))
+    events, came = by_rank(run), {w.key: w.came for w in match(run)}
+    for rank in range(2):
+        moves, waits = 600 - LATE, 200
+        found = share(rank, events[rank], came)
+        assert found == (rank, 2 * 1600, 2 * moves, 2 * (moves - waits), 2 * waits, 0)
+
+
+def test_who_waits_for_a_late_rank_communicates_only_from_then_on(tmp_path: Path):
+    run = read(trace(tmp_path))
+    waits = {rank: [e for e in own if e.get("cat") == "wait"] for rank, own in by_rank(run).items()}
+    for wait in waits[0]:
+        wait |= {"ts": wait["ts"] - 350, "dur": wait["dur"] + 350}  # from 750 on
+    first, second = digest(run, None, lambda _: None)["shares"]
+    assert [*first.values()][2:] == [2 * 500, 0, 2 * 500, 2 * 50]
+    assert [*second.values()][2:] == [2 * 500, 2 * 300, 2 * 200, 0]
+
+
+def test_who_is_done_before_the_last_comes_waited_for_nobody(tmp_path: Path):
+    run = read(trace(tmp_path))
+    for root in (e for e in by_rank(run)[0] if e.get("cat") == "collective"):
+        root["dur"] = LATE / 2
+    first, _ = digest(run, None, lambda _: None)["shares"]
+    assert [*first.values()][2:] == [LATE, LATE, 0, 0]
 
 
 def test_events_are_gone_through_equally_often_for_any_number_of_ranks(tmp_path: Path):
@@ -203,7 +224,7 @@ def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
     page = tmp_path / "page.html"
     assert main(["report", str(trace(tmp_path)), "--html", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "rank 0: computed 3.2 ms, communicated 1.2 ms, of which 0.8 hidden" in said
+    assert "rank 0: computed 3.2 ms, communicated 1.0 ms, of which 0.6 hidden" in said
     parts = [file.read_text() for file in PARTS.iterdir()]
     assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
     assert "default-src 'none'" in page.read_text()

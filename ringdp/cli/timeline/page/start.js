@@ -77,8 +77,9 @@ function fillIn() {
     make("i", undefined, key).style.background = color(hue);
     key.append({ wait: "waiting: exposed", collective: "collective: hidden" }[category] ?? category);
   }
-  table("shares", ["rank", "computes", "communicates", "hidden", "exposed"], data.shares.map((s) =>
-    [s.rank, us(s.compute), us(s.communication), us(s.hidden), us(s.exposed)]));
+  const times = ["compute", "communication", "hidden", "exposed", "late"];
+  table("shares", ["rank", "computes", "communicates", "hidden", "exposed", "waits for late ranks"],
+    data.shares.map((s) => [s.rank, ...times.map((time) => us(s[time]))]));
   for (const m of data.memory) make("option", `rank ${m.rank}, stage ${m.stage}`, byId("engine"));
   const model = data.model;
   byId("model").textContent = model === null ? "No collective has a price."
