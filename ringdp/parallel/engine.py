@@ -111,11 +111,14 @@ class Engine(Taped):
     # ---- forward
 
     def _hook(self, module: nn.Module, indices: list[int], own: copies.Own) -> None:
+        made, gathering = self._made[indices[0]], self.gathering
         before = own(lambda *_: self._before_forward(indices))
         after = own(lambda _, *args: self._after_forward(indices, *args))
+        end = own(lambda *_: gathering.leave(indices) if made.end() else None)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
         ]
         for index in indices:
             self._arrivals[index] = Arrivals(self.units[index], self._me)

@@ -13,7 +13,7 @@ Note [nodes run in reverse]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ringdp.comm import Communicator
 from ringdp.parallel import written
@@ -81,8 +81,7 @@ class Gathering:
 
         What would be gathered again at once stays: the last unit of a forward, for its backward.
         """
-        if index in self.in_use:
-            self.in_use.remove(index)
+        self.leave([index])
         unit = self.units[index]
         if not (free and unit.freed and unit.state is State.UNSHARDED):
             return
@@ -94,6 +93,12 @@ class Gathering:
             unit.reshard()
         written.refuse(lost)
         self.prefetch()
+
+    def leave(self, indices: Sequence[int]) -> None:
+        """A forward of theirs, or backward, runs no more."""
+        for index in indices:
+            if index in self.in_use:
+                self.in_use.remove(index)
 
     def free_before(self, index: int, are_nested: Callable[[int, int], bool]) -> None:
         """The backward of a unit starts, or a forward again within it: those before it are through.

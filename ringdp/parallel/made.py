@@ -40,7 +40,8 @@ class Made:
     ) -> None:
         self._unit, self._around, self._makers = unit, around, makers
         self._modules = list(_own(module, others))
-        self._since: list[int] = []  # of the forwards under way: they may call one another
+        # Of the forwards under way, which may call one another; None: the last has returned.
+        self._since: list[int | None] = []
         self._known: Any = WeakIdKeyDictionary()  # left in attributes by an earlier forward
 
     def begin(self) -> None:
@@ -50,7 +51,9 @@ class Made:
     def left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
         """By the forward that has just ended, with arguments `passed`; what `dies`, as a part of a
         weight, gets memory of its own."""
-        since = self._since.pop() if self._since else 0
+        since = 0
+        if self._since:
+            since, self._since[-1] = self._since[-1] or 0, None
         if not dies and not torch.is_grad_enabled():
             return []
         kept = [t for module in self._modules for t in _in_attributes(module)]
@@ -62,6 +65,10 @@ class Made:
         for t in left:
             self._known[t] = None
         return left + [t for t in put if t.grad_fn and t.grad_fn._sequence_nr() >= since]
+
+    def end(self) -> bool:
+        """A forward has ended. Whether it raised."""
+        return bool(self._since) and self._since.pop() is not None
 
     def by(self, output: Any, left: Iterable[Tensor]) -> list[Tensor]:
         """By the forward that has just returned `output`, and has `left` others."""

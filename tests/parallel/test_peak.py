@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator
+from tests.parallel.small import batch, net
 
 pytestmark = pytest.mark.process
 
@@ -157,3 +159,41 @@ def test_stage_3_peaks_at_two_units_and_a_bucket(ranks, kind):
         largest = max(unit, root)
         two_units, bucket, activations = 2 * largest, largest, unit // 8
         assert most <= two_units + bucket + activations
+
+
+class SkippedError(Exception):
+    """What the loop below goes on after."""
+
+
+def peak_of_a_loop(comm: Communicator, raises: bool) -> tuple[int, list[int]]:
+    """Bytes gathered at most by a loop over blocks, of which one has raised before; and what its
+    forwards have left open."""
+    blocks = net()
+    engine = ringdp.shard(blocks, stage=3, comm=comm)
+
+    def refuse(*_: object) -> None:
+        raise SkippedError
+
+    def forward() -> Tensor:
+        x = batch().requires_grad_()
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    handle = blocks[1][1].register_forward_pre_hook(refuse)
+    for _ in range(2 if raises else 0):
+        with pytest.raises(SkippedError):
+            forward()
+    handle.remove()
+    for _ in range(3):
+        engine.ledger.peak.clear()
+        forward().sum().backward()
+    left = [len(made._since) for made in engine._made.values()]
+    engine.close()
+    return engine.ledger.peak["gathered"], left
+
+
+def test_a_forward_that_raises_leaves_nothing_in_use(ranks):
+    for raised, plain in zip(*(ranks(2)(peak_of_a_loop, r) for r in (True, False)), strict=True):
+        assert raised == plain
+        assert not any(plain[1])
