@@ -24,7 +24,7 @@ from tests.transport.test_conformance import (
 
 pytestmark = pytest.mark.process
 
-CALLS = 10_000
+CALLS, JOBS = 1000, 10
 DEEPEST = 12  # calls under way at once
 
 
@@ -88,9 +88,10 @@ def storm(comm: Communicator, first: int) -> tuple[list[bytes], dict[int, list[b
     return found, {call: expected(drawn(first + call), comm.size) for call in share}
 
 
-def test_ten_thousand_random_collectives_equal_the_simulator(ranks):
-    everybody = ranks(4)(storm, 1)
+@pytest.mark.parametrize("first", [1 + job * CALLS for job in range(JOBS)])
+def test_ten_thousand_random_collectives_equal_the_simulator(ranks, first):
+    everybody = ranks(4)(storm, first)
     for _, share in everybody:
         for call, wanted in share.items():
             found = [results[call] for results, _ in everybody]
-            assert found == wanted, f"call {call}: {drawn(1 + call)}"
+            assert found == wanted, f"call {call}: {drawn(first + call)}"
