@@ -68,7 +68,7 @@ def open_page(at: Path, page: str, place: str = "", *, script: str = "") -> Dom:
         [BROWSER, *FLAGS, f"--user-data-dir={at / 'profile'}", file.as_uri() + place],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=True,
     )
     dom = Dom(run.stdout)

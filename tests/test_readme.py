@@ -67,7 +67,7 @@ def a_script_of(name: str, directory: Path) -> Path:
 @pytest.mark.process
 def test_five_lines_run_under_torchrun(tmp_path: Path):
     script = a_script_of("stage=3", tmp_path)
-    subprocess.run([*TORCHRUN, str(script)], check=True, timeout=240)
+    subprocess.run([*TORCHRUN, str(script)], check=True, timeout=600)
 
 
 @pytest.mark.process

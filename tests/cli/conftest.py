@@ -31,7 +31,7 @@ def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def raises(job: Job, emit: Emit) -> list[Record]:
     comm.barrier()  # both have said so
     if comm.rank == 1:
         raise ValueError("the cause, on rank 1")
-    time.sleep(600)
+    time.sleep(3600)
     return []
 
 
@@ -52,7 +52,7 @@ def raises_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
 def killed(job: Job, emit: Emit) -> list[Record]:
     if _running(emit) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+    time.sleep(3600)
     return []
 
 
@@ -70,7 +70,7 @@ def killed_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
 
 def sleeps(job: Job, emit: Emit) -> list[Record]:
     _running(emit)
-    time.sleep(600)
+    time.sleep(3600)
     return []
 
 

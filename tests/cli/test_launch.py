@@ -31,7 +31,7 @@ from tests.cli.misbehaving import (
 pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).with_name("misbehaving.py")
-SECONDS = 240.0  # only a hang reaches it
+SECONDS = 600.0  # only a hang reaches it
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     weights = torch.zeros(4)

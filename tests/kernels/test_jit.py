@@ -43,7 +43,7 @@ def python(code: str, **env: str) -> None:
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 

@@ -179,8 +179,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def comms(device: str) -> Iterator[tuple[Communicator, Communicator]]:
     """Of this process alone: over NCCL on the device, and the CPU's."""
     before = rendezvous._world
-    there = ringdp.init(transport="nccl" if device == "cuda" else "nccl-host", timeout=30.0)
-    here = ringdp.init(timeout=30.0)
+    there = ringdp.init(transport="nccl" if device == "cuda" else "nccl-host", timeout=120.0)
+    here = ringdp.init(timeout=120.0)
     rendezvous._world = before
     yield there, here
     there.close()
