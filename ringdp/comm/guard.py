@@ -173,6 +173,9 @@ def _disagreement(failure: Failure, seen: Observed) -> str:
     for r, calls in zip(pair, (here, there), strict=True):
         call = calls.get(number)
         lines.append(f"  rank {r}: {told(call) if call else f'#{number}, {_unsaid(r, seen)}'}")
+    called = {collective_of(c[number][1]) for c in (here, there) if number in c}
+    if called == {"all_to_all", "all_to_all_v"}:
+        lines.append("  give sizes of parts, also if they are equal, on every rank or on none")
     if failure.expected == failure.found and not differing:
         lines.append("  with different sizes")
     elif not differing:

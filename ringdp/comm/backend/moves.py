@@ -173,7 +173,8 @@ class Moves(Calls):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        """Split sizes count along the first dimension; if all ranks give none, parts are equal."""
+        """Split sizes count along the first dimension; if all ranks give none, parts are equal, and
+        move much faster. If only some give any, all raise CollectiveMismatch."""
         given = opts if isinstance(opts, timedelta) else timeout
         options = chosen(AllToAllOptions, opts, {"timeout": given})
         to, source = movable(output), movable(input)

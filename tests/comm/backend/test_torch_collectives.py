@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ringdp import Communicator, UsageError
+from ringdp import CollectiveMismatch, Communicator, UsageError
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
 from tests.forks import Say
@@ -101,7 +101,8 @@ def test_it_takes_more_than_gloo(forks):
 
 
 def refuses(comm: Communicator, say: Say) -> None:
-    """Where lists are given that are not one tensor for each rank, of its size, nothing moves."""
+    """Where lists are given that are not one tensor for each rank, of its size, nothing moves;
+    split sizes on some ranks alone are another collective."""
     with world(comm, "ringdp"):
         part, lists = torch.full((2,), float(comm.rank)), [torch.zeros(2) for _ in range(comm.size)]
         for wrong in ([part[:1], torch.zeros(3)], list(part) * 2, [part], [part] * 3):
@@ -111,6 +112,11 @@ def refuses(comm: Communicator, say: Say) -> None:
                 with pytest.raises(UsageError, match=r"scatter: input_tensors .*: 2, .* of 2, as"):
                     dist.scatter(part, wrong)
         dist.gather(part, lists if comm.rank == 0 else None)
+        splits = [[1] * comm.size] * 2 if comm.rank == 0 else []
+        with pytest.raises(
+            CollectiveMismatch, match="parts, also if they are equal, on every rank"
+        ):
+            dist.all_to_all_single(part.clone(), part, *splits)
         say([t.tolist() for t in lists])
 
 
