@@ -121,7 +121,12 @@ def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
             titles[lane] = event["args"]["name"]
         elif event["ph"] == "X" and event["cat"] != "chunk":
             spans.setdefault(lane, []).append(event)
-    for lane in sorted(spans):
+
+    def order(lane: tuple[int, int]) -> tuple[object, ...]:
+        title = titles.get(lane, "")  # numbers follow who came first, which differs by rank
+        return lane[0], title != "main thread", title, lane[1]
+
+    for lane in sorted(spans, key=order):
         spans[lane].sort(key=lambda e: (e["ts"], -e["dur"]))
         yield {
             "rank": lane[0],

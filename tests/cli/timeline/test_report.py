@@ -115,6 +115,18 @@ def test_what_the_page_is_given(tmp_path: Path):
     assert list(found["replays"]) == ["ring on 2"]
 
 
+def test_lanes_are_in_one_order_on_all_ranks(tmp_path: Path):
+    run = read(trace(tmp_path))
+    other = {"main thread": 9, "reductions of stage 2": 1}
+    numbers = {e["tid"]: other[e["args"]["name"]] for e in run.events if e["name"] == "thread_name"}
+    for event in run.events:
+        if event["pid"] == 1 and "tid" in event:
+            event["tid"] = numbers.get(event["tid"], 0)
+    lanes = digest(run, None, lambda _: None)["lanes"]
+    of = [[lane["title"] for lane in lanes if lane["rank"] == rank] for rank in (0, 1)]
+    assert of[0] == of[1] == list(other)
+
+
 def test_predictions_from_a_bench(tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
     found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
