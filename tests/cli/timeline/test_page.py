@@ -18,6 +18,11 @@ DRIVE = """(async () => {
     const cells = (id) => [...byId(id).querySelectorAll("tbody tr")].map(
         (row) => [...row.children].map((cell) => cell.textContent));
     found.state = text("state");
+    found.opened = [chosen, ...[3999, 4001].map((size) => {
+        data.collectives[0].bytes = size;
+        return largest();
+    })];
+    data.collectives[0].bytes = 4000;
     found.shares = cells("shares");
     found.kinds = cells("kinds");
     found.bytes = cells("bytes");
@@ -120,6 +125,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     found = json.loads(dom.texts["found"])
     assert found["state"] == "2 ranks, 3.80 ms, 2 collectives, 12 chunks."
     assert dom.texts["notes"] == "rank 2 (process 9) ended"
+    assert found["opened"] == [1, 1, 0]
     assert found["shares"] == [
         [str(rank), "3.20 ms", "1.00 ms", "600.0 µs", "400.0 µs", "0.0 µs"] for rank in range(2)
     ]

@@ -27,6 +27,10 @@ function choose(i) {
   drawChunks();
 }
 
+// The last of those that move most.
+const largest = () =>
+  data.collectives.reduce((best, c, i, all) => (c.bytes >= all[best].bytes ? i : best), 0);
+
 function extent() {
   const spans = data.chunks[chosen];
   const begin = Math.min(...spans.map((s) => s[2])), end = Math.max(...spans.map((s) => s[2] + s[3]));

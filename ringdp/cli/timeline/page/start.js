@@ -108,9 +108,8 @@ async function start() {
   layOutWaits();
   groupKinds();
   listen();
-  const reduces = data.collectives.findLastIndex((c) => c.collective === "all_reduce" && c.bytes > 1e4);
   drawAll();
-  if (data.collectives.length) choose(Math.max(0, reduces));
+  if (data.collectives.length) choose(largest());
   byId("state").textContent = `${counted(data.ranks, "rank")}, ${us(last - first)}, ` +
     `${counted(data.collectives.length, "collective")}, ` +
     `${counted(data.chunks.reduce((n, c) => n + c.length, 0), "chunk")}.`;
