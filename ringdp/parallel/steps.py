@@ -95,6 +95,7 @@ def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
 def release(units: Sequence[FlatUnit], stage: Stage) -> None:
     """An optimizer is about to step them."""
     for unit in units:
+        sliced.restore(unit.emptied)  # after a step that has raised
         outside.release(unit.parameters)
         if stage.optimizer is Keep.SHARD:
             unit.emptied = sliced.release(unit.parameters)

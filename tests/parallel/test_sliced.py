@@ -87,6 +87,36 @@ def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
     assert all(other == first for other in others), "the same norms on every rank"
 
 
+class SkippedError(Exception):
+    """What a loop goes on after."""
+
+
+def stepped_again(comm: Communicator, stage: int) -> None:
+    """A step that raises, as where memory is short, then one that does not."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def refuse(*_: object) -> None:
+        raise SkippedError
+
+    for m in (model, twin):
+        loss(m).backward()
+    handle = optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(SkippedError):
+        optimizer.step()
+    handle.remove()
+    optimizer.step()
+    norm, exact = (get_total_norm([p.grad for p in m.parameters()]) for m in (model, twin))
+    torch.testing.assert_close(norm, exact)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_are_whole_after_a_step_that_raised_and_another(ranks, stage):
+    ranks(3)(stepped_again, stage)
+
+
 # ---- GradScaler
 
 
