@@ -26,11 +26,16 @@ DRIVE = """(async () => {
     found.shares = cells("shares");
     found.kinds = cells("kinds");
     found.bytes = cells("bytes");
-    const drawn = found.drawn = [], canvas = CanvasRenderingContext2D.prototype;
-    const draw = canvas.fillText;
-    canvas.fillText = (what) => drawn.push(what);
-    drawKinds();
-    canvas.fillText = draw;
+    const canvas = CanvasRenderingContext2D.prototype, write = canvas.fillText;
+    found.written = [drawKinds, drawMemory, drawTimeline].map((draw) => {
+        const texts = [];
+        canvas.fillText = (what) => texts.push(what);
+        draw();
+        canvas.fillText = write;
+        return texts;
+    });
+    found.ticks = [[0, 1, 5, TIMES], [2999, 3000.1, 3, TIMES], [0, 4.1e6, 4, SIZES]].map(
+        (asked) => ticks(...asked));
     found.whole = text("range");
     byId("step").click();
     found.step = text("range");
@@ -134,7 +139,15 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
         *("all_reduce", "ring", "2", "4,000", "2"),
         *("500.0 µs", "500.0 µs", "1.00", "100.0 µs"),
     ]
-    assert found["drawn"] == ["measured ↑", "predicted →", "500.0 µs", "500.0 µs"]
+    kinds, memory, timeline = found["written"]
+    assert kinds == ["measured ↑", "predicted →", "500.0 µs", "500.0 µs"]
+    assert {"0.0 ms", "0.2 ms", "1.8 ms", "0 kB", "1 kB", "3 kB"} <= {*memory}
+    assert timeline.count("0.5 ms") == timeline.count("3.5 ms") == 2  # once a rank
+    assert [[text for _, text in marks] for marks in found["ticks"]] == [
+        ["0.0 µs", "0.2 µs", "0.4 µs", "0.6 µs", "0.8 µs", "1.0 µs"],
+        ["2.9990 ms", "2.9995 ms", "3.0000 ms"],
+        ["0 MB", "2 MB", "4 MB"],
+    ]
     assert found["bytes"] == [[k, f"{v:,}", f"{v:,}", "="] for k, v in HELD.items()]
     assert found["whole"] == found["all"] == "0.0 µs – 3.80 ms"
     assert found["step"] == "1.80 ms – 3.80 ms"

@@ -23,6 +23,30 @@ let rows = [], tall = 0; // of the timeline: lanes and what they hang on; its he
 let waits = new Map(); // by rank
 let picked = null; // lane and index of the span that keys have come to
 
+const TIMES = [[1, "µs"], [1e3, "ms"], [1e6, "s"]];
+const SIZES = [[1, "B"], [1e3, "kB"], [1e6, "MB"], [1e9, "GB"]];
+
+// Those of 1, 2, 5, 10, 20 ... that lie between.
+function rounded(low, high, digits = [1, 2, 5]) {
+  const found = [];
+  for (let decade = 10 ** Math.floor(Math.log10(low)); decade <= high; decade *= 10) {
+    found.push(...digits.map((digit) => digit * decade).filter((t) => low <= t && t <= high));
+  }
+  return found;
+}
+
+// At most `most` + 1 values at equal distances, and what to write beside each.
+function ticks(low, high, most, units) {
+  const least = (high - low) / most, by = rounded(least, 10 * least)[0];
+  const [unit, name] = units.findLast(([size]) => size <= high) ?? units[0];
+  const digits = Math.max(0, Math.ceil(-Math.log10(by / unit) - 1e-9));
+  const found = [];
+  for (let i = Math.ceil(low / by); i * by <= high; i++) {
+    found.push([i * by, `${((i * by) / unit).toFixed(digits)} ${name}`]);
+  }
+  return found;
+}
+
 function make(tag, text, parent, kind) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;

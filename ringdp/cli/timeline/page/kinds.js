@@ -44,17 +44,14 @@ function drawKinds() {
   g.fillText("measured ↑", 8, 14);
   g.textAlign = "right";
   g.fillText("predicted →", width - 8, height - 28);
-  const decades = (high - low) / Math.LN10;
-  for (let decade = 10 ** Math.floor(low / Math.LN10); Math.log(decade) < high; decade *= 10) {
-    for (const t of (width / decades > 200 ? [1, 2, 5] : [1]).map((times) => times * decade)) {
-      if (Math.log(t) < low || Math.log(t) > high) continue;
-      g.fillRect(x(t), height - 5, 1, 5);
-      g.fillRect(0, y(t), 5, 1);
-      g.textAlign = "center";
-      if (x(t) > 90 && x(t) < width - 40) g.fillText(us(t), x(t), height - 12);
-      g.textAlign = "left";
-      if (y(t) > 28 && y(t) < height - 28) g.fillText(us(t), 8, y(t));
-    }
+  const digits = width / ((high - low) / Math.LN10) > 200 ? [1, 2, 5] : [1];
+  for (const t of rounded(Math.exp(low), Math.exp(high), digits)) {
+    g.fillRect(x(t), height - 5, 1, 5);
+    g.fillRect(0, y(t), 5, 1);
+    g.textAlign = "center";
+    if (x(t) > 90 && x(t) < width - 40) g.fillText(us(t), x(t), height - 12);
+    g.textAlign = "left";
+    if (y(t) > 28 && y(t) < height - 28) g.fillText(us(t), 8, y(t));
   }
   for (const k of dots) {
     g.beginPath();

@@ -1,8 +1,9 @@
 // Bytes by category over time, and the formula.
 function drawMemory() {
   const one = data.memory[byId("engine").selectedIndex];
-  const height = 220, [g, width] = surface("memory", one ? height : 1);
+  const [g, wide] = surface("memory", one ? 240 : 1);
   if (!one) return;
+  const left = 60, width = wide - left, height = 220; // of the area
   const { points, formula } = one, sum = (list) => list.reduce((a, b) => a + b, 0);
   const most_of = (of) => points.reduce((a, p) => Math.max(a, of(p)), 0);
   const peaks = MEMORY.map((_, c) => most_of((p) => p[c + 1]));
@@ -12,10 +13,21 @@ function drawMemory() {
   const allowed = sum(formula.map((b, c) => b ?? peaks[c]));
   const most = Math.max(allowed, most_of((p) => sum(p.slice(1)))) * 1.06 || 1;
   const begin = points[0][0], end = Math.max(points.at(-1)[0], begin + 1);
-  const x = (t) => ((t - begin) / (end - begin)) * width, y = (b) => height - (b / most) * height;
+  const x = (t) => left + ((t - begin) / (end - begin)) * width;
+  const y = (b) => height - (b / most) * height;
+  g.fillStyle = ink("--soft");
+  for (const [t, text] of ticks(begin - first, end - first, width / 110, TIMES)) {
+    g.fillRect(x(t + first), height, 1, 5);
+    g.fillText(text, x(t + first) + 4, height + 12);
+  }
+  g.textAlign = "right";
+  for (const [b, text] of ticks(0, most, 5, SIZES)) {
+    g.fillRect(left - 5, y(b), 5, 1);
+    g.fillText(text, left - 8, Math.max(y(b), 6));
+  }
   for (let c = MEMORY.length - 1; c >= 0; c--) {
     g.beginPath();
-    g.moveTo(0, height);
+    g.moveTo(left, height);
     let before = null;
     for (const p of points) {
       const top = y(sum(p.slice(1, c + 2)));
@@ -23,7 +35,8 @@ function drawMemory() {
       g.lineTo(x(p[0]), top);
       before = top;
     }
-    g.lineTo(width, height);
+    g.lineTo(wide, before);
+    g.lineTo(wide, height);
     g.fillStyle = color(210 + c * 58);
     g.fill();
   }
@@ -31,8 +44,8 @@ function drawMemory() {
   g.strokeStyle = ink("--text");
   g.lineWidth = 1.5;
   g.beginPath();
-  g.moveTo(0, y(allowed));
-  g.lineTo(width, y(allowed));
+  g.moveTo(left, y(allowed));
+  g.lineTo(wide, y(allowed));
   g.stroke();
   table("bytes", ["bytes", "peak", "formula", ""], MEMORY.map((name, c) =>
     [name, bytes(peaks[c]), formula[c] === null ? "–" : bytes(formula[c]),

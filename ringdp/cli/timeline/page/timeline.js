@@ -1,9 +1,9 @@
 // The timeline: lanes of every rank, zoomed and moved.
-const LANE = 20, HEAD = 16;
+const LANE = 20;
 
 // Once: where each lane lies, and how deep its spans nest.
 function layOut() {
-  let y = HEAD;
+  let y = 0;
   let rank = null;
   for (const lane of data.lanes) {
     if (lane.rank !== rank) {
@@ -78,10 +78,18 @@ function box(row, i, width) {
 function drawTimeline() {
   const [g, width] = surface("timeline", tall);
   const scale = width / (view[1] - view[0]);
+  const marks = ticks(view[0] - first, view[1] - first, width / 110, TIMES);
+  const place = (t) => Math.round((t + first - view[0]) * scale);
+  g.fillStyle = ink("--empty");
+  for (const [t] of marks) g.fillRect(place(t), 0, 1, tall);
   for (const row of rows) {
     g.fillStyle = ink(row.lane ? "--soft" : "--text");
     g.fillText(row.lane ? row.lane.title : row.title, 0, row.y + 7);
-    if (!row.lane) continue;
+    if (!row.lane) {
+      g.fillStyle = ink("--soft");
+      for (const [t, text] of marks) if (place(t) > 60) g.fillText(text, place(t) + 4, row.y + 7);
+      continue;
+    }
     let drawn = -1;
     for (const i of shown(row.lane)) {
       const [name, category, begin, duration] = row.lane.spans[i];
