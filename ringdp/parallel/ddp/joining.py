@@ -19,6 +19,16 @@ from ringdp.parallel.ddp.uneven import Shadow, Status, Uneven
 ALONE = _JoinConfig(False, False, False)  # outside any join
 
 
+def torchs(group: Any, advice: str) -> Any:
+    """Raises UsageError for a group that is not of torch.distributed; `advice`: what to give."""
+    if isinstance(group, Communicator):
+        raise UsageError(
+            f"process_group is {group!r}; torch's Join counts ranks over a torch.distributed "
+            f"group: give {advice}"
+        )
+    return group
+
+
 class Joining(Holding, Joinable):
     """The part of DistributedDataParallel that joins."""
 
@@ -69,13 +79,7 @@ class Joining(Holding, Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        group = self.process_group
-        if isinstance(group, Communicator):
-            raise UsageError(
-                f"process_group is {group!r}; torch's Join counts ranks over a torch.distributed "
-                "group: give the model such a one, or use its own join()"
-            )
-        return group
+        return torchs(self.process_group, "the model such a one, or use its own join()")
 
     def _joined_forward(self, *, reduces: bool, broadcasts: bool) -> int:
         """Tell the ranks that have ended of this one. The rank whose buffers hold. Collective."""

@@ -1,6 +1,8 @@
 """`ZeroRedundancyOptimizer`: replicas as DDP keeps them, optimizer state in shards.
 
 Each rank's inner optimizer steps this rank's slices, in place; then all gather what has changed.
+In torch's `Join([ddp, optimizer])` a rank without inputs steps its slices, too, by the gradients of
+one that has some, and with the options, such as lr, that it has itself.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed import group as groups
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
+from ringdp.parallel import replicas
+from ringdp.parallel.ddp.joining import torchs
 from ringdp.parallel.fronts.refuse import refuse
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.steps import check_slices
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """torch's arguments: `optimizer_class` is any element-wise optimizer, `defaults` are its.
 
     Gradients must be equal on all ranks, as DDP leaves them.
@@ -42,6 +48,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             },
         )
         super().__init__(params, defaults)
+        Joinable.__init__(self)
+        self._group = process_group  # as given
         self._comm = communicator_of(
             process_group, (p for group in self.param_groups for p in group["params"])
         )
@@ -90,6 +98,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for p in (p for _, tensors in self._plans for p in tensors):
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise UsageError(
+                    f"ZeroRedundancyOptimizer: the gradient of a parameter of shape {list(p.shape)}"
+                    f" is {p.grad.layout}; allowed: dense ones, as of Embedding(sparse=False)"
+                )
+        if notified := Join.notify_join_context(self):
+            notified.wait()
+        if self._join_config.enable:
+            self._share_gradients(trains=True)
+        self._step()
+        return loss
+
+    @torch.no_grad()
+    def _step(self) -> None:
         for group, inner, parts in zip(
             self.param_groups, self.optim.param_groups, self._parts, strict=True
         ):
@@ -106,7 +129,36 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             part.grad = None  # a view of p.grad, which would hold DDP's bucket
         for plan, tensors in self._plans:
             self._share(plan, tensors)
-        return loss
+
+    def _share_gradients(self, *, trains: bool) -> None:
+        """Ranks that have no inputs take the gradients of one that trains. Collective."""
+        parameters = [p for _, tensors in self._plans for p in tensors]
+        mine = torch.tensor([trains, *(p.grad is not None for p in parameters)], dtype=torch.uint8)
+        rows = torch.empty(self._comm.size, len(mine), dtype=torch.uint8)
+        self._comm.all_gather(rows, mine)
+        training = rows[:, 0].nonzero().flatten().tolist()
+        if len(training) == self._comm.size:
+            return
+        found = [p for p, there in zip(parameters, rows[training[0], 1:], strict=True) if there]
+        if not trains:
+            self.zero_grad()
+            for p in found:
+                p.grad = torch.empty_like(p)
+        replicas.broadcast(self._comm, [p.grad for p in found if p.grad is not None], training[0])
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return torchs(
+            self._group or groups.WORLD or self._comm, "the optimizer and model such a one"
+        )
 
     def _show_options(self) -> None:
         """For schedulers. An optimizer may also count in them, as schedule-free ones do."""
@@ -148,3 +200,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k != "params"}
+
+
+class _Shadow(JoinHook):
+    """What torch's Join calls on a rank without inputs, once for every step of the others."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer._share_gradients(trains=False)
+        self.optimizer._step()
