@@ -274,6 +274,7 @@ def refusals(comm: Communicator, path: str) -> list[str]:
         lambda: ringdp.save(path, engine, groups) or ringdp.load(path, engine, optimizer),
         lambda: ringdp.save(path, other, optimizer),
         lambda: ringdp.save(path, engine, extra={"x": object()}),
+        lambda: ringdp.save(path, engine, extra={"best": [{1: 0.5}]}),
         lambda: ringdp.save(blocked / "below", engine),
     ):
         with pytest.raises(CheckpointError) as error:
@@ -293,6 +294,7 @@ def test_what_cannot_be_saved_or_loaded_is_told(ranks, tmp_path):
             "parameter groups",
             "not of the sharded model",
             "not JSON",
+            "keys must be strings, and 1 is none",
             "was not written; ranks 0, 1: ",
         )
         for text, word in zip(said, expected, strict=True):

@@ -307,3 +307,36 @@ def test_an_optimizer_of_the_format_before_is_read(ranks, tmp_path):
     ranks(2)(ages, path)
     assert ranks(2)(loads, path, 3) == new
     assert ranks(1)(loads, path, 0) == [there]
+
+
+# ---- what stays what it is
+
+INTO = {  # an integer buffer's dtype, and those that take it
+    torch.int64: [torch.int64],
+    torch.int32: [torch.int32, torch.int64],
+    torch.uint8: [torch.uint8, torch.int32, torch.int64],
+    torch.bool: [torch.bool],
+}
+
+
+def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
+    for act, here in [(ringdp.save, dtype), *((ringdp.load, here) for here in INTO)]:
+        model = Vector()
+        model.register_buffer("ids", torch.tensor([act is ringdp.save, True]).to(here))
+        engine = ringdp.shard(model, stage=1, comm=comm)
+        group = {"params": [model.w], "pair": (1, 2), "list": [1, 2]}
+        optimizer = torch.optim.SGD([group])
+        if here in INTO[dtype]:
+            act(path, engine, optimizer)
+            assert (model.ids == 1).all()
+            assert group["pair"] == (1, 2)
+            assert group["list"] == [1, 2]
+        else:
+            with pytest.raises(CheckpointError, match=f"as {str(dtype)[6:]}, which is no {here}"):
+                act(path, engine, optimizer)
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", INTO)
+def test_integers_go_where_all_of_their_dtype_fit_and_lists_stay_lists(ranks, tmp_path, dtype):
+    ranks(2)(keeps, str(tmp_path), dtype)

@@ -95,7 +95,10 @@ class _Reader:
 def _set_options(optimizer: torch.optim.Optimizer, index: Index) -> None:
     for group, saved in zip(optimizer.param_groups, index.groups or [], strict=True):
         for option, given in saved["options"].items():
-            if isinstance(group.get(option), Tensor):
-                group[option].fill_(given)
+            here = group.get(option)
+            if isinstance(here, Tensor):
+                here.fill_(given)
+            elif isinstance(given, list) and not isinstance(here, list):
+                group[option] = tuple(given)
             else:
-                group[option] = tuple(given) if isinstance(given, list) else given
+                group[option] = given

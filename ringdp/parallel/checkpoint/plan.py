@@ -67,15 +67,21 @@ def _check(
         (shape, dtype), entry = here[key], there[key]
         if shape != entry.shape:
             problems.append(f"has {key} of shape {entry.shape}, not {shape}")
-        if _kind(dtype) != _kind(dtype_of(entry.dtype)):
+        if not _takes(dtype, dtype_of(entry.dtype)):
             problems.append(f"has {key} as {entry.dtype}, which is no {dtype}")
     if problems:
         raise CheckpointError(f"the checkpoint is of another model: it {', '.join(problems[:8])}")
 
 
-def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    """What no cast should change."""
-    return dtype.is_floating_point, dtype.is_complex
+def _takes(here: torch.dtype, there: torch.dtype) -> bool:
+    """Whether a cast loses no more than a float's digits."""
+    if here == there:
+        return True
+    kinds = {(d.is_floating_point, d.is_complex, d == torch.bool) for d in (here, there)}
+    if kinds != {(False, False, False)}:
+        return len(kinds) == 1
+    room, values = torch.iinfo(here), torch.iinfo(there)
+    return room.min <= values.min and values.max <= room.max
 
 
 def _check_groups(index: Index, optimizer: str, groups: list[dict[str, Any]]) -> None:

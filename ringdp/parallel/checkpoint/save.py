@@ -92,8 +92,19 @@ def _check_files(directory: Path, ranks: int) -> None:
 def _check_json(values: Any) -> None:
     try:
         json.dumps(values)
+        _check_keys(values)
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"extra, or the optimizer's, is not JSON: {e}") from e
+
+
+def _check_keys(value: Any) -> None:
+    """Raises TypeError for one that would come back as another."""
+    if isinstance(value, dict):
+        if others := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"keys must be strings, and {others[0]!r} is none")
+        value = list(value.values())
+    for v in value if isinstance(value, list | tuple) else ():
+        _check_keys(v)
 
 
 class _Own:
