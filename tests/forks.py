@@ -29,7 +29,7 @@ Say = Callable[[Any], None]
 
 HANG = "hangs"  # the code of a rank that did not end
 PATIENCE = 60.0  # seconds that a call may take: a busy machine is slow
-LIFETIME = 4 * PATIENCE  # seconds until a rank counts as one that hangs
+LIFETIME = 10 * PATIENCE  # seconds until a rank counts as one that hangs
 
 
 class Ended(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 import ringdp
 from ringdp.cli.loopback import environment, loopback_store
 
-TIMEOUT = 240.0  # seconds; where a busy machine imports more of torch, that has taken 50
+TIMEOUT = 600.0  # seconds; on a busy machine a call, or what it imports, has taken 60
 
 # torch takes seconds to import: the server of this context does it once for all ranks. Nobody may
 # run a tensor operation there, as threads do not survive a fork; nor does a CUDA driver.

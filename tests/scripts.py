@@ -14,7 +14,7 @@ import torch
 from ringdp.cli.loopback import environment, loopback_store
 from tests.ranks import SERVER
 
-PATIENCE = 240.0  # seconds; only a hang reaches it
+PATIENCE = 600.0  # seconds; only a hang reaches it
 
 
 def run(script: Path, ranks: int = 2) -> list[str]:

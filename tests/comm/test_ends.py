@@ -129,7 +129,7 @@ def test_threads_are_back_before_the_interpreter_is_gone(tmp_path, text: str):
         for rank in range(2)
     ]
     try:
-        ended = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
+        ended = [(process.communicate(timeout=600)[1], process.returncode) for process in processes]
     finally:
         for process in processes:
             process.kill()

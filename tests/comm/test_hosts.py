@@ -22,7 +22,7 @@ import torch
 
 pytestmark = pytest.mark.process
 
-PORT, SECONDS = 29471, 240.0  # in namespaces nobody else uses the port; only a hang takes so long
+PORT, SECONDS = 29471, 600.0  # in namespaces nobody else uses the port; only a hang takes so long
 NAMES = [f"ringdp{os.getpid()}{host}" for host in "ab"]
 CABLES = [f"rdp{os.getpid() % 10**7}{host}" for host in "ab"]  # at most 15 characters
 ADDRESSES = ["10.97.31.1", "10.97.31.2"]

@@ -45,7 +45,7 @@ def faults(**environment: str) -> list[int]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=240,
+        timeout=600,
     )
     return [int(n) for n in ran.stdout.split()]
 

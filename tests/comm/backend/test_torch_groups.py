@@ -193,7 +193,7 @@ def spawned(rank: int, path: str) -> None:
 
 def test_processes_that_torch_spawns(tmp_path):
     started = processes.spawn(spawned, (str(tmp_path / "store"),), nprocs=2, join=False)
-    until = time.monotonic() + 240
+    until = time.monotonic() + 600
     try:
         while not started.join(until - time.monotonic()):  # whether all have ended
             assert time.monotonic() < until, "they hang"
