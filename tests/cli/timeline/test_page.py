@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 from ringdp.cli.timeline.digest import digest
@@ -55,6 +57,17 @@ DRIVE = """(async () => {
     tell(spanAt(x + w / 2, y + 3));
     found.span = text("timelineSays");
     found.exposed = [...exposed(0, 700, 1300)];
+    const rgb = (g, x, y) => [...g.getImageData(x, y, 1, 1).data].slice(0, 3);
+    const paint = document.createElement("canvas").getContext("2d");
+    const painted = (style) => {
+        paint.fillStyle = style;
+        paint.fillRect(0, 0, 1, 1);
+        return rgb(paint, 0, 0);
+    };
+    found.colors = Object.keys(COLORS).map((c) => [painted(colorOf(c)), painted(inkOn(c))]);
+    const lane = rows.filter((row) => row.lane)[1], all = byId("timeline").getContext("2d");
+    found.bar = [1000, 1200].map((t) => rgb(all, (t / 3800) * width, lane.y + 17));
+    found.expected = [painted(colorOf("collective")), painted(colorOf("wait"))];
     const press = (id, key) => byId(id).dispatchEvent(new KeyboardEvent("keydown", { key }));
     found.walked = ["n", "n", "p", "ArrowDown", "ArrowUp"].map((key) => {
         press("timeline", key);
@@ -123,6 +136,19 @@ def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
     assert dom.texts["notes"] == "No collective is in this trace."
 
 
+def contrast(*colors: list[int]) -> float:
+    """As WCAG 2 defines it."""
+    linear = [
+        [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in (v / 255 for v in rgb)
+        ]
+        for rgb in colors
+    ]
+    dark, light = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
+    return (light + 0.05) / (dark + 0.05)
+
+
 @needs_browser
 def test_the_page_in_a_browser(browse, tmp_path: Path):
     run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
@@ -157,6 +183,10 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert found["sees"]
     assert found["span"].startswith("rank 0, main thread: backward root (backward), from 500.0 µs")
     assert "4,000 bytes on 2 ranks, at train.py:7: 500.0 µs, predicted 500.0" in found["chosen"]
+    assert found["bar"] == found["expected"]
+    colors = [color for color, _ in found["colors"]]
+    assert min(math.dist(*pair) for pair in itertools.combinations(colors, 2)) > 50  # of 442
+    assert min(contrast(*pair) for pair in found["colors"]) > 3.5
     assert found["exposed"] == [[1100, 1300]]
     steps = ["forward root", "backward root", "forward root", "all_reduce #0", "backward root"]
     assert found["walked"] == steps

@@ -57,7 +57,7 @@ function drawChunks() {
     g.globalAlpha = 1;
     g.fillRect(x + w * part, y, w * (1 - part), 24);
     if (w > 60) {
-      g.fillStyle = part > 0.3 ? ink("--text") : dark.matches ? "#10141a" : "#fff";
+      g.fillStyle = w * part > 30 ? ink("--text") : "#10141a";
       g.save();
       g.beginPath();
       g.rect(x, y, w - 2, 24);

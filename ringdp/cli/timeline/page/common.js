@@ -1,14 +1,20 @@
 "use strict";
 // What all sections share: the data, colors, tables, canvases.
 const byId = (id) => document.getElementById(id);
-const HUES = { // by category
-  forward: 210, recompute: 190, backward: 262, step: 140, gather: 40, prefetch: 52, unshard: 30,
-  free: 75, reduce: 320, finish: 330, wait: 4, collective: 200,
+const COLORS = { // by category: hue and lightness
+  forward: [250, .6], recompute: [250, .8], backward: [300, .55], step: [145, .6],
+  gather: [75, .72], prefetch: [100, .88], unshard: [50, .48], free: [120, .78],
+  reduce: [335, .62], finish: [335, .84], wait: [28, .6], collective: [200, .66],
 };
-const MEMORY = ["parameters", "gathered", "gradients", "buckets", "optimizer"];
+const MEMORY = { // by category: what uses it, whose color it has
+  parameters: "forward", gathered: "gather", gradients: "backward", buckets: "reduce",
+  optimizer: "step",
+};
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const color = (hue) => `hsl(${hue} 58% ${dark.matches ? 58 : 52}%)`;
+const color = (hue, light = .62) => `oklch(${light} .15 ${hue})`; // on light and dark pages
+const colorOf = (category) => color(...(COLORS[category] ?? [0, .62]));
+const inkOn = (category) => (COLORS[category]?.[1] > .6 ? "#10141a" : "#fff");
 const us = (t) => t >= 1e6 ? `${(t / 1e6).toFixed(3)} s` : t >= 1e3 ? `${(t / 1e3).toFixed(2)} ms`
   : `${t.toFixed(1)} µs`;
 const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;

@@ -17,8 +17,8 @@ function groupKinds() {
   kinds.sort((a, b) => b.measured * b.all.length - a.measured * a.all.length);
 }
 
-const hueOf = (kind) =>
-  ({ all_reduce: 210, all_gather: 40, reduce_scatter: 320 })[kind.collective] ?? 140;
+const colorOfKind = (kind) =>
+  colorOf({ all_gather: "gather", reduce_scatter: "reduce" }[kind.collective] ?? "collective");
 
 function drawKinds() {
   const head = ["collective", "algorithm", "ranks", "bytes", "times", "measured", "predicted",
@@ -56,11 +56,11 @@ function drawKinds() {
   for (const k of dots) {
     g.beginPath();
     g.arc(x(k.predicted), y(k.measured), 5, 0, 7);
-    g.fillStyle = color(hueOf(k));
+    g.fillStyle = colorOfKind(k);
     g.fill();
   }
   [...byId("kinds").querySelectorAll("tbody td:first-child")].forEach((cell, i) => {
-    cell.style.boxShadow = `inset 4px 0 ${color(hueOf(kinds[i]))}`;
+    cell.style.boxShadow = `inset 4px 0 ${colorOfKind(kinds[i])}`;
     cell.style.paddingLeft = "9px";
   });
 }

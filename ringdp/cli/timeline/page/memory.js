@@ -6,9 +6,9 @@ function drawMemory() {
   const left = 60, width = wide - left, height = 220; // of the area
   const { points, formula } = one, sum = (list) => list.reduce((a, b) => a + b, 0);
   const most_of = (of) => points.reduce((a, p) => Math.max(a, of(p)), 0);
-  const peaks = MEMORY.map((_, c) => most_of((p) => p[c + 1]));
+  const held = Object.keys(MEMORY), peaks = held.map((_, c) => most_of((p) => p[c + 1]));
   // Buckets count with what they add to gathered units at the worst moment: so says the formula.
-  const [gathered, buckets] = ["gathered", "buckets"].map((name) => MEMORY.indexOf(name));
+  const [gathered, buckets] = ["gathered", "buckets"].map((name) => held.indexOf(name));
   peaks[buckets] = most_of((p) => p[gathered + 1] + p[buckets + 1]) - peaks[gathered];
   const allowed = sum(formula.map((b, c) => b ?? peaks[c]));
   const most = Math.max(allowed, most_of((p) => sum(p.slice(1)))) * 1.06 || 1;
@@ -25,7 +25,7 @@ function drawMemory() {
     g.fillRect(left - 5, y(b), 5, 1);
     g.fillText(text, left - 8, Math.max(y(b), 6));
   }
-  for (let c = MEMORY.length - 1; c >= 0; c--) {
+  for (let c = held.length - 1; c >= 0; c--) {
     g.beginPath();
     g.moveTo(left, height);
     let before = null;
@@ -37,7 +37,7 @@ function drawMemory() {
     }
     g.lineTo(wide, before);
     g.lineTo(wide, height);
-    g.fillStyle = color(210 + c * 58);
+    g.fillStyle = colorOf(MEMORY[held[c]]);
     g.fill();
   }
   g.setLineDash([6, 4]);
@@ -47,13 +47,13 @@ function drawMemory() {
   g.moveTo(left, y(allowed));
   g.lineTo(wide, y(allowed));
   g.stroke();
-  table("bytes", ["bytes", "peak", "formula", ""], MEMORY.map((name, c) =>
+  table("bytes", ["bytes", "peak", "formula", ""], held.map((name, c) =>
     [name, bytes(peaks[c]), formula[c] === null ? "–" : bytes(formula[c]),
       formula[c] === null ? "" : peaks[c] === formula[c] ? "=" : "≠"]));
-  byId("memorySays").textContent = "The dashed line is the formula's sum: the peak that the plan allows" +
+  byId("memorySays").textContent = "Colors are of what uses the bytes. The dashed line is the formula's sum: the peak that the plan allows" +
     (formula.includes(null) ? `. Of ${one.optimizers} there is no formula: its peak is taken.` : ".");
   [...byId("bytes").querySelectorAll("tbody td:first-child")].forEach((cell, c) => {
-    cell.style.boxShadow = `inset 4px 0 ${color(210 + c * 58)}`;
+    cell.style.boxShadow = `inset 4px 0 ${colorOf(MEMORY[held[c]])}`;
     cell.style.paddingLeft = "9px";
   });
 }

@@ -71,11 +71,11 @@ function fillIn() {
   byId("kindsPart").hidden = byId("chunkPart").hidden = !data.collectives.length;
   byId("memoryPart").hidden = !data.memory.length;
   const used = new Set(spans.map((s) => data.names[s[1]]));
-  for (const [category, hue] of Object.entries(HUES)) {
+  for (const category of Object.keys(COLORS)) {
     if (!used.has(category)) continue;
     const key = make("span", undefined, byId("legend"), "key");
-    make("i", undefined, key).style.background = color(hue);
-    key.append({ wait: "waiting: exposed", collective: "collective: hidden" }[category] ?? category);
+    make("i", undefined, key).style.background = colorOf(category);
+    key.append({ wait: "waiting", collective: "collective, not waited for" }[category] ?? category);
   }
   const times = ["compute", "communication", "hidden", "exposed", "late"];
   table("shares", ["rank", "computes", "communicates", "hidden", "exposed", "waits for late ranks"],

@@ -96,13 +96,13 @@ function drawTimeline() {
       const [x, y, w, h] = box(row, i, width);
       if (w < 1 && x < drawn && row.lane.depths[i] === 0 && !isPicked(row.lane, i)) continue;
       drawn = x + w;
-      g.fillStyle = color(HUES[data.names[category]] ?? 0);
+      g.fillStyle = colorOf(data.names[category]);
       g.fillRect(x, y, w, h);
       if (data.names[category] === "collective") {
-        g.fillStyle = color(HUES.wait);
+        g.fillStyle = colorOf("wait");
         for (const [from, to] of exposed(row.lane.rank, begin, begin + duration)) {
           const left = (from - view[0]) * scale;
-          g.fillRect(left, y + h - 5, Math.max((to - from) * scale, 0.7), 5);
+          g.fillRect(left, y, Math.max((to - from) * scale, 0.7), h);
         }
       }
       if (isPicked(row.lane, i)) {
@@ -115,7 +115,7 @@ function drawTimeline() {
         g.beginPath();
         g.rect(Math.max(x, 0), y, w - 3, h);
         g.clip();
-        g.fillStyle = dark.matches ? "#10141a" : "#fff";
+        g.fillStyle = inkOn(data.names[category]);
         g.fillText(data.names[name], Math.max(x, 0) + 4, y + h / 2);
         g.restore();
       }
