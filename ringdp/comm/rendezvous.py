@@ -39,6 +39,7 @@ TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 NAMES = "communicators"  # in a job's store: how many met there; in NAMES/1, ... name and size
 _stores: dict[tuple[_Place, str, str], Store] = {}
+_alone: Store = HashStore()  # of a process without torchrun
 _world: Communicator | None = None  # the last one lives until the next
 _worlds: list[weakref.ref[Communicator]] = []
 
@@ -98,7 +99,8 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     name = f"ringdp/{group.group_name}"
     there = PrefixStore(name, group.get_group_store())
     _all_there(group, there)
-    store = _meeting(there, rank, ranks)
+    store, times = _meeting(there, rank, ranks)
+    name = f"{name}/{times}"
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, None)
     else:
@@ -127,18 +129,16 @@ def _all_there(group: ProcessGroup, store: Store) -> None:
         ) from e
 
 
-def through(store: Store, rank: int, ranks: int, *, timeout: float) -> Communicator:
+def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -> Communicator:
     """A communicator over shared memory of the ranks that meet in a store, which they keep.
 
     Collective: every rank must call it, and call it equally often for one store. Raises
     CommunicationError where they are not on one host, or one does not come.
     """
-    store = _meeting(store, rank, ranks)
+    store, times = _meeting(store, rank, ranks)
     _one_host(store, rank, ranks)
-    connect = partial(_shm, store, rank, None)
-    return Communicator(
-        connect, range(ranks), name="ringdp", timeout=timeout, warn_after=WARN_AFTER
-    )
+    connect, name = partial(_shm, store, rank, None), f"{name}/{times}"
+    return Communicator(connect, range(ranks), name=name, timeout=timeout, warn_after=WARN_AFTER)
 
 
 def host() -> str:
@@ -157,7 +157,7 @@ def job_store(name: str) -> tuple[Store | None, int, int]:
     if place is None or place.ranks == 1:
         return None, 0, 1
     store = PrefixStore(name, _store(place, timedelta(seconds=TIMEOUT)))
-    return _meeting(store, place.rank, place.ranks), place.rank, place.ranks
+    return _meeting(store, place.rank, place.ranks)[0], place.rank, place.ranks
 
 
 def _one_host(store: Store, rank: int, ranks: int) -> None:
@@ -178,11 +178,10 @@ def _connect(
     timeout: float, warn_after: float, transport: TransportName, link: Link | None
 ) -> Communicator:
     place, limit = _place(), timedelta(seconds=timeout)
-    store: Store = HashStore()
-    name, rank, ranks = "ringdp", 0, 1
+    store, rank, ranks = _alone, 0, 1
     if place is not None:
         store, rank, ranks = _store(place, limit), place.rank, place.ranks
-        name = f"{_generation(store, rank)}"
+    name = f"{_generation(store, rank)}"
     if transport == "shm":
         connect: Connect = partial(_shm, store, rank, link)
     else:
@@ -328,10 +327,11 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
     return serve(master_listen_fd=listening.detach())
 
 
-def _meeting(store: Store, rank: int, ranks: int) -> Store:
-    """The part of a store for this coming together of so many ranks."""
+def _meeting(store: Store, rank: int, ranks: int) -> tuple[Store, int]:
+    """The part of a store for this coming together of so many ranks, and the how-many-th it is."""
     store = PrefixStore(f"{ranks}", store)
-    return PrefixStore(f"{_generation(store, rank)}", store)
+    times = _generation(store, rank)
+    return PrefixStore(f"{times}", store), times
 
 
 def _generation(store: Store, rank: int) -> int:

@@ -7,9 +7,11 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringdp
 from ringdp.comm import rendezvous, tracing
@@ -150,6 +152,45 @@ def test_it_says_what_a_reader_needs(traced):
 
 
 LATE = 0.3  # s
+
+
+def over_groups(comm: ringdp.Communicator, path: Path) -> None:
+    store = dist.PrefixStore(f"traced/{comm.issued}", comm._connect.args[0])
+    dist.init_process_group("ringdp", store=store, rank=comm.rank, world_size=comm.size)
+    both, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][comm.rank]
+    with ringdp.trace(path):
+        for elements, group in enumerate((dist.group.WORLD, both, alone), 11):
+            dist.all_reduce(torch.ones(elements), group=group)
+        for elements in (14, 15):
+            with rendezvous.over(both) as made:
+                made.all_reduce(torch.ones(elements))
+    dist.destroy_process_group()
+
+
+def test_no_two_communicators_over_groups_have_one_name(ranks, tmp_path):
+    ranks(2)(over_groups, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    found = [e["args"] for e in read.spans("collective")]
+    calls = {(a["comm"], a["number"], a["elements"]) for a in found}
+    assert len(calls) == len({call[:2] for call in calls})
+    lengths = sorted(elements for *_, elements in calls if elements > 10)
+    assert lengths == [11, 12, 13, 13, 14, 15], "13: each rank alone"
+
+
+def alone_again(_: ringdp.Communicator, path: Path) -> None:
+    with patch.dict(os.environ):
+        for variable in rendezvous.VARIABLES:
+            del os.environ[variable]
+        with ringdp.trace(path):
+            for _ in range(2):
+                with ringdp.init() as comm:
+                    comm.all_reduce(torch.ones(1))
+
+
+def test_one_process_that_begins_again_has_another_communicator(ranks, tmp_path):
+    ranks(1)(alone_again, tmp_path / "run.json")
+    found = Read(tmp_path / "run.json").spans("collective")
+    assert len({(e["args"]["comm"], e["args"]["number"]) for e in found}) == len(found) > 1
 
 
 def late_by_turns(comm: ringdp.Communicator, path: Path) -> None:

@@ -40,7 +40,8 @@ class GroupOptions:
 def create(given: Any, _: object) -> Group:
     """For `Backend.register_backend`. given: torch's _DistributedBackendOptions."""
     rank, ranks = given.group_rank, given.group_size
-    comm = through(given.store, rank, ranks, timeout=given.timeout.total_seconds())
+    limit = given.timeout.total_seconds()
+    comm = through(given.store, rank, ranks, name=f"backend/{given.group_id}", timeout=limit)
     return Group(comm, given.store)
 
 
