@@ -136,15 +136,12 @@ def medians(wholes: Sequence[Whole]) -> dict[Kind, float]:
 
 
 def model(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Model | None:
-    """Of the link that was emulated; else fitted to the run itself, so good for its shape only."""
-    links = [
-        c["link"]
-        for part in run.parts.values()
-        for c in part.get("communicators") or ()
-        if c.get("link")
-    ]
-    if links:
-        machine = Machine(links[0]["latency"], 1 / links[0]["bandwidth"], 0.0)
+    """Of the link that was emulated, where all communicators have the same; else fitted to the run
+    itself, so good for its shape only."""
+    comms = [c for part in run.parts.values() for c in part.get("communicators") or ()]
+    link = comms[0].get("link") if comms else None
+    if link and all(c.get("link") == link for c in comms):
+        machine = Machine(link["latency"], 1 / link["bandwidth"], 0.0)
         return Model(machine, "the emulated link's α and β")
     rows = [
         (priced[kind], kind.bytes, us / 1e6)

@@ -59,7 +59,7 @@ def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
     for rank, part in about["parts"].items():
         where = f"ringdp.parts.{rank}"
         yield from filter(None, [misfit(part, shapes.PART, where)])
-        if not rank.isdecimal():
+        if not rank.isdecimal() or int(rank) >= about["ranks"]:
             yield f"{where} is of no rank"
     engines = [e for part in about["parts"].values() for e in part.get("engines") or ()]
     counters = {engine.get("counter") for engine in engines if isinstance(engine, dict)}
@@ -70,6 +70,8 @@ def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
         if phase == "C" and kind in counters:
             of = shapes.BYTES
         yield from filter(None, [misfit(event, shapes.EVENT[phase], where)])
+        if event["pid"] >= about["ranks"]:
+            yield f"{where}.pid is {event['pid']}, of no rank"
         if of is not None:
             yield from filter(None, [misfit(event["args"], of, f"{where}.args")])
     for why in about["missing"].values():

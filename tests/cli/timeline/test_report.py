@@ -98,6 +98,19 @@ def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
     assert found["collectives"][0]["predicted"] == 2 * 100 + 4000 / 100  # µs: 2 α + S β
 
 
+def test_where_communicators_have_several_links_none_predicts_for_all(tmp_path: Path):
+    path = trace(tmp_path)
+    document = json.loads(path.read_text())
+    for part in document["ringdp"]["parts"].values():
+        (comm,) = part["communicators"]
+        linked = {**comm, "name": "2", "link": {"latency": 1e-4, "bandwidth": 1e8}}
+        part["communicators"] = [linked, comm]
+    path.write_text(json.dumps(document))
+    found = digest(read(path), None, lambda _: None)
+    assert found["model"]["source"].startswith("fitted to this run's own medians")
+    assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)
+
+
 def test_what_the_page_is_given(tmp_path: Path):
     found = digest(read(trace(tmp_path, {"2": "rank 2 (process 9) ended"})), None, lambda _: None)
     assert found["notes"] == ["rank 2 (process 9) ended"]
@@ -179,6 +192,13 @@ def test_other_bad_input_is_one_line(tmp_path: Path, capsys):
     assert main(["report", str(path), "--html", str(path)]) == 2
     assert f"--html: {path} is the trace itself" in capsys.readouterr().err
     assert path.read_text() == text
+    document = json.loads(text)
+    parts = document["ringdp"]["parts"]
+    path.write_text(json.dumps({**document, "ringdp": {**document["ringdp"], "ranks": 1}}))
+    refused(path, tmp_path, capsys, "ringdp.parts.1 is of no rank")
+    parts["0"], document["traceEvents"][0]["pid"] = parts.pop("1"), 2
+    path.write_text(json.dumps(document))
+    refused(path, tmp_path, capsys, "traceEvents[0].pid is 2, of no rank")
     (tmp_path / "other.json.ab12.rank1.part").write_text("{}")
     says = "rank 0 ended before it merged other.json.ab12.rank1.part"
     refused(tmp_path / "other.json", tmp_path, capsys, says)
