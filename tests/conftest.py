@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +19,11 @@ from tests.browser import Dom, open_page
 from tests.builds import Builds
 from tests.forks import Forks
 from tests.ranks import TIMEOUT, Pool
+
+# With these whoever runs tests may say that files are terminals, and how wide: rich believes it.
+COLORS = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+for variable in (*COLORS, "COLUMNS", "LINES"):
+    os.environ.pop(variable, None)
 
 settings.register_profile("any load", deadline=None)  # tests do not time anything
 settings.load_profile("any load")
