@@ -7,6 +7,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.page import fill
 from ringdp.cli.timeline.read import read
@@ -90,6 +92,7 @@ DRIVE = """(async () => {
     found.playing = text("play");
     await wait(6000);
     found.played = text("play");
+    found.shades = getComputedStyle(byId("kinds").parentElement).backgroundAttachment;
     document.body.style.margin = 0;
     byId("timeline").style.height = "3000px";
     scrollTo(0, 0);
@@ -107,6 +110,13 @@ DRIVE = """(async () => {
     out.textContent = JSON.stringify(found);
     document.body.append(out);
 })().catch((error) => { document.title = `ERROR ${error}`; });"""
+
+
+DRIVE_ALONE = """(async () => {
+    while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
+    CanvasRenderingContext2D.prototype.fillText = (what) => { document.title = what; };
+    drawChunks();
+})();"""
 
 
 DRIVE_NOTHING = """(async () => {
@@ -134,6 +144,25 @@ def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
     dom = browse(fill(digest(read(path), None, lambda _: None), "run"), script=DRIVE_NOTHING)
     assert dom.texts["title"] == "true,true,true"
     assert dom.texts["notes"] == "No collective is in this trace."
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("ranks", "unpriced", "unmoved"),
+    [
+        (1, "One rank moves nothing: nothing is predicted.", "One rank moves nothing."),
+        (2, "Nothing is predicted: for that all ranks must", "No chunks: nothing moved, or the"),
+    ],
+)
+def test_why_there_is_no_prediction_and_no_chunk(
+    browse, tmp_path: Path, ranks: int, unpriced: str, unmoved: str
+):
+    found = digest(read(trace(tmp_path)), None, lambda _: None)
+    kinds = [c | {"ranks": ranks, "predicted": None} for c in found["collectives"]]
+    found |= {"ranks": ranks, "model": None, "chunks": [[], []], "collectives": kinds}
+    dom = browse(fill(found, "run"), script=DRIVE_ALONE)
+    assert dom.texts["model"].startswith(unpriced)
+    assert dom.texts["title"].startswith(unmoved)
 
 
 def contrast(*colors: list[int]) -> float:
@@ -196,4 +225,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert found["first"] is True
     assert (found["round"], found["last"]) == ("round 0 of 0–1", "round 1 of 0–1")
     assert (found["playing"], found["played"]) == ("Stop", "Play")
+    assert found["shades"] == "local, local, scroll, scroll"
+    roles = [of["role"] for tag, of in dom.elements if tag == "canvas" and "tabindex" in of]
+    assert roles == ["application"] * 2  # else a screen reader keeps their keys
     assert found["fits"] == [[[], 376], [[], 1256]]

@@ -42,7 +42,8 @@ function drawChunks() {
   const [g, width] = surface("chunks", 34 + ranks.length * 30);
   g.fillStyle = ink("--soft");
   if (!spans.length) {
-    g.fillText("Nothing was told of what happens in between.", 0, 12);
+    g.fillText(data.collectives[chosen].ranks === 1 ? "One rank moves nothing."
+      : "No chunks: nothing moved, or the transport tells only begin and end.", 0, 12);
     return;
   }
   const [begin, end] = extent(), left = width > 600 ? 56 : 26, scale = (width - left) / (end - begin);

@@ -17,8 +17,9 @@ function drawMemory() {
   const y = (b) => height - (b / most) * height;
   g.fillStyle = ink("--soft");
   for (const [t, text] of ticks(begin - first, end - first, width / 110, TIMES)) {
-    g.fillRect(x(t + first), height, 1, 5);
-    g.fillText(text, x(t + first) + 4, height + 12);
+    const at = x(t + first);
+    g.fillRect(at, height, 1, 5);
+    if (at + 4 + g.measureText(text).width < wide) g.fillText(text, at + 4, height + 12);
   }
   g.textAlign = "right";
   for (const [b, text] of ticks(0, most, 5, SIZES)) {

@@ -82,7 +82,9 @@ function fillIn() {
     data.shares.map((s) => [s.rank, ...times.map((time) => us(s[time]))]));
   for (const m of data.memory) make("option", `rank ${m.rank}, stage ${m.stage}`, byId("engine"));
   const model = data.model;
-  byId("model").textContent = model === null ? "No collective has a price."
+  byId("model").textContent = model === null ? data.ranks === 1 ? "One rank moves nothing: nothing is predicted."
+    : "Nothing is predicted: for that all ranks must have ended a collective that moves something, " +
+      "of an algorithm that is known."
     : `${us(model.call * 1e6)} a call; α ${us(model.alpha * 1e6)} a message; β ${(model.beta * 1e9).toFixed(3)}, ` +
       `γ ${(model.gamma * 1e9).toFixed(3)}, bus ${(model.bus * 1e9).toFixed(3)} ns a byte; ${model.source}.`;
   data.collectives.forEach((c, i) => {

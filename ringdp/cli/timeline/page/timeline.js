@@ -87,7 +87,10 @@ function drawTimeline() {
     g.fillText(row.lane ? row.lane.title : row.title, 0, row.y + 7);
     if (!row.lane) {
       g.fillStyle = ink("--soft");
-      for (const [t, text] of marks) if (place(t) > 60) g.fillText(text, place(t) + 4, row.y + 7);
+      for (const [t, text] of marks) {
+        const x = place(t) + 4;
+        if (x > 60 && x + g.measureText(text).width < width) g.fillText(text, x, row.y + 7);
+      }
       continue;
     }
     let drawn = -1;
