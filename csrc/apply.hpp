@@ -33,6 +33,44 @@ struct bfloat16 {
   }
 };
 
+#if defined(__CUDACC__)  // there it is __half
+#elif defined(__FLT16_MAX__) && !defined(RINGDP_OWN_FLOAT16) && \
+    (defined(__clang__) || defined(__x86_64__) || __GNUC__ >= 13)
+using float16 = _Float16;
+#else  // for compilers without one in C++: GCC before 12, and before 13 for other processors
+class float16 {
+ public:
+  float16() = default;
+  // To nearest even; what is rounded to 2^16 or more is infinite.
+  explicit float16(float x) {
+    const auto all = as<std::uint32_t>(x), size = all & 0x7fffffff;
+    std::uint32_t small = size + 0xfff + (size >> 13 & 1);  // the next one if it is nearer
+    small = (small >> 13) - (112 << 10);                      // the bias of 15 for that of 127
+    if (size < 0x38800000) {  // below 2^-14 there are multiples of 2^-24, as from 0.5 on in float
+      small = as<std::uint32_t>(as<float>(size) + 0.5f) - as<std::uint32_t>(0.5f);
+    } else if (size >= 0x477ff000) {
+      small = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+    }
+    bits_ = std::uint16_t((all >> 16 & 0x8000) | small);
+  }
+  operator float() const {
+    const std::uint32_t size = (bits_ & 0x7fff) << 13, sign = std::uint32_t(bits_ & 0x8000) << 16;
+    const float finite = as<float>(size) * 0x1p112f;
+    const bool special = size >= 0x0f800000;  // infinite, or NaN
+    return as<float>(sign | (special ? size | 0x7f800000 : as<std::uint32_t>(finite)));
+  }
+
+ private:
+  template <class To, class From>
+  static To as(From x) {
+    To out;
+    std::memcpy(&out, &x, sizeof out);
+    return out;
+  }
+  std::uint16_t bits_;
+};
+#endif
+
 // The type in which T is combined, and the way back.
 template <class T>
 struct Wide {
@@ -44,11 +82,11 @@ struct Wide<bfloat16> {
   using type = float;
   static RINGDP_DEVICE bfloat16 narrow(float x) { return bfloat16::round(x); }
 };
-#if !defined(__CUDACC__)  // there it is __half
+#if !defined(__CUDACC__)
 template <>
-struct Wide<_Float16> {
+struct Wide<float16> {
   using type = float;
-  static _Float16 narrow(float x) { return static_cast<_Float16>(x); }
+  static float16 narrow(float x) { return static_cast<float16>(x); }
 };
 #endif
 

@@ -104,7 +104,7 @@ inline Dtype dtype(int code, int op) {
   switch (code) {
     case 0: return pick<float>(Op(op));
     case 1: return pick<double>(Op(op));
-    case 2: return pick<_Float16>(Op(op));
+    case 2: return pick<float16>(Op(op));
     case 3: return pick<bfloat16>(Op(op));
     case 4: return pick<std::int8_t>(Op(op));
     case 5: return pick<std::uint8_t>(Op(op));

@@ -229,7 +229,7 @@ NB_MODULE(_core, m) {
         const auto step = [&](auto* copy) {
           adamw(at(0), at(1), at(2), at(3), copy, elems, factors, threads);
         };
-        bfloat ? step(reinterpret_cast<bfloat16*>(buffers[4])) : step(reinterpret_cast<_Float16*>(buffers[4]));
+        bfloat ? step(reinterpret_cast<bfloat16*>(buffers[4])) : step(reinterpret_cast<float16*>(buffers[4]));
       },
       nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
       nb::call_guard<nb::gil_scoped_release>());
@@ -252,7 +252,7 @@ NB_MODULE(_core, m) {
           return squared_norm(parts, threads);
         };
         switch (floats) {
-          case 0: return sum(_Float16());
+          case 0: return sum(float16());
           case 1: return sum(bfloat16());
           case 2: return sum(float());
           default: return sum(double());

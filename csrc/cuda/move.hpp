@@ -17,8 +17,6 @@ struct Wide<__half> {
   using type = float;
   static RINGDP_DEVICE __half narrow(float x) { return __float2half_rn(x); }
 };
-#else
-using float16 = _Float16;
 #endif
 
 // Note [one rounding]

@@ -71,7 +71,7 @@ inline ringdp::Dtype arithmetic(ncclDataType_t type, ncclRedOp_t op) {
     case ncclUint32: return ringdp::pick<std::uint32_t>(ops[op]);
     case ncclInt64: return ringdp::pick<std::int64_t>(ops[op]);
     case ncclUint64: return ringdp::pick<std::uint64_t>(ops[op]);
-    case ncclFloat16: return ringdp::pick<_Float16>(ops[op]);
+    case ncclFloat16: return ringdp::pick<ringdp::float16>(ops[op]);
     case ncclFloat32: return ringdp::pick<float>(ops[op]);
     case ncclFloat64: return ringdp::pick<double>(ops[op]);
     default: return ringdp::pick<ringdp::bfloat16>(ops[op]);
