@@ -12,8 +12,10 @@
 // The compiler makes one version for each width of vector registers; the loader picks at run time.
 // (A sanitizer's build defines it empty: the loader runs before the sanitizer does.)
 #if defined(RINGDP_CLONES)
-#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#elif defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
 #define RINGDP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define RINGDP_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define RINGDP_CLONES
 #endif
