@@ -304,7 +304,7 @@ def test_mistakes_are_told_on_every_rank(ranks, tmp_path):
             "a directory that exists and is writable"
         )
         assert said[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
-        assert "embedded null byte; allowed" in said[2]
+        assert "embedded null " in said[2]  # byte, or from Python 3.13 on character
         assert "nnn: File name too long; allowed" in said[3]
         assert said[4] == "this trace does not run; start it first"
     assert (tmp_path / "run.json").exists()
