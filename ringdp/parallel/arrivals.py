@@ -33,28 +33,31 @@ class Arrivals:
     """
 
     def __init__(self, unit: FlatUnit, who: Waits) -> None:
-        self.unit, index = unit, unit.index
-        before = [
-            p.register_hook(lambda _, at=at: who.gradient_comes(index, at))  # type: ignore[no-untyped-call]
-            for at, p in enumerate(unit.parameters)
-            if p.requires_grad
-        ]
-        for p, master in zip(unit.computed, unit.parameters, strict=True):
+        self.unit, self.who = unit, who
+        self._made: dict[int, Any] = {}
+        self._strays: dict[int, Any] = {}
+        self._unheard = list(range(len(unit.parameters)))
+
+    def hear(self) -> list[Any]:
+        """From now on, of the parameters that train by now: until the new handles are removed."""
+        unit, who, index = self.unit, self.who, self.unit.index
+        handles: list[Any] = []
+        for at in [at for at in self._unheard if unit.computed[at].requires_grad]:
+            self._unheard.remove(at)
+            unit.thaw()
+            p, master = unit.computed[at], unit.parameters[at]
+            before = master.register_hook(lambda _, at=at: who.gradient_comes(index, at))  # type: ignore[no-untyped-call]
             if p is not master:
                 p._backward_hooks = master._backward_hooks  # with what the user adds to it
-        self._made = {
-            at: p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._made[at] = p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, at=at: who.gradient_made(index, at)
             )
-            for at, p in enumerate(unit.computed)
-            if p.requires_grad
-        }
-        self._strays = {
-            at: p.register_post_accumulate_grad_hook(partial(_refuse, unit.plan.entries[at].name))  # type: ignore[no-untyped-call]
-            for at, p in enumerate(unit.parameters)
-            if p.requires_grad and p is not unit.computed[at]
-        }
-        self.handles = [*before, *self._made.values(), *self._strays.values()]
+            handles += [before, self._made[at]]
+            if p is not master:
+                refuse = partial(_refuse, unit.plan.entries[at].name)
+                self._strays[at] = master.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+                handles.append(self._strays[at])
+        return handles
 
     def expect(self) -> None:
         """The unit's backward starts."""

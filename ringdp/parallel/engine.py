@@ -122,7 +122,7 @@ class Engine(Taped):
         ]
         for index in indices:
             self._arrivals[index] = Arrivals(self.units[index], self._me)
-            self._handles += self._arrivals[index].handles
+            self._handles += self._arrivals[index].hear()
 
     def _before_forward(self, indices: list[int]) -> None:
         if transformed(self._is_whole):
@@ -164,6 +164,7 @@ class Engine(Taped):
         if self._awaiting:
             self.gathering.free_before(index, self._are_nested)
         self.gathering.use(index)
+        self._handles += self._arrivals[index].hear()  # of what was frozen before
 
     def _are_nested(self, a: int, b: int) -> bool:
         return a == b or a in self._around[b] or b in self._around[a]

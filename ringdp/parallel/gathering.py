@@ -74,7 +74,6 @@ class Gathering:
         self.prefetch()
         if unit.state is State.GATHERING:
             unit.unshard()
-        unit.check_frozen()
 
     def done_with(self, index: int, *, free: bool) -> None:
         """The unit's forward or backward is through; `free` it if its stage does that.

@@ -316,16 +316,11 @@ class FlatUnit:
         self.gradient[max(0, plan.elements - begin) :].zero_()  # the padding: norms are of all
         self._alone = holders(self.gradient)
 
-    def check_frozen(self) -> None:
-        """Raises UsageError if a parameter without a gradient buffer now wants one."""
-        if self.trainable:
-            return
-        for p, entry in zip(self.parameters, self.plan.entries, strict=True):
-            if p.requires_grad:
-                raise UsageError(
-                    f"parameter {entry.name} was frozen when the model was sharded and has no room "
-                    "for a gradient; shard() the model after requires_grad_(True)"
-                )
+    def thaw(self) -> None:
+        """A parameter of it trains from now on: there is room for gradients."""
+        if not self.trainable:
+            self.trainable = True
+            self._make_gradients()
 
     def _views(self, full: Tensor) -> list[Tensor]:
         """The unit's parameters, in their shapes, as views of a flat buffer."""

@@ -143,6 +143,31 @@ def test_what_waits_for_its_reduction_may_be_frozen(ranks, stage, precision):
     ranks(2)(freezes_what_waits, stage, precision)
 
 
+def thaws(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    """One after the other, of a block that is frozen when the model is sharded."""
+    model, twin = net(), net()
+    model[0].requires_grad_(False), twin[0].requires_grad_(False)
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step, thawed in enumerate((None, one[0][0].bias, one[0][0].weight, None)):
+            if thawed is not None:
+                thawed.requires_grad_(True)
+            for seed in (step, step + 7):
+                loss(one, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(engine, twin)
+    assert engine.memory(optimizer).gradients == engine.memory_formula().gradients
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_was_frozen_may_train_later(ranks, stage, precision):
+    ranks(2)(thaws, stage, precision)
+
+
 def steps_its_own(comm: Communicator, stage: int) -> None:
     """Rank 0 steps a model that only it has, between a forward and its backward."""
     model, twin = net(), net()

@@ -211,9 +211,6 @@ def lora(comm: Communicator, stage: int) -> list[float]:
     assert [u.dtypes.compute for u in frozen if u.plan.entries] == [BF16, BF16]
     assert all(u.gradient.numel() == 0 for u in frozen)
     found = values(engine)
-    model[0].base.weight.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"0\.base\.weight was frozen"):
-        model(batch(0))
     engine.close()
     return found
 
