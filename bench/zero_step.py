@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch.distributed.fsdp import fully_shard
 import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, report, stepper
+from bench.lanes import Span, timeline
 from bench.results import parser, writable
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
@@ -96,15 +97,6 @@ def train(way: str) -> Callable[[], object]:
 
 
 # ---- over a slow link
-
-
-class Span(NamedTuple):
-    """Something that took from `begin` to `end`, in seconds."""
-
-    lane: str
-    label: str
-    begin: float
-    end: float
 
 
 class Recorder:
@@ -256,43 +248,6 @@ def recorded(net: Any, engine: Any, step: Callable[[], None]) -> list[Span]:
         handle.remove()
     gathering.comm, reducing.comm = comms
     return [s._replace(begin=s.begin - start, end=s.end - start) for s in spans]
-
-
-LANES = {
-    "forward": "#4c78a8",
-    "backward": "#54a24b",
-    "wait": "#e45756",
-    "all_gather": "#f2cf5b",
-    "reduce_scatter": "#b279a2",
-}
-
-
-def timeline(spans: list[Span]) -> str:
-    """An SVG: a lane a kind, a bar a unit. Collectives last until they have been waited for."""
-    width, height, left = 1000.0, 34, 110
-    total = max(s.end for s in spans)
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + left + 10:.0f} '
-        f'{height * (len(LANES) + 1)}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="#fff"/>',  # on a dark page, too
-    ]
-    for row, (lane, color) in enumerate(LANES.items()):
-        y = row * height
-        out.append(f'<text x="4" y="{y + 20}">{lane}</text>')
-        for s in spans:
-            if s.lane != lane:
-                continue
-            x, w = left + width * s.begin / total, width * (s.end - s.begin) / total
-            out.append(
-                f'<rect x="{x:.1f}" y="{y + 4}" width="{max(w, 0.3):.1f}" height="{height - 8}" '
-                f'fill="{color}" fill-opacity="0.7" stroke="#333" stroke-width="0.4"/>'
-            )
-            if w > 14:
-                out.append(f'<text x="{x + 3:.1f}" y="{y + 21}">{s.label}</text>')
-    y = height * len(LANES) + 20
-    out.append(f'<text x="{left}" y="{y}">0 ms</text>')
-    out.append(f'<text x="{left + width - 60:.0f}" y="{y}">{1e3 * total:.0f} ms</text>')
-    return "\n".join([*out, "</svg>", ""])
 
 
 if __name__ == "__main__":

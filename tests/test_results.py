@@ -1,10 +1,13 @@
 """Ratios of results against what is required, and the plots made of them."""
 
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from bench import predictions, required
+from bench.lanes import Span, timeline
 from bench.required import Required, beside_gloo, median, minimum, reached
 from ringdp.cli.bench.rows import Report, write
 from ringdp.errors import UsageError
@@ -99,6 +102,23 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
             plots.save(make(report), file)
         assert files[0].read_bytes() == files[1].read_bytes()
         assert "<svg" in files[0].read_text()
+
+
+def test_bars_of_a_step_lie_apart_along_a_time_with_ticks() -> None:
+    step = [
+        *(Span("forward", str(i), i / 50, (i + 1) / 50) for i in range(9)),
+        *(Span("all_gather", str(i), i / 100, (i + 5) / 100) for i in range(5)),
+        Span("all_gather", "5", 0.05, 0.06),  # begins as the first ends
+    ]
+    picture = timeline(step)
+    bars = re.findall(r'rect x="(.+?)" y="(.+?)" width="(.+?)" height="(.+?)"', picture)
+    boxes = [[*map(float, bar)] for bar in bars]
+    assert len(boxes) == len(step)
+    for (x, y, w, h), (x2, y2, w2, h2) in combinations(boxes, 2):
+        assert x + w <= x2 + 0.11 or x2 + w2 <= x + 0.11 or y + h <= y2 or y2 + h2 <= y
+    assert len({y for _, y, _, _ in boxes}) == 1 + 5
+    assert re.findall(r">(\d+) ms<", picture) == [str(ms) for ms in range(0, 181, 20)]
+    assert ">Numbers are blocks, 0 is what lies in none." in picture
 
 
 def test_the_cost_model_holds_over_an_emulated_link() -> None:
