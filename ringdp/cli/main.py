@@ -44,7 +44,7 @@ def ringdp() -> None:
     """Collectives and data-parallel training (DDP, ZeRO-1/2/3) from scratch."""
 
 
-@app.command()
+@app.command(short_help="train a small GPT with every stage, and compare them")
 def train(
     ranks: Annotated[int, typer.Option(help="processes that train together")] = Options.ranks,
     stage: Annotated[
@@ -102,7 +102,7 @@ def train(
     return run(options, plain())
 
 
-@app.command()
+@app.command(short_help="prove an algorithm and draw it")
 def show(
     context: typer.Context,
     algorithm: Annotated[
@@ -148,7 +148,7 @@ def show(
     return 0
 
 
-@app.command()
+@app.command(short_help="time a collective beside other libraries, or our kernels")
 def bench(
     collective: Annotated[
         str, typer.Argument(help=", ".join((*CASES, kernel_bench.NAME, error_bench.NAME)))
@@ -199,7 +199,7 @@ def bench(
     return benching.bench(options, plain())
 
 
-@app.command()
+@app.command(short_help="what a run will hold, send and take, and what fits")
 def plan(
     model: Annotated[
         str | None,
@@ -276,7 +276,7 @@ def plan(
     return planning.plan(options, console)
 
 
-@app.command()
+@app.command(short_help="make one page of a trace")
 def report(
     trace: Annotated[Path, typer.Argument(help="of ringdp.trace or `ringdp train --trace`")],
     html: Annotated[Path, typer.Option(help="write the page here")],
@@ -289,7 +289,7 @@ def report(
     return timeline.report(trace, html, network, plain())
 
 
-@app.command()
+@app.command(short_help="what works here; or what the ranks of a running job do")
 def doctor(
     pid: Annotated[
         int | None, typer.Option(help="print what the ranks do, of the job of this rank's process")

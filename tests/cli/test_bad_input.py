@@ -1,5 +1,6 @@
 """Bad input: one line on stderr that says what was wrong and what is allowed, exit code 2."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,17 @@ def test_an_existing_json_file_survives_a_refused_run(tmp_path: Path) -> None:
     out.write_text("before")
     assert main(["train", "--json", str(out), "--text", "/nowhere"]) == 2
     assert out.read_text() == "before"
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_help_says_whole_what_every_command_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["--help"]) == 0
+    _, shown = capsys.readouterr().out.split("Commands:")
+    assert len(re.findall(r"(?m)^  \w+  ", shown)) == 6
+    assert "..." not in shown
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
