@@ -84,8 +84,8 @@ def save(
 def _check_files(directory: Path, ranks: int) -> None:
     if missing := [r for r in range(ranks) if not file_of(directory, r).exists()]:
         raise CheckpointError(
-            f"{directory.absolute()} has no file of ranks {missing}: they wrote elsewhere; all must "
-            "be given one directory, on a disk that all see"
+            f"{directory.absolute()} has no file of ranks {missing}: they wrote elsewhere; all "
+            "must be given one directory, on a disk that all see"
         )
 
 
