@@ -59,7 +59,7 @@ def _collectives() -> str:
         off = sorted(
             t.predicted / t.median - 1 for t in timed if t.collective == name and not t.fitted
         )
-        parts.append(f"{off[0]:+.0%} to {off[-1]:+.0%} of `{name}` ({median(off):+.0%})")
+        parts.append(f"{off[0]:+.0%} to {off[-1]:+.0%} of `{name}` (median {median(off):+.0%})")
     return f"Of sizes that were not fitted the predictions are off by {', '.join(parts)}."
 
 
