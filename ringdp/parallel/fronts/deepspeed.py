@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
-from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
+from ringdp.parallel.fronts.trainer import Batches, Trainer
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.scaler import LossScaler
@@ -60,58 +59,6 @@ KEYS: dict[str, Any] = {
         "stage3_max_live_parameters": Key(None, "whole"),
     },
 }
-
-
-@dataclass(frozen=True)
-class Batches:
-    """train_batch_size = micro * accumulation * ranks."""
-
-    micro: int
-    accumulation: int
-
-
-class Trainer:
-    """What `initialize` returns first: call it, then backward(loss), then step()."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        batches: Batches,
-        clipping: float,
-        scaler: LossScaler,
-    ) -> None:
-        self.module, self.engine, self.optimizer = model, engine, optimizer
-        self.batches, self.clipping, self.scaler = batches, clipping, scaler
-        self.micro_steps = 0  # backwards so far
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """What it has not, the module may have: train() and eval(), for instance."""
-        if name == "module":  # which a copy has not yet
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of loss / gradient_accumulation_steps, reduced and added up."""
-        self.micro_steps += 1
-        scaled = self.scaler.scale(loss / self.batches.accumulation)
-        scaled.backward()  # type: ignore[no-untyped-call]
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.micro_steps % self.batches.accumulation == 0
-
-    def step(self) -> None:
-        """At the end of an accumulation: clip, step on all ranks or none, clear the gradients."""
-        if not self.is_gradient_accumulation_boundary():
-            return
-        if self.scaler.unscale_() and self.clipping > 0:
-            clip_grad_norm_(self.engine, self.clipping)
-        self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad()
 
 
 def initialize(

@@ -16,12 +16,24 @@ from ringdp.errors import UsageError
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE
-from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+# Of torch's class.
+ABSENT = (
+    "check_is_root", "flatten_sharded_optim_state_dict", "fsdp_modules", "full_optim_state_dict",
+    "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load", "register_comm_hook",
+    "rekey_optim_state_dict", "scatter_full_optim_state_dict", "set_state_dict_type",
+    "shard_full_optim_state_dict", "sharded_optim_state_dict", "state_dict_type",
+)  # fmt: skip
+
+
+def _absent(name: str) -> NotHere:
+    instead = "ringdp.save and ringdp.load, or state_dict() within summon_full_params()"
+    return NotHere("FullyShardedDataParallel", name, instead)
 
 
 class MixedPrecision(Protocol):
@@ -36,7 +48,16 @@ class MixedPrecision(Protocol):
     _module_classes_to_ignore: Sequence[type[nn.Module]]
 
 
-class FullyShardedDataParallel(nn.Module):
+class _Named(type):
+    """Of a class, some of whose static methods are not there."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name in ABSENT:
+            raise _absent(name)
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     """Shards the module that it wraps, in place. Collective.
 
     sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
@@ -118,7 +139,13 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in ABSENT and not hasattr(self.module, name):
+                raise _absent(name) from None
             return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of a module that is a sequence."""
+        return self.module[key]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Of the module alone; see `copies`."""

@@ -19,11 +19,23 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
-from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 
+# Of torch's FSDPModule.
+ABSENT = (
+    "reset_iter_state", "reshard", "set_all_reduce_hook",
+    "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
+    "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor",
+    "set_is_last_backward", "set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch",
+    "set_post_optim_event", "set_reduce_scatter_divide_factor",
+    "set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce", "set_reshard_after_backward", "set_reshard_after_forward",
+    "set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "set_unshard_in_backward",
+    "unshard",
+)  # fmt: skip
 WHOLE = 1 << 62  # elements: a unit rule under which the model is one unit
 
 
@@ -66,6 +78,15 @@ class FSDPModule:
                 "the module that fully_shard was called on last, for all of it"
             )
         self._ringdp_engine.sync = requires_gradient_sync
+
+    def __getattr__(self, name: str) -> Any:
+        """What it has not is a module's, or is not there."""
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name not in ABSENT:
+                raise
+        raise NotHere("fully_shard", name, "ringdp.shard, whose arguments tell what is done when")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Of the class that it was; see `copies`."""

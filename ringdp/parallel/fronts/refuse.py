@@ -1,8 +1,16 @@
-"""Arguments that a front takes for its signature's sake: anything but the default is an error."""
+"""Arguments that a front takes for its signature's sake: anything but the default is an error. So
+are names that one may look for in it."""
 
 from __future__ import annotations
 
 from ringdp.errors import UsageError
+
+
+class NotHere(UsageError, AttributeError):
+    """A name of the other library that a front does not have: to hasattr() it is not there."""
+
+    def __init__(self, front: str, name: str, instead: str) -> None:
+        super().__init__(f"{front}: {name} is not implemented; use {instead}")
 
 
 def refuse(front: str, given: dict[str, tuple[object, object]]) -> None:

@@ -1,0 +1,159 @@
+"""What `initialize` returns first, with the names of DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringdp.errors import CheckpointError
+from ringdp.parallel.checkpoint.load import load
+from ringdp.parallel.checkpoint.save import save
+from ringdp.parallel.checkpoint.together import together
+from ringdp.parallel.clip import clip_grad_norm_
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.fronts.refuse import NotHere
+from ringdp.parallel.scaler import LossScaler
+
+# Of DeepSpeed's engine, and of no module.
+ABSENT = (
+    "allreduce_gradients", "deepspeed_io", "destroy", "eval_batch", "load_universal_checkpoint",
+    "local_rank", "lr_scheduler", "no_sync", "offload_states", "reload_states", "save_16bit_model",
+    "save_fp16_model", "set_gradient_accumulation_boundary", "set_lr", "set_train_batch_size",
+    "set_train_micro_batch_size", "train_batch", "training_dataloader",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batches:
+    """train_batch_size = micro * accumulation * ranks."""
+
+    micro: int
+    accumulation: int
+
+
+class Trainer:
+    """Call it, then backward(loss), then step()."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        clipping: float,
+        scaler: LossScaler,
+    ) -> None:
+        self.module, self.engine, self.optimizer = model, engine, optimizer
+        self.batches, self.clipping, self.scaler = batches, clipping, scaler
+        self.micro_steps = 0  # backwards so far
+        self.global_steps = 0  # and steps, those that overflowed too
+        self._norm: float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What it has not, the module may have: train() and eval(), for instance."""
+        if name == "module":  # which a copy has not yet
+            raise AttributeError(name)
+        if name in ABSENT and not hasattr(self.module, name):
+            raise NotHere("initialize", name, "what is there, or .engine, which shards the model")
+        return getattr(self.module, name)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of loss / gradient_accumulation_steps, reduced and added up."""
+        self.micro_steps += 1
+        scaled = self.scaler.scale(loss / self.batches.accumulation)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.micro_steps % self.batches.accumulation == 0
+
+    def step(self) -> None:
+        """At the end of an accumulation: clip, step on all ranks or none, clear the gradients."""
+        if not self.is_gradient_accumulation_boundary():
+            return
+        if self.scaler.unscale_() and self.clipping > 0:
+            self._norm = clip_grad_norm_(self.engine, self.clipping)
+        self.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+
+    # ---- read
+
+    def train_batch_size(self) -> int:
+        return self.batches.micro * self.batches.accumulation * self.engine.comm.size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.batches.accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.engine.stage.number
+
+    def get_lr(self) -> list[Any]:
+        """Of every group of parameters."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Before the last step clipped it; None without gradient_clipping, or a step that did."""
+        return self._norm
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.scaler.skipped
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+    ) -> bool:
+        """Write all to save_dir/tag, by default global_step and its number, and then the tag to
+        save_dir/latest. What an accumulation has so far is left out. client_state: JSON.
+        Collective; see `ringdp.save`."""
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        extra = {
+            "global_steps": self.global_steps,
+            "scaler": self.scaler.state_dict(),
+            "client_state": client_state or {},
+        }
+        save(Path(save_dir) / tag, self.engine, self.optimizer, extra=extra)
+        with together(self.engine.comm, f"{tag} is written, but not named as the latest"):
+            if self.engine.comm.rank == 0:
+                aside = Path(save_dir) / "latest.new"
+                aside.write_text(tag)
+                aside.replace(Path(save_dir) / "latest")
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Load load_dir/tag, by default that which was saved last: its path and client_state.
+        Collective. Raises CheckpointError, as `ringdp.load`, also where there is none."""
+        with together(self.engine.comm, "nothing was loaded"):
+            tag = (Path(load_dir) / "latest").read_text().strip() if tag is None else str(tag)
+        path = Path(load_dir) / tag
+        extra = load(path, self.engine, self.optimizer)
+        if "global_steps" not in extra:
+            raise CheckpointError(f"{path} was loaded, but is not of save_checkpoint: no steps")
+        self.global_steps = extra["global_steps"]
+        self.micro_steps = self.global_steps * self.batches.accumulation
+        self.scaler.load_state_dict(extra["scaler"])
+        return str(path), extra["client_state"]

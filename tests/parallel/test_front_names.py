@@ -1,0 +1,123 @@
+"""Names that one looks for in the fronts: what DeepSpeed's engine has, and what is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import CheckpointError, Communicator, UsageError
+from ringdp.parallel import fronts
+from ringdp.parallel.fronts import fsdp, fsdp2, trainer
+from tests.parallel.small import batch, net, whole
+
+pytestmark = pytest.mark.process
+
+HALF = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.01,
+    "zero_optimization": {"stage": 2},
+    "fp16": HALF,
+}
+
+
+def made(comm: Communicator, **config: Any) -> Any:
+    return fronts.initialize(
+        model=net(), config=CONFIG | config, optimizer=ringdp.AdamW, comm=comm
+    )[0]
+
+
+def steps(engine: Any, *numbers: int) -> list[torch.Tensor]:
+    for number in numbers:
+        for part in range(3):
+            engine.backward(engine(batch(3 * number + part)).float().square().mean())
+            engine.step()
+    return whole(engine.engine)
+
+
+def engines(comm: Communicator, folder: Path) -> None:
+    engine = made(comm)
+    assert engine.get_global_grad_norm() is None
+    said = steps(engine, 0, 1)
+    assert engine.get_global_grad_norm() > 0.01
+    assert engine.train_batch_size() == 6 * comm.size
+    assert engine.train_micro_batch_size_per_gpu() == 2
+    assert engine.gradient_accumulation_steps() == 3
+    assert engine.gradient_clipping() == 0.01
+    assert engine.zero_optimization_stage() == 2
+    assert engine.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
+    assert (engine.global_steps, engine.skipped_steps) == (2, 0)
+    assert engine.device == torch.device("cpu")
+    with pytest.raises(CheckpointError, match=r"nothing was loaded; .*latest"):
+        engine.load_checkpoint(folder)
+    assert engine.save_checkpoint(folder)
+    assert engine.save_checkpoint(folder, "named", {"epoch": 5})
+    ringdp.save(folder / "plain", engine.engine, engine.optimizer)
+    with pytest.raises(CheckpointError, match="plain was loaded, but is not"):
+        engine.load_checkpoint(folder, "plain")
+    expected = steps(engine, 2, 3)
+    assert engine.scaler.current == 32  # it grew after the third step
+    for tag, found, state in ((None, "named", {"epoch": 5}), ("global_step2", "global_step2", {})):
+        other = made(comm, zero_optimization={"stage": 3})
+        other.backward(other(batch(0)).float().square().mean())  # left behind
+        other.module.zero_grad()
+        assert other.load_checkpoint(folder, tag) == (str(folder / found), state)
+        assert all(map(torch.equal, whole(other.engine), said))
+        assert other.global_steps == 2
+        assert all(map(torch.equal, steps(other, 2, 3), expected))
+        assert other.scaler.current == 32
+        other.engine.close()
+    assert (folder / "latest").read_text() == "named"
+    engine.engine.close()
+
+
+def test_deepspeeds_engine_is_read_saved_and_loaded(ranks, tmp_path: Path):
+    ranks(2)(engines, tmp_path)
+
+
+def test_names_that_are_not_there_are_told():
+    comm = ringdp.init()
+    engine = made(comm)
+    wrapped = fronts.FullyShardedDataParallel(net(), comm)
+    sharded: Any = fronts.fully_shard(net(), comm=comm)
+    looked: list[tuple[Any, tuple[str, ...]]] = [
+        (engine, trainer.ABSENT),
+        (wrapped, fsdp.ABSENT),
+        (fronts.FullyShardedDataParallel, fsdp.ABSENT),
+        (sharded, fsdp2.ABSENT),
+    ]
+    for front, names in looked:
+        for name in names:
+            assert not hasattr(front, name)
+            with pytest.raises(UsageError, match=f": {name} is not implemented; use "):
+                getattr(front, name)
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            front.nothing  # noqa: B018
+    assert wrapped[1] is wrapped.module[1]
+    for each in (engine, wrapped, sharded):
+        each.engine.close()
+
+
+def test_a_module_may_have_names_of_its_own():
+    comm = ringdp.init()
+
+    def named() -> Any:
+        model: Any = net()
+        model.register_comm_hook, model.no_sync, model.unshard = 1, 2, torch.nn.Tanh()
+        return model
+
+    wrapped = fronts.FullyShardedDataParallel(named(), comm)
+    engine: Any = fronts.initialize(
+        model=named(), config=CONFIG, optimizer=ringdp.AdamW, comm=comm
+    )[0]
+    sharded: Any = fronts.fully_shard(named(), comm=comm)
+    assert wrapped.register_comm_hook == 1
+    assert engine.no_sync == 2
+    assert isinstance(sharded.unshard, torch.nn.Tanh)
+    for each in (engine, wrapped, sharded):
+        each.engine.close()
