@@ -29,11 +29,12 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         status.update(Text(f"writing {page}"))
         write(page, text)
     for share in data["shares"]:
-        rank, compute, moves, hidden, exposed, late = share.values()
+        rank, total, compute, engine, moves, hidden, exposed, late = share.values()
         say(
             console,
-            f"rank {rank}: computed {compute / 1e3:.1f} ms, communicated {moves / 1e3:.1f} ms, "
-            f"of which {hidden / 1e3:.1f} hidden and {exposed / 1e3:.1f} waited for; waited "
+            f"rank {rank}: in {total / 1e3:.1f} ms computed {compute / 1e3:.1f} ms, was "
+            f"{engine / 1e3:.1f} ms in the engine, communicated {moves / 1e3:.1f} ms, of which "
+            f"{hidden / 1e3:.1f} hidden and {exposed / 1e3:.1f} waited for; waited "
             f"{late / 1e3:.1f} ms for late ranks",
         )
     for note in data["notes"]:

@@ -19,19 +19,25 @@ from ringdp.schedule import Schedule, html, schedule
 from ringdp.tape.chrome import Event
 
 COMPUTE = ("forward", "backward", "recompute", "step")
+ENGINE = ("gather", "prefetch", "unshard", "free", "reduce", "finish")
 ADAMS = {"Adam", "AdamW"}  # whose state the formula is of
 
 
 class Share(NamedTuple):
     """Of one rank's time, µs.
 
+    total          from its first span to its last
+    compute        but for waits and what the engine does meanwhile
+    engine         its gathers, frees and reductions, but for waits
     communication  of collectives that every rank had begun
     hidden         what of it the rank did not wait for, computing or not
     late           what it waited for ranks that had not begun
     """
 
     rank: int
+    total: float
     compute: float
+    engine: float
     communication: float
     hidden: float
     exposed: float
@@ -106,11 +112,18 @@ def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Shar
     def of(*categories: str) -> list[Interval]:
         return union(chain.from_iterable(spans[c] for c in categories))
 
-    compute, moves, waits = of(*COMPUTE), of("all there"), of("wait")
+    def busy(*categories: str) -> float:
+        return length(of(*categories)) - length(overlap(of(*categories), waits))
+
+    moves, waits = of("all there"), of("wait")
+    every = of(*spans)
+    total = every[-1][1] - every[0][0] if every else 0.0
     exposed = length(overlap(moves, waits))
     late = length(overlap(of("collective"), waits)) - exposed
-    busy = length(compute) - length(overlap(compute, waits))
-    return Share(rank, busy, length(moves), length(moves) - exposed, exposed, late)
+    engine = busy(*ENGINE)
+    compute = busy(*COMPUTE, *ENGINE) - engine
+    hidden = length(moves) - exposed
+    return Share(rank, total, compute, engine, length(moves), hidden, exposed, late)
 
 
 def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:

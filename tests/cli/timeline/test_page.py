@@ -187,7 +187,8 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert dom.texts["notes"] == "rank 2 (process 9) ended"
     assert found["opened"] == [1, 1, 0]
     assert found["shares"] == [
-        [str(rank), "3.20 ms", "1.00 ms", "600.0 µs", "400.0 µs", "0.0 µs"] for rank in range(2)
+        [str(rank), "3.80 ms", "3.20 ms", "0.0 µs", "1.00 ms", "600.0 µs", "400.0 µs", "0.0 µs"]
+        for rank in range(2)
     ]
     (kind,) = found["kinds"]
     assert kind == [

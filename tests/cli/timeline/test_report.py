@@ -35,7 +35,24 @@ def test_hidden_and_exposed(tmp_path: Path):
     for rank in range(2):
         moves, waits = 600 - LATE, 200
         found = share(rank, events[rank], came)
-        assert found == (rank, 2 * 1600, 2 * moves, 2 * (moves - waits), 2 * waits, 0)
+        times = (STEP + 1800, 2 * 1600, 0, 2 * moves, 2 * (moves - waits), 2 * waits, 0)
+        assert found == (rank, *times)
+
+
+def test_what_the_engine_does_is_not_what_the_model_computes(tmp_path: Path):
+    run = read(trace(tmp_path))
+    like = next(e for e in by_rank(run)[0] if e.get("cat") == "backward")
+    # Of the second 150 are waited for, and of the third none are within forward or backward.
+    for category, begin, took in (
+        ("reduce", 600, 50),
+        ("prefetch", 1150, 200),
+        ("gather", 1900, 60),
+    ):
+        run.events.append(like | {"cat": category, "ts": begin, "dur": took})
+    first, _ = digest(run, None, lambda _: None)["shares"]
+    assert (first["compute"], first["engine"]) == (2 * 1600 - 100, 160)
+    run.events[:] = [e for e in run.events if e["ph"] != "X"]
+    assert all(s["total"] == 0 for s in digest(run, None, lambda _: None)["shares"])
 
 
 def test_who_waits_for_a_late_rank_communicates_only_from_then_on(tmp_path: Path):
@@ -44,8 +61,8 @@ def test_who_waits_for_a_late_rank_communicates_only_from_then_on(tmp_path: Path
     for wait in waits[0]:
         wait |= {"ts": wait["ts"] - 350, "dur": wait["dur"] + 350}  # from 750 on
     first, second = digest(run, None, lambda _: None)["shares"]
-    assert [*first.values()][2:] == [2 * 500, 0, 2 * 500, 2 * 50]
-    assert [*second.values()][2:] == [2 * 500, 2 * 300, 2 * 200, 0]
+    assert [*first.values()][4:] == [2 * 500, 0, 2 * 500, 2 * 50]
+    assert [*second.values()][4:] == [2 * 500, 2 * 300, 2 * 200, 0]
 
 
 def test_who_is_done_before_the_last_comes_waited_for_nobody(tmp_path: Path):
@@ -53,7 +70,7 @@ def test_who_is_done_before_the_last_comes_waited_for_nobody(tmp_path: Path):
     for root in (e for e in by_rank(run)[0] if e.get("cat") == "collective"):
         root["dur"] = LATE / 2
     first, _ = digest(run, None, lambda _: None)["shares"]
-    assert [*first.values()][2:] == [LATE, LATE, 0, 0]
+    assert [*first.values()][4:] == [LATE, LATE, 0, 0]
 
 
 def test_events_are_gone_through_equally_often_for_any_number_of_ranks(tmp_path: Path):
@@ -256,7 +273,8 @@ def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
     page = tmp_path / "page.html"
     assert main(["report", str(trace(tmp_path)), "--html", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "rank 0: computed 3.2 ms, communicated 1.0 ms, of which 0.6 hidden" in said
+    assert "rank 0: in 3.8 ms computed 3.2 ms, was 0.0 ms in the engine, communicated" in said
+    assert "communicated 1.0 ms, of which 0.6 hidden and 0.4 waited for; waited 0.0 ms" in said
     parts = [file.read_text() for file in PARTS.iterdir()]
     assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
     assert "default-src 'none'" in page.read_text()

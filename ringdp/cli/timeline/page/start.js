@@ -77,9 +77,9 @@ function fillIn() {
     make("i", undefined, key).style.background = colorOf(category);
     key.append({ wait: "waiting", collective: "collective, not waited for" }[category] ?? category);
   }
-  const times = ["compute", "communication", "hidden", "exposed", "late"];
-  table("shares", ["rank", "computes", "communicates", "hidden", "exposed", "waits for late ranks"],
-    data.shares.map((s) => [s.rank, ...times.map((time) => us(s[time]))]));
+  table("shares", ["rank", "total", "computes", "engine", "communicates", "hidden", "exposed",
+    "waits for late ranks"], data.shares.map(({ rank, ...times }) =>
+    [rank, ...Object.values(times).map(us)]));
   for (const m of data.memory) make("option", `rank ${m.rank}, stage ${m.stage}`, byId("engine"));
   const model = data.model;
   byId("model").textContent = model === null ? data.ranks === 1 ? "One rank moves nothing: nothing is predicted."
