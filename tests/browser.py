@@ -15,6 +15,7 @@ BROWSER = next(
 FLAGS = (
     "--headless",
     "--no-sandbox",
+    "--disable-dev-shm-usage",  # of which a container may have little
     "--disable-gpu",
     "--disable-background-networking",
     "--no-first-run",
