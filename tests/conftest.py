@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,8 @@ for variable in (*COLORS, "COLUMNS", "LINES"):
 
 settings.register_profile("any load", deadline=None)  # tests do not time anything
 settings.load_profile("any load")
+if len(tempfile.gettempdir()) > 60:  # sockets lie there, whose paths have at most 107 bytes
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 torch.set_num_threads(1)  # several wait for one another, on a busy machine ten times as long
 
 
