@@ -1,4 +1,4 @@
-"""A trace as the page wants it: names once, numbers in lists, times in µs with one decimal."""
+"""A trace as the page wants it: names once, numbers in lists, times in µs, to the ns."""
 
 from __future__ import annotations
 
@@ -251,4 +251,4 @@ def _replays(
 
 
 def _us(value: float) -> float:
-    return round(float(value), 1)
+    return round(float(value), 3)

@@ -22,6 +22,7 @@ DRIVE = """(async () => {
     const cells = (id) => [...byId(id).querySelectorAll("tbody tr")].map(
         (row) => [...row.children].map((cell) => cell.textContent));
     found.state = text("state");
+    found.short = us(1.234);
     found.opened = [chosen, ...[3999, 4001].map((size) => {
         data.collectives[0].bytes = size;
         return largest();
@@ -183,6 +184,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
     dom = browse(fill(digest(run, None, lambda _: None), "<b>{{data}}"), script=DRIVE)
     found = json.loads(dom.texts["found"])
+    assert found["short"] == "1.23 µs"
     assert found["state"] == "2 ranks, 3.80 ms, 2 collectives, 12 chunks."
     assert dom.texts["notes"] == "rank 2 (process 9) ended"
     assert found["opened"] == [1, 1, 0]

@@ -104,6 +104,15 @@ def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
     assert seconds(priced[kind], model.machine, 4000) * 1e6 == pytest.approx(2 + 4)
 
 
+def test_times_are_kept_to_the_ns(tmp_path: Path):
+    run = read(trace(tmp_path))
+    for event in (e for e in by_rank(run)[1] if e.get("cat") == "collective"):
+        event["ts"] += 0.012
+        event["dur"] -= 0.012
+    found = digest(run, None, lambda _: None)["collectives"][0]
+    assert (found["late"], found["measured"]) == (LATE + 0.012, 600 - LATE - 0.012)
+
+
 def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
     path = trace(tmp_path)
     document = json.loads(path.read_text())

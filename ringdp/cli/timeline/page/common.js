@@ -16,7 +16,7 @@ const color = (hue, light = .62) => `oklch(${light} .15 ${hue})`; // on light an
 const colorOf = (category) => color(...(COLORS[category] ?? [0, .62]));
 const inkOn = (category) => (COLORS[category]?.[1] > .6 ? "#10141a" : "#fff");
 const us = (t) => t >= 1e6 ? `${(t / 1e6).toFixed(3)} s` : t >= 1e3 ? `${(t / 1e3).toFixed(2)} ms`
-  : `${t.toFixed(1)} µs`;
+  : `${t.toFixed(t && t < 10 ? 2 : 1)} µs`;
 const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 const bytes = (b) => b.toLocaleString("en");
 function median(list) {

@@ -14,7 +14,7 @@ function layOut() {
     const open = [];
     let deep = 1;
     lane.depths = lane.spans.map(([, , begin, duration]) => {
-      while (open.length && open.at(-1) <= begin + 0.05) open.pop();
+      while (open.length && open.at(-1) <= begin + 0.0005) open.pop();
       open.push(begin + duration);
       deep = Math.max(deep, open.length);
       return open.length - 1;
