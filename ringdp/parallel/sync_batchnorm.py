@@ -131,15 +131,16 @@ class _Normalize(torch.autograd.Function):
         normal = (wide - _along(mean, x)) * _along(invstd, x)
         y = normal if weight is None else normal * _along(weight, x)
         y = y if bias is None else y + _along(bias, x)
-        ctx.save_for_backward(normal, invstd, weight, rows)
+        ctx.save_for_backward(x, mean, invstd, weight, rows)
         ctx.comm, ctx.over, ctx.biased = comm, over, bias is not None
         ctx.mark_non_differentiable(mean, m2, total)
         return y.to(x.dtype), mean, m2, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        normal, invstd, weight, rows = ctx.saved_tensors
-        wide = dy.to(normal.dtype)
+        x, mean, invstd, weight, rows = ctx.saved_tensors
+        wide = dy.to(mean.dtype)
+        normal = (x.to(mean.dtype) - _along(mean, x)) * _along(invstd, x)
         sums = torch.stack([wide.sum(ctx.over), (wide * normal).sum(ctx.over)])
         dbias, dweight = sums[0].clone(), sums[1].clone()
         ctx.comm.all_reduce(sums)

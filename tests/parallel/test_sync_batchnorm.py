@@ -108,6 +108,22 @@ def test_it_tracks_nothing_where_torchs_does_not(ranks):
     ranks(2)(untracked)
 
 
+def saved(comm: Communicator, dtype: torch.dtype) -> None:
+    """Between forward and backward nothing of the input's size is kept but the input."""
+    norm = SyncBatchNorm(CHANNELS, process_group=comm)
+    x = batch(0, comm.rank, (3,)).to(dtype).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        norm(x)
+    large = [t for t in kept if t.numel() >= x.numel()]
+    assert [t.data_ptr() for t in large] == [x.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_keeps_its_input_only(ranks, dtype):
+    ranks(2)(saved, dtype)
+
+
 def empty(comm: Communicator) -> None:
     """No rank has rows: nothing is learned of them, nor lost."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
