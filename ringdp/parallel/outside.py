@@ -2,8 +2,8 @@
 
 Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
 wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
-record a graph. Reading under no_grad, as optimizers do, goes through, and so does
-`backward(inputs=...)`: see `Resting`.
+record a graph. Reading under no_grad, as optimizers do, goes through (of norms see `sliced`), and
+so does `backward(inputs=...)`: see `Resting`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ringdp.errors import UsageError
 from ringdp.parallel import sliced
@@ -49,6 +49,9 @@ class Sharded(Resting):
         run = super().__torch_function__
         if func is torch.autograd.backward:
             return run(func, types, args, kwargs)
+        if func in sliced.OF_ALL and not _records(args, kwargs):
+            args, kwargs = tree_map_only(Sharded, Tensor.detach, (args, kwargs or {}))
+            return func(*args, **kwargs)
         try:
             out = run(func, types, args, kwargs)
         except RuntimeError as e:  # the slice has another shape than the parameter
@@ -59,10 +62,19 @@ class Sharded(Resting):
             raise _refusal(args, kwargs)
         if out is not None and func == _grad.__get__:
             sliced.read(out, args[0])
+        elif type(out) is Tensor and args and isinstance(args[0], Sharded):
+            sliced.part(out, args[0])
         return out
 
 
 _grad: Any = Tensor.grad
+
+
+def _records(args: Any, kwargs: Any) -> bool:
+    """Whether a graph would be made of this call."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _refusal(args: Any, kwargs: Any) -> UsageError:

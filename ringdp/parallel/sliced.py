@@ -1,5 +1,5 @@
-"""Gradients of a sharded parameter, as the user reads them: this rank's slice, whose norm is the
-whole one's.
+"""A sharded parameter and its gradient, as the user reads them: this rank's slice, whose norm is
+the whole one's.
 
 So torch's own clip_grad_norm_ and GradScaler, and norms that are logged, come to what they would be
 in one process, as with FSDP2's DTensors. A norm, and GradScaler's look for what is not finite, are
@@ -7,7 +7,8 @@ therefore collective: every rank must take them, of the same parameters. All els
 `ringdp.clip_grad_norm_` takes one collective where torch's takes one for each parameter.
 
 A gradient is `Sliced` once it has been read from a parameter between steps, and so is what has its
-shape and is made of it (`p.grad.detach()`); an optimizer that steps finds plain tensors.
+shape and is made of it (`p.grad.detach()`); what is made of the parameter (`p.data`) is a `Part`.
+An optimizer that steps finds plain tensors.
 """
 
 from __future__ import annotations
@@ -46,15 +47,19 @@ class Sliced(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_ALL:
-                return _OF_ALL[func](*args, **(kwargs or {}))
+            if func in OF_ALL:
+                return OF_ALL[func](*args, **(kwargs or {}))
             first = args[0] if args else None
             if func in _LEAVE and isinstance(first, Sliced):
                 return func(first.as_subclass(Tensor), *args[1:], **(kwargs or {}))
             out = func(*args, **(kwargs or {}))
             if type(out) is Tensor and isinstance(first, Sliced) and out.shape == first.shape:
-                _mark(out, first._ringdp_whole)
+                _mark(out, first._ringdp_whole, type(first))
             return out
+
+
+class Part(Sliced):
+    """A slice of a parameter's values."""
 
 
 def belong(parameters: Iterable[nn.Parameter], whole: Whole) -> None:
@@ -68,6 +73,13 @@ def read(gradient: Tensor, parameter: nn.Parameter) -> None:
     """The user has got it from the parameter, which is a slice."""
     if type(gradient) is Tensor and parameter in _WHOLES:
         _mark(gradient, _WHOLES[parameter])
+
+
+def part(values: Tensor, parameter: nn.Parameter) -> None:
+    """They are made of the parameter, which is a slice."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if values.shape == parameter.shape and parameter in _WHOLES:
+            _mark(values, _WHOLES[parameter], Part)
 
 
 Emptied = list[tuple[nn.Parameter, Tensor]]  # whose gradients have no elements, and these
@@ -95,8 +107,8 @@ def restore(emptied: Emptied) -> None:
             p.grad = gradient
 
 
-def _mark(tensor: Tensor, whole: weakref.ref[Whole]) -> None:
-    tensor.__class__ = Sliced
+def _mark(tensor: Tensor, whole: weakref.ref[Whole], into: type[Sliced] = Sliced) -> None:
+    tensor.__class__ = into
     tensor._ringdp_whole = whole  # type: ignore[attr-defined]
 
 
@@ -108,8 +120,9 @@ def _wholes(tensors: Sequence[Tensor], what: str) -> dict[Whole, list[int]]:
             if (whole := t._ringdp_whole()) is None:
                 raise UsageError(f"{what}, but the engine that has the other slices is gone")
             found.setdefault(whole, []).append(at)
-    for whole in found:
-        whole.check_reduced(what)
+    for whole, places in found.items():
+        if not all(isinstance(tensors[at], Part) for at in places):
+            whole.check_reduced(what)
     return found
 
 
@@ -119,7 +132,7 @@ def _wholes(tensors: Sequence[Tensor], what: str) -> dict[Whole, list[int]]:
 def _norms(tensors: Sequence[Tensor], given: Any, dtype: torch.dtype | None) -> list[Tensor]:
     order = float({None: 2, "fro": 2, "nuc": 0}.get(given, given))
     if not order > 0:
-        raise UsageError(f"the norm of order {given!r} of a sharded gradient; allowed: above 0")
+        raise UsageError(f"the norm of order {given!r} of a sharded tensor; allowed: above 0")
     out = [
         t if isinstance(t, Sliced) else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in tensors
@@ -154,7 +167,7 @@ def _norm(
 ) -> Tensor:
     if keepdim or out is not None or dim not in (None, 0, -1, (0,), [0]):
         raise UsageError(
-            f"the norm of a sharded gradient with dim={dim}, keepdim={keepdim} or out: it is this "
+            f"the norm of a sharded tensor with dim={dim}, keepdim={keepdim} or out: it is this "
             "rank's flat slice; allowed: the norm of all of it"
         )
     return _norms([tensor], p if ord is None else ord, dtype)[0]
@@ -163,7 +176,7 @@ def _norm(
 def _linalg_norm(tensor: Tensor, ord: Any = None, **others: Any) -> Tensor:
     if ord is not None:
         raise UsageError(
-            f"torch.linalg.norm(ord={ord}) of a sharded gradient: of a matrix it is another norm "
+            f"torch.linalg.norm(ord={ord}) of a sharded tensor: of a matrix it is another norm "
             "than of its slice; allowed: None, or torch.linalg.vector_norm"
         )
     return _norm(tensor, **others)
@@ -178,7 +191,7 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
         found_inf.copy_(found.view(found_inf.shape))
 
 
-_OF_ALL: dict[Any, Callable[..., Any]] = {
+OF_ALL: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,
     torch.linalg.vector_norm: _norm,
     torch.linalg.norm: _linalg_norm,

@@ -87,6 +87,42 @@ def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
     assert all(other == first for other in others), "the same norms on every rank"
 
 
+def norms_of(model: nn.Module) -> list[Tensor]:
+    """Of its parameters, in the ways of those who log them."""
+    ps = list(model.parameters())
+    norms = [x.norm(math.inf) for p in ps for x in (p.data, p.detach().float())]
+    with torch.no_grad():
+        norms += [f(p) for p in ps for f in (torch.norm, torch.linalg.vector_norm, Tensor.norm)]
+        return [*norms, get_total_norm(ps), get_total_norm([p * 2 for p in ps], 1.0)]
+
+
+def weighs(comm: Communicator, stage: int, precision: Precision | None) -> list[Tensor]:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    with engine.no_sync():  # what waits are gradients
+        loss(model).backward()
+    for m in (model, twin):
+        m[1].requires_grad_(False)
+    frozen, exact = (torch.norm(input=m[1][0].weight) for m in (model, twin))
+    torch.testing.assert_close(frozen, exact)
+    norms = norms_of(model)
+    torch.testing.assert_close(norms, norms_of(twin))
+    if stage:
+        with pytest.raises(UsageError, match="outside the forward"):
+            model[0][0].weight.norm()
+    with engine.full_parameters():
+        torch.testing.assert_close(norms_of(model), norms)
+    engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_norms_of_parameters_are_those_of_one_process(ranks, stage, precision):
+    first, *others = ranks(3)(weighs, stage, precision)
+    assert all(other == first for other in others)
+
+
 class SkippedError(Exception):
     """What a loop goes on after."""
 
