@@ -35,7 +35,9 @@ def made(comm: Communicator, **config: Any) -> Any:
 def steps(engine: Any, *numbers: int) -> list[torch.Tensor]:
     for number in numbers:
         for part in range(3):
+            assert engine.is_gradient_accumulation_boundary() == (part == 2)
             engine.backward(engine(batch(3 * number + part)).float().square().mean())
+            assert engine.is_gradient_accumulation_boundary() == (part == 2)
             engine.step()
     return whole(engine.engine)
 

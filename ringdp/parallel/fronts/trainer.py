@@ -50,8 +50,8 @@ class Trainer:
     ) -> None:
         self.module, self.engine, self.optimizer = model, engine, optimizer
         self.batches, self.clipping, self.scaler = batches, clipping, scaler
-        self.micro_steps = 0  # backwards so far
-        self.global_steps = 0  # and steps, those that overflowed too
+        self.micro_steps = 0  # calls of step() so far
+        self.global_steps = 0  # and the optimizer's steps, those that overflowed too
         self._norm: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,16 +67,19 @@ class Trainer:
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps, reduced and added up."""
-        self.micro_steps += 1
         scaled = self.scaler.scale(loss / self.batches.accumulation)
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return self.micro_steps % self.batches.accumulation == 0
+        """Whether the next step() is the optimizer's."""
+        return (self.micro_steps + 1) % self.batches.accumulation == 0
 
     def step(self) -> None:
-        """At the end of an accumulation: clip, step on all ranks or none, clear the gradients."""
-        if not self.is_gradient_accumulation_boundary():
+        """After every backward. At the end of an accumulation: clip, step on all ranks or none,
+        clear the gradients."""
+        last = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not last:
             return
         if self.scaler.unscale_() and self.clipping > 0:
             self._norm = clip_grad_norm_(self.engine, self.clipping)
