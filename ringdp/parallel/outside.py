@@ -42,6 +42,8 @@ class Resting(nn.Parameter):
 class Sharded(Resting):
     """A parameter while it is a slice."""
 
+    _ringdp_guards = True  # see `sliced`
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

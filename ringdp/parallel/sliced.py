@@ -46,6 +46,8 @@ class Sliced(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
+        if any(getattr(t, "_ringdp_guards", False) for t in types):
+            return NotImplemented  # it comes next, and knows whether a graph would be made
         with torch._C.DisableTorchFunctionSubclass():
             if func in OF_ALL:
                 return OF_ALL[func](*args, **(kwargs or {}))

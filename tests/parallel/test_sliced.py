@@ -108,8 +108,10 @@ def weighs(comm: Communicator, stage: int, precision: Precision | None) -> list[
     norms = norms_of(model)
     torch.testing.assert_close(norms, norms_of(twin))
     if stage:
-        with pytest.raises(UsageError, match="outside the forward"):
-            model[0][0].weight.norm()
+        weight = model[0][0].weight
+        for use in (weight.norm, lambda: weight.detach() * weight):
+            with pytest.raises(UsageError, match="outside the forward"):
+                use()
     with engine.full_parameters():
         torch.testing.assert_close(norms_of(model), norms)
     engine.close()
