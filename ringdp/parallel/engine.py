@@ -132,8 +132,9 @@ class Engine(Taped):
                 self._reduce_through(index)
             else:
                 self._settle()
-                if index == 0 or self.gathering.over:  # a new iteration
-                    self.gathering.begin()
+                alone = self._is_alone()
+                if index == 0 or alone or self.gathering.over:  # a new iteration
+                    self.gathering.begin(foreseen=index == 0 or not alone)
                 self._around[index].update(self.gathering.in_use)
             self._use(index)
         self._made[indices[0]].begin()
@@ -152,9 +153,13 @@ class Engine(Taped):
                 self.gathering.done_with(index, free=free)
         for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
-        if indices is self.roots and not starts and not self._held:
+        if not starts and not self._held and (indices is self.roots or self._is_alone()):
             self._rest(learn=False)
         return output
+
+    def _is_alone(self) -> bool:
+        """Whether what is called now lies in no unit's call and has no backward."""
+        return not (self.gathering.in_use or torch.is_grad_enabled() or in_backward())
 
     def _is_whole(self) -> bool:
         return self._held or all(u.static for u in self.units)

@@ -46,11 +46,12 @@ class Gathering:
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
-        self.over = True  # whether the next forward starts an iteration: a backward has ended one
+        self.over = True  # whether the next forward starts an iteration: all are sharded
 
-    def begin(self) -> None:
+    def begin(self, *, foreseen: bool) -> None:
         """A new iteration starts, after which nothing may be left of one without a backward: what
-        its slices are may have changed."""
+        its slices are may have changed. One not `foreseen`, of a unit's call alone, gathers nothing
+        ahead: after it that would be in vain."""
         self.given.check()
         for index in self._ahead:
             if self.units[index].state is State.GATHERING:
@@ -59,7 +60,7 @@ class Gathering:
         self._ahead.clear()
         self.in_use.clear()
         self._seen.clear()
-        self._position, self.over = -1, False
+        self._position, self.over = -1 if foreseen else None, False
 
     def use(self, index: int) -> None:
         """Wait until the unit is unsharded; start the gathers of the next ones first."""
@@ -138,7 +139,8 @@ class Gathering:
     def end(self, *, learn: bool) -> None:
         """The iteration is over; `learn` its order."""
         if learn:
-            self._order, self.over = tuple(self._seen), True
+            self._order = tuple(self._seen)
+        self.over = True
         self.in_use.clear()
         self._ahead.clear()
         self.deferred = False

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import APART, WIDTH, assert_equal, loss, net, whole
+from tests.parallel.small import APART, WIDTH, assert_equal, batch, loss, net, whole
 
 pytestmark = pytest.mark.process
 
@@ -106,6 +106,42 @@ def writes_amid(comm: Communicator, stage: int, precision: Precision | None) -> 
 def test_a_write_amid_a_forward_is_kept_or_told(ranks, stage, precision):
     """It was lost without a word."""
     ranks(2)(writes_amid, stage, precision)
+
+
+def writes_between_blocks(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    """As averages are swapped in where parts of a model are evaluated."""
+    engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
+    loss(model).backward()
+    model.zero_grad()
+    masters = list(model.parameters())
+    x = batch()
+    with torch.no_grad():
+        for value, write in (
+            (1, lambda p: p.fill_(1)),
+            (2, lambda p: p.data.fill_(2)),
+            (3, lambda p: setattr(p, "data", torch.full_like(p, 3))),
+        ):
+            model[0](x)
+            for p in masters:
+                write(p)
+            for block in model.children():
+                exact = torch.tanh(value * (1 + x.sum(1, keepdim=True))).expand_as(x)
+                torch.testing.assert_close(block(x), exact, check_dtype=False)
+        counts = [engine.sent_bytes()]
+        for blocks in ([model], model.children()):
+            for block in blocks:
+                block(x)
+            counts.append(engine.sent_bytes())
+    assert counts[1] - counts[0] == counts[2] - counts[1]  # nothing is gathered in vain
+    assert len(engine.gathering._seen) <= len(engine.units)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_blocks_called_alone_have_what_was_written(ranks, stage, precision):
+    """They had what was gathered before."""
+    ranks(2)(writes_between_blocks, stage, precision)
 
 
 def saves(comm: Communicator, path: Path, stage: int) -> None:
