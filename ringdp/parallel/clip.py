@@ -47,7 +47,7 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
         raise UsageError(f"max_norm is {max_norm}; it must be above 0")
     norm = grad_norm(engine)
     factor = max_norm / (norm + 1e-6)
-    if factor < 1:
+    if not factor >= 1:  # NaN too: then all gradients are
         scale_gradients(engine, factor)
     return norm
 

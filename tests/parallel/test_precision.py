@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -222,6 +224,21 @@ def test_the_norm_is_that_of_all_gradients(ranks):
     ((norm, after),) = found  # the same bits in all stages on all ranks
     assert norm == pytest.approx(exact, rel=1e-5)
     assert after == pytest.approx(0.01, rel=1e-3)
+
+
+def clipped_by_no_number(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    model(batch(comm.rank)).square().mean().backward()
+    next(model.parameters()).grad.fill_(float("nan"))
+    assert math.isnan(ringdp.clip_grad_norm_(engine, 1.0))
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_norm_that_is_no_number_clips_as_torch_does(ranks, stage):
+    """Every gradient is NaN then."""
+    ranks(2)(clipped_by_no_number, stage)
 
 
 # ---- the optimizer
