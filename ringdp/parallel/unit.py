@@ -231,6 +231,7 @@ class FlatUnit:
             tensor.copy_(values)
         self._point(self.parameters, tensors)
 
+    @torch.inference_mode(False)  # what is made in it cannot train
     def _move(self) -> None:
         """The masters go to other memory."""
         if self.apart:
@@ -332,7 +333,8 @@ class FlatUnit:
     def _free(self) -> None:
         """See Note [views outlive their memory]."""
         if not self.full.untyped_storage().resizable():  # somebody holds it as a numpy array
-            self.full = torch.empty_like(self.full)
+            with torch.inference_mode(False):
+                self.full = torch.empty_like(self.full)
             self.views = self._views(self.full)
             if self.offload.parameters:
                 self.shard = self.full[self.part]

@@ -144,6 +144,31 @@ def test_blocks_called_alone_have_what_was_written(ranks, stage, precision):
     ranks(2)(writes_between_blocks, stage, precision)
 
 
+def trains_after_inference(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for p in one.parameters():
+            p.data = p.data * 0.5
+        held: list[object] = []  # so that stage 3 takes other memory
+        look = one[0][0].register_forward_hook(lambda m, *_: held.append(m.weight.data.numpy()))
+        with torch.inference_mode():
+            one(batch())
+        look.remove()
+        loss(one).backward()
+        optimizer.step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_put_into_data_may_be_evaluated_before_it_trains(ranks, stage, precision):
+    """Memory that is taken in inference mode is not for autograd."""
+    ranks(2)(trains_after_inference, stage, precision)
+
+
 def saves(comm: Communicator, path: Path, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
