@@ -147,11 +147,11 @@ def test_blocks_called_alone_have_what_was_written(ranks, stage, precision):
 def trains_after_inference(comm: Communicator, stage: int, precision: Precision | None) -> None:
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    held: list[object] = []  # so that stage 3 takes other memory
     for one in (model, twin):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         for p in one.parameters():
             p.data = p.data * 0.5
-        held: list[object] = []  # so that stage 3 takes other memory
         look = one[0][0].register_forward_hook(lambda m, *_: held.append(m.weight.data.numpy()))
         with torch.inference_mode():
             one(batch())
