@@ -40,7 +40,7 @@ from torch import nn
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
-from ringdp.parallel.arrivals import Arrivals
+from ringdp.parallel.arrivals import Arrivals, leaves_some_out
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
@@ -88,6 +88,7 @@ class Engine(Taped):
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
+        self._trained: list[FlatUnit] = []  # by it
         self._arrivals: dict[int, Arrivals] = {}  # by unit
         self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
@@ -208,13 +209,21 @@ class Engine(Taped):
         if not self._awaiting:
             after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
+            self._trained = self._trains()
             torch.autograd.Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
-        self._awaiting[index] = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
+        owed = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
+        self._awaiting[index] = owed if self._trained else set()
         self._use(index)
-        if unit.trainable:
+        if unit in self._trained:
             self._arrivals[index].expect()
             self.reducing.open(unit, keep=not self.sync)
+
+    def _trains(self) -> list[FlatUnit]:
+        """The units whose gradients this backward hands out: none if it was told to make others."""
+        trained = [u for u in self.units if u.trainable]
+        comes = any(self._arrivals[u.index].any_comes() for u in trained)
+        return trained if comes or not leaves_some_out() else []
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
@@ -246,14 +255,13 @@ class Engine(Taped):
 
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
-        trained = [u for u in self.units if u.trainable]
-        for unit in reversed(trained):
+        for unit in reversed(self._trained):
             if unit.index not in self._awaiting:
                 self.reducing.open(unit, keep=not self.sync)
             if self.reducing.is_open(unit):
                 self._reduce(unit.index)
         self._end_backward(learn=True)
-        for unit in trained:
+        for unit in self._trained:
             self.reducing.hand_out(unit)
 
     def _settle(self) -> None:
