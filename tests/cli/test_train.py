@@ -1,6 +1,7 @@
 """The whole command, small: its JSON, its exit code, and what it promises of the numbers."""
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import NoReturn
