@@ -2,6 +2,7 @@
 
     another parameter   load_state_dict(assign=True), or a layer put in another's place
     a new one           an adapter that is added to a layer
+    a tensor            functional_call, where masters are apart
 
 No hook is on them: their gradients would be each rank's own, and where masters are apart the next
 gather would put the old ones back. The model is looked through for them where an iteration starts.
@@ -40,8 +41,12 @@ class Given:
         for module in self.model.modules():
             given = self._at.get(module, {})
             for name, p in module._parameters.items():
-                if id(p) in given.get(name, ()) or not isinstance(p, nn.Parameter):
-                    continue  # functional_call puts tensors there, for a while
+                if id(p) in (own := given.get(name, ())) or p is None:
+                    continue
+                if not isinstance(p, nn.Parameter):  # functional_call puts it there, for a while
+                    if len(set(own)) == 2:  # the next gather puts its own in its place
+                        raise self._error(module, name)
+                    continue
                 if name in given or (p.requires_grad and id(p) not in self._ids):
                     raise self._error(module, name)
 
@@ -51,5 +56,5 @@ class Given:
             f"parameter {within + '.' if within else ''}{name} is another than the model had at "
             "shard(), as after load_state_dict(assign=True) or where a layer is new: its gradient "
             "would not be reduced. Change the model before shard(), or values in place, as "
-            "load_state_dict does without assign"
+            "load_state_dict does without assign; use functional_call within full_parameters()"
         )

@@ -124,3 +124,21 @@ def called(comm: Communicator) -> bool:
 
 def test_it_is_called_with_other_tensors_for_its_parameters(ranks):
     assert all(ranks(2)(called))
+
+
+def called_apart(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := net(), stage=stage, precision=APART, comm=comm)
+    zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
+    x = torch.ones(1, WIDTH)
+    with pytest.raises(UsageError, match=r"0\.0\.weight is another .* within full_parameters"):
+        torch.func.functional_call(model, zeros, (x,))
+    with torch.no_grad(), engine.full_parameters():
+        assert not torch.func.functional_call(model, zeros, (x,)).any()
+    loss(model).backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_other_tensors_are_told_where_they_would_not_be_used(ranks, stage):
+    """Its own parameters took their place without a word."""
+    ranks(2)(called_apart, stage)
