@@ -150,13 +150,18 @@ def test_writes_what_it_found_after_every_part(
     assert "failed in" in capsys.readouterr().out
 
 
-def test_a_part_may_take_what_those_before_it_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "any")
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu, "LOG", tmp_path / "log")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_part_may_take_what_those_before_it_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, limits = [0.0], list[float]()
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
 
@@ -174,13 +179,10 @@ def test_a_part_may_take_what_those_before_it_left(
     assert limits == [30, 28]
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_part_that_needs_one_that_failed_is_skipped_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "any")
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu, "LOG", tmp_path / "log")
     first, then = replace(part(""), name="first"), replace(part(""), needs="first")
     assert main([first, then]) == 0
     assert main([replace(first, command=("false",)), then]) == 1

@@ -280,14 +280,20 @@ def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(asking, busy: bo
         assert here.failure[:2] == (FailureKind.LOST, 0)
 
 
-def server_ends_first(comm: Communicator, say: Say) -> None:
-    """Without a launcher's store, which is one that rank 0 serves, as long as it lives."""
+def rank_0_serves(comm: Communicator) -> Any:
+    """From now on the job's store, as long as it lives. The launcher's, which has its pid."""
     talk = store()
     if comm.rank == 0:
         talk.set("port", str(unused_port()))
         talk.set("server", str(os.getpid()))
     os.environ["MASTER_PORT"] = talk.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    return talk
+
+
+def server_ends_first(comm: Communicator, say: Say) -> None:
+    """Without a launcher's store, which is one that rank 0 serves, as long as it lives."""
+    talk = rank_0_serves(comm)
     whole = ringdp.init(transport="c10d", timeout=PATIENCE)
     other = whole.duplicate()
     for c in (whole, other):
@@ -310,12 +316,7 @@ def test_a_rank_0_that_ends_first_with_its_store_is_no_loss(forks: Forks):
 
 def server_stops(comm: Communicator, say: Say, transport: str) -> None:
     """The same, where rank 0 is stopped for a while, and with it the store."""
-    talk = store()
-    if comm.rank == 0:
-        talk.set("port", str(unused_port()))
-        talk.set("server", str(os.getpid()))
-    os.environ["MASTER_PORT"] = talk.get("port").decode()
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    talk = rank_0_serves(comm)
     whole = ringdp.init(transport=transport, timeout=PATIENCE)
     other = whole.duplicate()
     for c in (whole, other):
