@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
-from ringdp.comm.rendezvous import NAMES, store_of
+from ringdp.comm.rendezvous import NAMES
+from ringdp.comm.store import store_of
 from ringdp.errors import CommunicationError
 from ringdp.transport.answers import Survey, survey_from_outside
 from ringdp.transport.asking import Asking, Silent

@@ -15,7 +15,10 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
-from ringdp.comm.rendezvous import host, job_store
+from torch._C._distributed_c10d import PrefixStore
+
+from ringdp.comm.rendezvous import TIMEOUT
+from ringdp.comm.store import host, job_store, meeting
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
 from ringdp.tape.meeting import Meeting
@@ -54,8 +57,9 @@ class Trace:
         """Begin. Collective."""
         if recorder.recording():
             raise UsageError("a trace runs in this process already; stop it first")
-        store, rank, ranks = job_store("trace")
-        self._meeting = Meeting(store, rank, ranks, host(), has_ended)
+        store, rank, ranks = job_store(TIMEOUT)
+        there, _ = meeting(PrefixStore("trace", store), rank, ranks)
+        self._meeting = Meeting(there, rank, ranks, host(), has_ended)
         complaint = unwritable("trace", self.path) if rank == 0 else None
         self._opened = self._meeting.open(complaint, str(self.path.absolute()))
         self._recorder = recorder.start()

@@ -66,11 +66,11 @@ class Opened(NamedTuple):
 
 
 class Meeting:
-    """One rank's side. `store`: None for a rank alone."""
+    """One rank's side. `store`: no other trace uses it."""
 
     def __init__(
         self,
-        store: Store | None,
+        store: Store,
         rank: int,
         ranks: int,
         host: str,
@@ -89,30 +89,27 @@ class Meeting:
         Raises UsageError everywhere if rank 0 has a `complaint`.
         """
         opened = Opened(self.clock(), secrets.token_hex(4), path)
-        if self._store is not None:
-            try:
-                opened, complaint = self._meet(self._store, opened, complaint)
-            except (RuntimeError, ValueError, TypeError, KeyError) as e:
-                raise CommunicationError(
-                    f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
-                    "every rank must start the trace"
-                ) from e
+        try:
+            opened, complaint = self._meet(opened, complaint)
+        except (RuntimeError, ValueError, TypeError, KeyError) as e:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
+                "every rank must start the trace"
+            ) from e
         if complaint:
             raise UsageError(complaint)
         return opened
 
-    def _meet(
-        self, store: Store, opened: Opened, complaint: str | None
-    ) -> tuple[Opened, str | None]:
-        store.set(f"here/{self.rank}", json.dumps(self._me))
+    def _meet(self, opened: Opened, complaint: str | None) -> tuple[Opened, str | None]:
+        self._store.set(f"here/{self.rank}", json.dumps(self._me))
         if self.rank == 0:
             for r in range(self.ranks):
-                host, pid = json.loads(self._patiently(store, f"here/{r}", r))
+                host, pid = json.loads(self._patiently(f"here/{r}", r))
                 self.members[r:] = [Member(str(host), int(pid))]
             opened = opened._replace(epoch=self.clock())
-            store.set("opened", json.dumps([*opened, complaint, self.members]))
+            self._store.set("opened", json.dumps([*opened, complaint, self.members]))
         else:
-            said = json.loads(self._patiently(store, "opened", 0))
+            said = json.loads(self._patiently("opened", 0))
             epoch, token, path, complaint, members = said
             opened = Opened(int(epoch), str(token), str(path))
             self.members = [Member(str(host), int(pid)) for host, pid in members]
@@ -120,15 +117,15 @@ class Meeting:
             self.compare_clocks("first", None)
         return opened, str(complaint) if complaint else None
 
-    def _patiently(self, store: Store, key: str, rank: int) -> bytes:
+    def _patiently(self, key: str, rank: int) -> bytes:
         """Wait as long as the store does, and say for whom once that takes long."""
         try:
-            store.wait([key], timedelta(seconds=WARN_AFTER))
+            self._store.wait([key], timedelta(seconds=WARN_AFTER))
         except RuntimeError:  # not there yet, or no store any more, which `get` finds out
             log.warning(
                 "rank %d waits for rank %d to start the trace; every rank must", self.rank, rank
             )
-        return store.get(key)
+        return self._store.get(key)
 
     @property
     def shift(self) -> Shift:
@@ -148,8 +145,6 @@ class Meeting:
 
         `limit`: seconds for one answer; None: as long as the store waits. Raises RuntimeError.
         """
-        if self._store is None:
-            return
         for r in self.away if self.rank == 0 else [r for r in self.away if r == self.rank]:
             for k in range(ROUND_TRIPS):
                 asked, told = f"{when}/asked/{r}/{k}", f"{when}/told/{r}/{k}"
@@ -169,7 +164,6 @@ class Meeting:
         self.guesses[-1] = min(self.guesses[-1], guess, key=lambda g: g.error)
 
     def _await(self, key: str, limit: float | None) -> None:
-        assert self._store is not None
         if limit is not None:
             self._store.wait([key], timedelta(seconds=limit))
         else:
@@ -177,8 +171,6 @@ class Meeting:
 
     def hand_in(self, part: Path) -> None:
         """This rank's part is there; where rank 0 cannot see the file, send it what is in it."""
-        if self._store is None:
-            return
         pieces = 0
         if self.rank in self.away:
             with part.open() as text:
@@ -192,12 +184,10 @@ class Meeting:
 
     def excuse(self, why: str) -> None:
         """There is no part of this rank."""
-        if self._store is not None:
-            self._store.set(f"part/{self.rank}", SORRY + why)
+        self._store.set(f"part/{self.rank}", SORRY + why)
 
     def collect(self, rank: int, part: Path, deadline: float) -> str | None:
         """On rank 0: wait for that rank's part, and see that it lies at `part`. Why it does not."""
-        assert self._store is not None
         while not self._store.check([f"part/{rank}"]):
             if not self._lives(rank) and not self._store.check([f"part/{rank}"]):
                 pid = self.members[rank].pid

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp import Communicator
 from ringdp.cli.loopback import loopback_store
-from ringdp.comm import rendezvous
+from ringdp.comm import store
 from ringdp.comm.rendezvous import over
 from tests.comm.test_groups import total
 from tests.forks import PATIENCE, Forks, Say
@@ -104,14 +104,14 @@ def listening() -> set[str]:
 def test_our_stores_listen_on_the_loopback_alone(serve):
     before = listening()
     if serve == "init":
-        here = rendezvous._Place(0, 1, "127.0.0.1", unused_port())
-        store, again = (rendezvous._serve(here, timedelta(seconds=PATIENCE)) for _ in range(2))
+        here = store._Place(0, 1, "127.0.0.1", unused_port())
+        serving, again = (store._serve(here, timedelta(seconds=PATIENCE)) for _ in range(2))
         again.set("one server", "for both")
-        assert store.get("one server") == b"for both"
+        assert serving.get("one server") == b"for both"
     else:
-        store = loopback_store()
+        serving = loopback_store()
     (address,) = listening() - before
-    assert address == f"0100007F:{store.port:04X}"
+    assert address == f"0100007F:{serving.port:04X}"
 
 
 def test_a_store_that_nobody_serves_is_a_communication_error(monkeypatch):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp.comm import rendezvous, tracing
+from ringdp.comm.store import VARIABLES
 from ringdp.schedule import Schedule, Transfer, fuse, project, schedule
 from ringdp.tape import recorder
 from ringdp.transport.taped import ENTRIES
@@ -179,7 +180,7 @@ def test_no_two_communicators_over_groups_have_one_name(ranks, tmp_path):
 
 def alone_again(_: ringdp.Communicator, path: Path) -> None:
     with patch.dict(os.environ):
-        for variable in rendezvous.VARIABLES:
+        for variable in VARIABLES:
             del os.environ[variable]
         with ringdp.trace(path):
             for _ in range(2):

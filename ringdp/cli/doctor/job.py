@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ringdp.cli.console import say
 from ringdp.comm.outside import asked
-from ringdp.comm.rendezvous import VARIABLES
+from ringdp.comm.store import VARIABLES
 from ringdp.comm.table import HEADINGS, missing, row, table
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import FailureKind

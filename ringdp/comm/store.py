@@ -1,0 +1,157 @@
+"""The job's store: where torchrun's variables say it is, who serves it, and how ranks meet in one.
+
+A store that ringdp starts listens where MASTER_ADDR says, the loopback for instance; the one that
+torchrun starts listens on every interface of the host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.asking import PATIENCE, Asking
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_stores: dict[tuple[_Place, str], Store] = {}
+_alone: Store = HashStore()  # of a process without torchrun
+
+
+def host() -> str:
+    """The name of this host, and what no other has."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def job_store(timeout: float) -> tuple[Store, int, int]:
+    """The job's store, which waits for so many seconds; this rank, and how many there are.
+
+    This process keeps it for good: rank 0's may serve the others. torchrun's agent serves all
+    starts of the ranks from one store, so each has names of its own. A process without torchrun is
+    a job of one rank.
+    """
+    place, limit = _place(os.environ), timedelta(seconds=timeout)
+    if place is None:
+        return _alone, 0, 1
+    key = place, _prefix(os.environ)
+    if key not in _stores:
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        server = _server(place, limit, serves=place.rank == 0 and not agent_serves)
+        _stores[key] = PrefixStore(_prefix(os.environ), server)
+    _stores[key].set_timeout(limit)
+    return _stores[key], place.rank, place.ranks
+
+
+class _Place(NamedTuple):
+    """This process's place in the job, as torchrun's variables say it."""
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+
+
+def _place(environ: Mapping[str, str]) -> _Place | None:
+    """None without torchrun. Raises UsageError for what torchrun does not set so."""
+    found = {v: environ[v] for v in VARIABLES if v in environ}
+    if not {"RANK", "WORLD_SIZE"} & found.keys():
+        return None
+    if missing := [v for v in VARIABLES if v not in found]:
+        raise UsageError(
+            f"{', '.join(found)} set, but not {', '.join(missing)}: start the ranks with torchrun, "
+            "which sets all of them"
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not found[name].isdecimal():
+            raise UsageError(f"{name} is {found[name]!r}; allowed: a whole number, 0 or more")
+    place = _Place(
+        int(found["RANK"]),
+        int(found["WORLD_SIZE"]),
+        found["MASTER_ADDR"],
+        int(found["MASTER_PORT"]),
+    )
+    if place.rank >= place.ranks:
+        raise UsageError(f"RANK is {place.rank}; WORLD_SIZE is {place.ranks}: ranks are below it")
+    if place.port > 65535:
+        raise UsageError(f"MASTER_PORT is {place.port}; allowed: 0..65535")
+    return place
+
+
+def store_of(environ: Mapping[str, str], timeout: timedelta) -> Store | None:
+    """That of the job of a process with this environment, None if it is of none."""
+    if (place := _place(environ)) is None:
+        return None
+    return PrefixStore(_prefix(environ), _server(place, timeout, serves=False, waits=False))
+
+
+def _prefix(environ: Mapping[str, str]) -> str:
+    run, restart = (environ.get(f"TORCHELASTIC_{v}") for v in ("RUN_ID", "RESTART_COUNT"))
+    return f"ringdp/{run or ''}/{restart or '0'}"
+
+
+def _server(place: _Place, timeout: timedelta, *, serves: bool, waits: bool = True) -> Store:
+    try:
+        if serves:
+            return _serve(place, timeout)
+        if not waits:  # torch asks one that is gone again, for up to twice the timeout
+            socket.create_connection((place.host, place.port), timeout.total_seconds()).close()
+        client = partial(TCPStore, place.host, place.port, is_master=False, timeout=timeout)
+        with Asking(client) as reached:
+            return reached.ask(lambda store: store, timeout.total_seconds() + PATIENCE)
+    except (DistError, OSError) as e:
+        raise CommunicationError(
+            f"rank {place.rank} cannot reach rank 0's store at {place.host}:{place.port}: {e}"
+        ) from e
+
+
+def _serve(place: _Place, timeout: timedelta) -> TCPStore:
+    """torch's own store listens on every interface; where the ranks meet on one, so does this."""
+    serve = partial(
+        TCPStore,
+        place.host,
+        place.port,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        wait_for_workers=False,
+    )
+    try:
+        listening = socket.create_server((place.host, place.port))
+    except OSError:  # another library of this process serves there already, and shares it
+        return serve()
+    return serve(master_listen_fd=listening.detach())
+
+
+def meeting(store: Store, rank: int, ranks: int) -> tuple[Store, int]:
+    """The part of a store for this coming together of so many ranks, and the how-many-th it is."""
+    store = PrefixStore(f"{ranks}", store)
+    times = generation(store, rank)
+    return PrefixStore(f"{times}", store), times
+
+
+def generation(store: Store, rank: int) -> int:
+    """The how-many-th coming together of all ranks this is; a number for all of them.
+
+    Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
+    come again after a failure find one another, whether they are the same processes or new ones.
+    """
+    limit: float = store.timeout.total_seconds() + PATIENCE  # type: ignore[attr-defined]  # stubs
+    try:
+        if rank == 0:
+            opened = store.add("generations", 1)
+            store.set(f"open/{opened}", "")
+            return opened
+        with Asking(lambda: store) as job:
+            taken = job.ask(lambda s: s.add(f"seats/{rank}", 0), limit)
+            job.ask(lambda s: s.wait([f"open/{taken + 1}"]), limit)
+            return job.ask(lambda s: s.add(f"seats/{rank}", 1), limit)
+    except DistError as e:
+        raise CommunicationError(f"rank {rank} did not meet rank 0: {e}") from e
