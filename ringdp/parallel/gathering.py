@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ringdp.comm import Communicator
 from ringdp.parallel import written
 from ringdp.parallel.given import Given
@@ -53,6 +55,9 @@ class Gathering:
         its slices are may have changed. One not `foreseen`, of a unit's call alone, gathers nothing
         ahead: after it that would be in vain."""
         self.given.check()
+        for unit in self.units if torch.is_grad_enabled() else ():
+            if unit.static and unit.trainable:  # others settle when they are gathered
+                unit.check(unit.views)
         for index in self._ahead:
             if self.units[index].state is State.GATHERING:
                 self.units[index].unshard()

@@ -212,13 +212,7 @@ class FlatUnit:
         tensors = self._views(self.summoned) if summoned else self.rest
         if self.static or not self._has_moved(tensors if summoned else None):
             return
-        for p, tensor, entry in zip(self.parameters, tensors, self.plan.entries, strict=True):
-            if p.shape != tensor.shape or p.dtype != tensor.dtype:
-                raise UsageError(
-                    f"parameter {entry.name} has become {p.dtype}{list(p.shape)}, by `.data` or "
-                    f"`.to()`; in the sharded model it is {tensor.dtype}{list(tensor.shape)}. "
-                    "Change the model before shard(), or values in place"
-                )
+        self.check(tensors)
         given = [p.data for p in self.parameters]
         if summoned and (self.apart or self.freed):
             self.summoned = self.summoned.clone()
@@ -230,6 +224,16 @@ class FlatUnit:
         for tensor, values in zip(tensors, given, strict=True):
             tensor.copy_(values)
         self._point(self.parameters, tensors)
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raises UsageError for a parameter that has another shape or dtype than its tensor."""
+        for p, tensor, entry in zip(self.parameters, tensors, self.plan.entries, strict=True):
+            if p.shape != tensor.shape or p.dtype != tensor.dtype:
+                raise UsageError(
+                    f"parameter {entry.name} has become {p.dtype}{list(p.shape)}, by `.data` or "
+                    f"`.to()`; in the sharded model it is {tensor.dtype}{list(tensor.shape)}. "
+                    "Change the model before shard(), or values in place"
+                )
 
     @torch.inference_mode(False)  # what is made in it cannot train
     def _move(self) -> None:

@@ -269,20 +269,25 @@ def refused(comm: Communicator, stage: int) -> list[str]:
     engine = ringdp.shard(model, stage=stage, comm=comm)
     attempt(lambda: ringdp.shard(model[1], stage=stage, comm=comm))
     attempt(lambda: ringdp.shard(nn.Sequential(model, nn.Linear(1, 1)), stage=stage, comm=comm))
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    attempt(lambda: lbfgs.step(lambda: loss(model)))
+    if stage:
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        attempt(lambda: lbfgs.step(lambda: loss(model)))
     model.double()
+    if not stage:
+        with torch.no_grad():
+            model(batch(0).double())
     attempt(lambda: model(batch(0).double()))
     engine.close()
     return said
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_cannot_be_done_is_told(ranks, stage):
-    for part, around, lbfgs, moved in ranks(2)(refused, stage):
+    for part, around, *lbfgs, moved in ranks(2)(refused, stage):
         assert "this model is sharded already" in part
         assert "module 0 of this model is sharded already" in around
-        assert "LBFGS needs whole parameters" in lbfgs
+        assert all("LBFGS needs whole parameters" in text for text in lbfgs)
+        assert len(lbfgs) == bool(stage)
         assert "has become torch.float64" in moved
         assert "in the sharded model it is torch.float32" in moved
 
