@@ -59,6 +59,7 @@ def test_shard(comm, wrong, said):
 
 SECTIONS = (
     (),
+    ("optimizer",),
     ("fp16",),
     ("bf16",),
     ("zero_optimization",),
@@ -103,7 +104,7 @@ def leaves(keys: dict[str, Any], section: tuple[str, ...] = ()) -> list[tuple[An
     ]
 
 
-@pytest.mark.parametrize(("place", "key"), leaves(fronts.deepspeed.KEYS), ids=str)
+@pytest.mark.parametrize(("place", "key"), leaves(fronts.config.KEYS), ids=str)
 def test_a_value_is_of_its_keys_kind(comm, place, key):
     for wrong in (
         "auto",
@@ -126,11 +127,12 @@ SIZED = {"train_micro_batch_size_per_gpu": 1}
 @pytest.mark.parametrize(
     ("config", "optimizer", "said"),
     [
-        (None, ringdp.AdamW, "config is None; allowed: a section with"),
-        ("ds.json", ringdp.AdamW, "config is 'ds.json'; allowed: a section with"),
+        (None, ringdp.AdamW, "given 0 configs; allowed: one, as config or as args"),
+        (3, ringdp.AdamW, "config is 3; allowed: a section with"),
+        ("/none/ds.json", ringdp.AdamW, "config '/none/ds.json' cannot be read as JSON"),
         ({}, ringdp.AdamW, "give train_batch_size or"),
         ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, ringdp.AdamW, "is not micro"),
-        (SIZED, None, "optimizer=None.*allowed: what makes one"),
+        (SIZED, None, "optimizer=None.*allowed: an optimizer, what makes one"),
         (SIZED | {"zero_optimization": {"stage": 7}}, ringdp.AdamW, "stage is 7"),
         (SIZED | {"zero_optimization": {"reduce_bucket_size": 9}}, ringdp.AdamW, "unit '0' has 40"),
         (

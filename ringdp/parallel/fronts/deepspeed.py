@@ -1,82 +1,72 @@
-"""`initialize` with DeepSpeed's configuration keys. Sizes are in elements, as there."""
+"""`initialize` with DeepSpeed's arguments and configuration keys."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
-from ringdp.parallel.fronts.trainer import Batches, Trainer
+from ringdp.parallel.fronts import config as configs
+from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.fronts.trainer import Scheduler, Trainer
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.units import UnitRule
 
-
-class Key(NamedTuple):
-    """What may be said: true or false, a device, or a number, whole or not, of at least `least`
-    and less than `below`."""
-
-    default: Any
-    kind: Literal["bool", "device", "whole", "number"]
-    least: float = 0
-    below: float = math.inf
-
-
-_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
-
-# Every key that is implemented; a dict is a section.
-KEYS: dict[str, Any] = {
-    "train_batch_size": Key(None, "whole", 1),
-    "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
-    "gradient_accumulation_steps": Key(None, "whole", 1),
-    "gradient_clipping": Key(0.0, "number"),
-    "fp16": {
-        "enabled": Key(False, "bool"),
-        "loss_scale": Key(0, "number"),  # 0: dynamic
-        "initial_scale_power": Key(16, "whole", below=128),  # what float32 holds
-        "loss_scale_window": Key(1000, "whole", 1),
-        "min_loss_scale": Key(1, "number"),
-    },
-    "bf16": {"enabled": Key(False, "bool")},
-    "zero_optimization": {
-        "stage": Key(0, "whole"),
-        "overlap_comm": Key(True, "bool"),
-        "contiguous_gradients": Key(True, "bool"),
-        "reduce_bucket_size": Key(None, "whole", 1),
-        "allgather_bucket_size": Key(None, "whole", 1),
-        "offload_optimizer": _OFFLOAD,
-        "offload_param": _OFFLOAD,
-        "stage3_prefetch_bucket_size": Key(None, "whole"),
-        "stage3_param_persistence_threshold": Key(0, "whole"),
-        "stage3_max_live_parameters": Key(None, "whole"),
-    },
-}
+PORT = 29500  # DeepSpeed's default
 
 
 def initialize(
+    args: object = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
+    distributed_port: int = PORT,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: configs.Config | None = None,
+    mesh_param: object = None,
+    config_params: configs.Config | None = None,
     *,
-    model: nn.Module,
-    config: Mapping[str, Any],
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     unit: UnitRule | None = None,
     comm: Communicator | None = None,
-) -> tuple[Trainer, torch.optim.Optimizer, None, None]:
-    """Shard the model as the config says. Collective. DeepSpeed's four values, the last two None.
+) -> tuple[Trainer, Optimizer, DataLoader[Any] | None, Scheduler | None]:
+    """Shard the model as the config says. Collective. DeepSpeed's four values.
 
-    optimizer: makes one of the parameters, as a class does. unit: as for `shard`; else the bucket
-    sizes bound the units, which are both gathered and reduced in one piece. Raises UsageError for
-    a key that is not implemented: KEYS has those that are.
+    config: its keys, or the path of a JSON file; else args.deepspeed_config, which is all that is
+    read of args. optimizer: makes one of the parameters, as a class does, or is one that has not
+    stepped yet; by default the config's. model_parameters: what it is made of, by default all.
+    lr_scheduler: of that optimizer, or what makes one of it; the returned engine steps it after
+    every step that did not overflow. training_data: loaded in micro batches, with collate_fn, each
+    rank's own part of every epoch. unit: as for `shard`; else the bucket sizes bound the units,
+    which are both gathered and reduced in one piece. Raises UsageError for a key or an argument
+    that is not implemented: config.KEYS has the keys that are.
     """
+    refuse(
+        "initialize",
+        {
+            "distributed_port": (distributed_port, PORT),
+            "mpu": (mpu, None),
+            "dist_init_required": (dist_init_required or None, None),
+            "mesh_param": (mesh_param, None),
+        },
+    )
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model={model!r}): allowed: a torch.nn.Module")
+    said = configs.read(config, config_params, getattr(args, "deepspeed_config", None))
     comm = communicator_of(comm, model.parameters())
-    said = _filled("config", config, KEYS)
     zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]
     if half["enabled"] and brain["enabled"]:
         raise UsageError("config: fp16 and bf16 are both enabled; allowed: one of them")
@@ -87,12 +77,12 @@ def initialize(
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch = zero["stage3_prefetch_bucket_size"]
     offloads = [_offload(zero, key) for key in ("offload_param", "offload_optimizer")]
-    batches = _batches(said, comm.size)
-    if not callable(optimizer):
-        raise UsageError(
-            f"initialize(optimizer={optimizer!r}): allowed: what makes one of the parameters, such "
-            "as its class; they are other ones once the model is sharded"
-        )
+    batches = configs.batches(said, comm.size)
+    make = _maker(
+        model, configs.optimizer(said) if optimizer is None else optimizer, model_parameters
+    )
+    _check_scheduler(lr_scheduler, optimizer)
+    loader = _loader(training_data, batches.micro, collate_fn, comm)
     engine = shard(
         model,
         stage=zero["stage"],
@@ -110,48 +100,82 @@ def initialize(
         if engine.stage.number == 3 and (live := zero["stage3_max_live_parameters"]) is not None:
             _bound(engine, live * itemsize)
         scaler = _scaler(engine, half)
-    except UsageError:
+        made = make()
+        scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
+    except Exception:
         with engine.full_parameters():
             engine.close()  # the model is as it was
         raise
-    made = optimizer(model.parameters())
-    trainer = Trainer(model, engine, made, batches, float(said["gradient_clipping"]), scaler)
-    return trainer, made, None, None
+    clipping = float(said["gradient_clipping"])
+    trainer = Trainer(model, engine, made, batches, clipping, scaler, loader, scheduler)
+    return trainer, made, loader, scheduler
 
 
-def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
-    """The values given, else (and for null) the defaults; UsageError for what is not allowed."""
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{where} is {given!r}; allowed: a section with {', '.join(known)}")
-    if unknown := [str(key) for key in given if key not in known]:
+def _maker(
+    model: nn.Module,
+    given: Optimizer | Callable[[Any], Optimizer] | None,
+    parameters: Iterable[Any] | None,
+) -> Callable[[], Optimizer]:
+    """What gives the optimizer once the model is sharded."""
+    if isinstance(given, Optimizer):
+        if given.state:
+            raise UsageError(
+                f"initialize: the {type(given).__name__} has state of whole parameters, which will "
+                "be slices; allowed: one that has none yet, or its class"
+            )
+        _check_owned(model, given.param_groups)
+        return lambda: given
+    if not callable(given):
         raise UsageError(
-            f"{where}: {', '.join(unknown)} is not implemented; there are {', '.join(known)}"
+            f"initialize(optimizer={given!r}): allowed: an optimizer, what makes one of the "
+            "parameters, such as its class, or None where the config names one"
         )
-    out: dict[str, Any] = {}
-    for name, key in known.items():
-        value, place = given.get(name), f"{where}.{name}"
-        if isinstance(key, dict):
-            out[name] = _filled(place, {} if value is None else value, key)
-        else:
-            out[name] = key.default if value is None else _value(place, value, key)
-    return out
+    groups = list(model.parameters() if parameters is None else parameters)
+    groups = [g | {"params": list(g["params"])} if isinstance(g, dict) else g for g in groups]
+    _check_owned(model, groups)
+    return lambda: given(groups)
 
 
-def _value(where: str, value: Any, key: Key) -> Any:
-    if key.kind == "device":
-        if value not in ("none", "cpu"):
-            raise UsageError(f"{where} is {value!r}; allowed: 'none', 'cpu'")
-        return value
-    if key.kind == "bool":
-        if not isinstance(value, bool):
-            raise UsageError(f"{where} is {value!r}; allowed: true, false")
-        return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not key.least <= value < key.below or (key.kind == "whole" and value % 1):
-        what = "a whole number" if key.kind == "whole" else "a number"
-        most = f" and below {key.below:g}" if key.below < math.inf else ""
-        raise UsageError(f"{where} is {value!r}; allowed: {what} of at least {key.least:g}{most}")
-    return int(value) if key.kind == "whole" else value
+def _check_owned(model: nn.Module, groups: Iterable[Any]) -> None:
+    """`groups`: of parameters, or parameters."""
+    owned = {id(p) for p in model.parameters()}
+    for group in groups:
+        for p in group["params"] if isinstance(group, dict) else [group]:
+            if id(p) not in owned:
+                raise UsageError(
+                    f"initialize: the optimizer is to step a {type(p).__name__} that is not one of "
+                    "the model's parameters; allowed: these, or dicts of them as torch.optim takes"
+                )
+
+
+def _check_scheduler(scheduler: Any, optimizer: object) -> None:
+    if scheduler is None or callable(scheduler):
+        return
+    if not hasattr(scheduler, "step"):
+        raise UsageError(
+            f"initialize(lr_scheduler={scheduler!r}): allowed: a scheduler, or what makes one of "
+            "the optimizer"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UsageError(
+            "initialize: lr_scheduler is of another optimizer than the one given; allowed: one of "
+            "it, or what makes one of the optimizer, as lambda o: LambdaLR(o, ...)"
+        )
+
+
+def _loader(
+    data: Any, rows: int, collate: Callable[[list[Any]], Any] | None, comm: Communicator
+) -> DataLoader[Any] | None:
+    """Of this rank's part of the data."""
+    if data is None:
+        return None
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UsageError(
+            f"initialize: training_data is a {type(data).__name__}; allowed: a Dataset with "
+            "__getitem__ and __len__, whose rows can be shared out. Load others yourself"
+        )
+    sampler = DistributedSampler[Any](data, comm.size, comm.rank)
+    return DataLoader(data, rows, sampler=sampler, collate_fn=collate)
 
 
 def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
@@ -172,31 +196,6 @@ def _offload(zero: dict[str, Any], key: str) -> bool:
     if not said["pin_memory"]:
         raise UsageError(f"config: {key}.pin_memory=false is not implemented: it is pinned")
     return bool(said["device"] == "cpu")
-
-
-def _batches(said: dict[str, Any], ranks: int) -> Batches:
-    """Any two of the three sizes give the third; DeepSpeed's rules."""
-    total, micro, steps = (
-        said[key]
-        for key in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    )
-    if total is None and micro is None:
-        raise UsageError("config: give train_batch_size or train_micro_batch_size_per_gpu")
-    if micro is None:
-        steps = steps or 1
-        micro = total // (steps * ranks)
-    elif steps is None:
-        steps = 1 if total is None else total // (micro * ranks)
-    if total is not None and micro * steps * ranks != total:
-        raise UsageError(
-            f"config: train_batch_size {total} is not micro batch {micro} x accumulation {steps} x "
-            f"{ranks} ranks"
-        )
-    return Batches(micro, steps)
 
 
 def _check_buckets(engine: Engine, most: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint.load import load
@@ -16,24 +17,25 @@ from ringdp.parallel.checkpoint.save import save
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.fronts.config import Batches
 from ringdp.parallel.fronts.refuse import NotHere
 from ringdp.parallel.scaler import LossScaler
 
 # Of DeepSpeed's engine, and of no module.
 ABSENT = (
     "allreduce_gradients", "deepspeed_io", "destroy", "eval_batch", "load_universal_checkpoint",
-    "local_rank", "lr_scheduler", "no_sync", "offload_states", "reload_states", "save_16bit_model",
+    "local_rank", "no_sync", "offload_states", "reload_states", "save_16bit_model",
     "save_fp16_model", "set_gradient_accumulation_boundary", "set_lr", "set_train_batch_size",
-    "set_train_micro_batch_size", "train_batch", "training_dataloader",
+    "set_train_micro_batch_size", "train_batch",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Batches:
-    """train_batch_size = micro * accumulation * ranks."""
+class Scheduler(Protocol):
+    """torch's learning rate schedulers are some."""
 
-    micro: int
-    accumulation: int
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
 class Trainer:
@@ -47,9 +49,12 @@ class Trainer:
         batches: Batches,
         clipping: float,
         scaler: LossScaler,
+        training_dataloader: DataLoader[Any] | None,
+        lr_scheduler: Scheduler | None,
     ) -> None:
         self.module, self.engine, self.optimizer = model, engine, optimizer
         self.batches, self.clipping, self.scaler = batches, clipping, scaler
+        self.training_dataloader, self.lr_scheduler = training_dataloader, lr_scheduler
         self.micro_steps = 0  # calls of step() so far
         self.global_steps = 0  # and the optimizer's steps, those that overflowed too
         self._norm: float | None = None
@@ -74,16 +79,17 @@ class Trainer:
         """Whether the next step() is the optimizer's."""
         return (self.micro_steps + 1) % self.batches.accumulation == 0
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """After every backward. At the end of an accumulation: clip, step on all ranks or none,
-        clear the gradients."""
+        clear the gradients; where all have stepped the scheduler does, with `lr_kwargs`."""
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not last:
             return
         if self.scaler.unscale_() and self.clipping > 0:
             self._norm = clip_grad_norm_(self.engine, self.clipping)
-        self.scaler.step(self.optimizer)
+        if self.scaler.step(self.optimizer) and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         self.optimizer.zero_grad()
         self.global_steps += 1
 
@@ -129,12 +135,13 @@ class Trainer:
         client_state: dict[str, Any] | None = None,
     ) -> bool:
         """Write all to save_dir/tag, by default global_step and its number, and then the tag to
-        save_dir/latest. What an accumulation has so far is left out. client_state: JSON.
-        Collective; see `ringdp.save`."""
+        save_dir/latest. What an accumulation has so far is left out. client_state and the
+        scheduler's state: JSON. Collective; see `ringdp.save`."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         extra = {
             "global_steps": self.global_steps,
             "scaler": self.scaler.state_dict(),
+            "lr_scheduler": self.lr_scheduler and _as_json(self.lr_scheduler.state_dict()),
             "client_state": client_state or {},
         }
         save(Path(save_dir) / tag, self.engine, self.optimizer, extra=extra)
@@ -159,4 +166,14 @@ class Trainer:
         self.global_steps = extra["global_steps"]
         self.micro_steps = self.global_steps * self.batches.accumulation
         self.scaler.load_state_dict(extra["scaler"])
+        if self.lr_scheduler is not None and (saved := extra.get("lr_scheduler")):
+            here = self.lr_scheduler.state_dict()
+            self.lr_scheduler.load_state_dict(
+                {k: Counter(v) if isinstance(here.get(k), Counter) else v for k, v in saved.items()}
+            )
         return str(path), extra["client_state"]
+
+
+def _as_json(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's: of torch's, one counts its milestones, by numbers."""
+    return {k: [*v.elements()] if isinstance(v, Counter) else v for k, v in state.items()}

@@ -1,0 +1,181 @@
+"""DeepSpeed's configuration: which keys there are, and what they say. Sizes are in elements."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ringdp.errors import UsageError
+from ringdp.parallel.optim import AdamW
+
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+
+class Key(NamedTuple):
+    """What may be said: true or false, a device, an optimizer's name, its options, or a number,
+    whole or not, of at least `least` and less than `below`."""
+
+    default: Any
+    kind: Literal["bool", "device", "optimizer", "options", "whole", "number"]
+    least: float = 0
+    below: float = math.inf
+
+
+_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
+
+# Every key that is implemented; a dict is a section.
+KEYS: dict[str, Any] = {
+    "train_batch_size": Key(None, "whole", 1),
+    "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
+    "gradient_accumulation_steps": Key(None, "whole", 1),
+    "gradient_clipping": Key(0.0, "number"),
+    "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
+    "fp16": {
+        "enabled": Key(False, "bool"),
+        "loss_scale": Key(0, "number"),  # 0: dynamic
+        "initial_scale_power": Key(16, "whole", below=128),  # what float32 holds
+        "loss_scale_window": Key(1000, "whole", 1),
+        "min_loss_scale": Key(1, "number"),
+    },
+    "bf16": {"enabled": Key(False, "bool")},
+    "zero_optimization": {
+        "stage": Key(0, "whole"),
+        "overlap_comm": Key(True, "bool"),
+        "contiguous_gradients": Key(True, "bool"),
+        "reduce_bucket_size": Key(None, "whole", 1),
+        "allgather_bucket_size": Key(None, "whole", 1),
+        "offload_optimizer": _OFFLOAD,
+        "offload_param": _OFFLOAD,
+        "stage3_prefetch_bucket_size": Key(None, "whole"),
+        "stage3_param_persistence_threshold": Key(0, "whole"),
+        "stage3_max_live_parameters": Key(None, "whole"),
+    },
+}
+ADAMS = ("adam", "adamw")  # in any case
+
+
+@dataclass(frozen=True)
+class Batches:
+    """train_batch_size = micro * accumulation * ranks."""
+
+    micro: int
+    accumulation: int
+
+
+def read(*given: Config | None) -> dict[str, Any]:
+    """Of the one that is given, a mapping or the path of a JSON file: the values of all KEYS, the
+    defaults for what is not said, and for null. Raises UsageError for what is not allowed."""
+    configs = [config for config in given if config is not None]
+    if len(configs) != 1:
+        raise UsageError(
+            f"initialize was given {len(configs)} configs; allowed: one, as config or as "
+            "args.deepspeed_config"
+        )
+    (config,) = configs
+    if not isinstance(config, str | os.PathLike):
+        return _filled("config", config, KEYS)
+    try:
+        return _filled("config", json.loads(Path(config).read_text()), KEYS)
+    except (OSError, json.JSONDecodeError) as e:
+        raise UsageError(f"config {os.fspath(config)!r} cannot be read as JSON: {e}") from e
+
+
+def batches(said: dict[str, Any], ranks: int) -> Batches:
+    """Any two of the three sizes give the third; DeepSpeed's rules."""
+    total, micro, steps = (
+        said[key]
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+    )
+    if total is None and micro is None:
+        raise UsageError("config: give train_batch_size or train_micro_batch_size_per_gpu")
+    if micro is None:
+        steps = steps or 1
+        micro = total // (steps * ranks)
+    elif steps is None:
+        steps = 1 if total is None else total // (micro * ranks)
+    if total is not None and micro * steps * ranks != total:
+        raise UsageError(
+            f"config: train_batch_size {total} is not micro batch {micro} x accumulation {steps} x "
+            f"{ranks} ranks"
+        )
+    return Batches(micro, steps)
+
+
+def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
+    """What makes the one that the config names, if it does. DeepSpeed's Adam, like its AdamW,
+    decays weights apart from their gradients, unless adam_w_mode is false, and by 0 by default."""
+    name, options = said["optimizer"]["type"], dict(said["optimizer"]["params"])
+    if name is None:
+        return None
+    made_by: Callable[..., Optimizer]
+    if name.lower() in ADAMS:
+        decays = options.pop("adam_w_mode", True) or name.lower() == "adamw"
+        if options.pop("torch_adam", False):
+            made_by = torch.optim.AdamW if decays else torch.optim.Adam
+        else:
+            made_by = AdamW if decays else torch.optim.Adam
+            options.setdefault("weight_decay", 0.0)
+    else:
+        made_by = getattr(torch.optim, name)
+
+    def make(parameters: Any) -> Optimizer:
+        try:
+            return made_by(parameters, **options)
+        except (TypeError, ValueError) as e:
+            raise UsageError(f"config.optimizer.params {options} do not fit {name}: {e}") from e
+
+    return make
+
+
+def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{where} is {given!r}; allowed: a section with {', '.join(known)}")
+    if unknown := [str(key) for key in given if key not in known]:
+        raise UsageError(
+            f"{where}: {', '.join(unknown)} is not implemented; there are {', '.join(known)}"
+        )
+    out: dict[str, Any] = {}
+    for name, key in known.items():
+        value, place = given.get(name), f"{where}.{name}"
+        if isinstance(key, dict):
+            out[name] = _filled(place, {} if value is None else value, key)
+        else:
+            out[name] = key.default if value is None else _value(place, value, key)
+    return out
+
+
+def _value(where: str, value: Any, key: Key) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits, allowed = {
+        "device": (value in ("none", "cpu"), "'none', 'cpu'"),
+        "bool": (isinstance(value, bool), "true, false"),
+        "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
+        "options": (isinstance(value, Mapping), "the optimizer's keyword arguments"),
+        "number": (number and key.least <= value < key.below, "a number"),
+        "whole": (number and key.least <= value < key.below and value % 1 == 0, "a whole number"),
+    }[key.kind]
+    if key.kind in ("number", "whole"):
+        allowed += f" of at least {key.least:g}"
+        allowed += f" and below {key.below:g}" if key.below < math.inf else ""
+    if not fits:
+        raise UsageError(f"{where} is {value!r}; allowed: {allowed}")
+    return int(value) if key.kind == "whole" else value
+
+
+def _is_optimizer(name: object) -> bool:
+    if not isinstance(name, str):
+        return False
+    found = getattr(torch.optim, name, None)
+    return name.lower() in ADAMS or (isinstance(found, type) and issubclass(found, Optimizer))

@@ -1,0 +1,239 @@
+"""`initialize` as DeepSpeed's users call it; its config is in test_arguments and test_fronts."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import MultiStepLR
+from torch.utils.data import IterableDataset, TensorDataset
+
+import ringdp
+from ringdp import Communicator, UsageError
+from ringdp.parallel import fronts
+from tests.parallel.small import batch, net, whole
+
+pytestmark = pytest.mark.process
+
+SIZED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
+LR, BETAS = 0.01, (0.8, 0.9)
+NAMED = SIZED | {"optimizer": {"type": "Adam", "params": {"lr": LR, "betas": [*BETAS]}}}
+ADAM = partial(ringdp.AdamW, lr=LR, betas=BETAS, weight_decay=0.0)
+
+
+def trained(engine: Any, *steps: int) -> list[Tensor]:
+    for step in steps:
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+    return whole(engine.engine)
+
+
+def arguments(comm: Communicator, folder: Path) -> None:
+    file = folder / f"{comm.rank}.json"
+    for stage in range(4):
+        staged = {"zero_optimization": {"stage": stage}}
+        file.write_text(json.dumps(NAMED | staged))
+        expected = None
+        for given in (
+            {"config": SIZED | staged, "optimizer": ADAM},
+            {"args": Namespace(local_rank=comm.rank, deepspeed_config=str(file))},
+            {"args": Namespace(deepspeed_config=None), "config": file},
+            {"config_params": SIZED | staged, "optimizer": "made"},
+        ):
+            model = net()
+            if given.get("optimizer") == "made":
+                given["optimizer"] = ADAM(model.parameters())
+            engine, optimizer, loader, scheduler = fronts.initialize(
+                model=model, model_parameters=model.parameters(), comm=comm, **given
+            )
+            assert (loader, scheduler) == (None, None)
+            assert optimizer is engine.optimizer
+            values = trained(engine, 0, 1, 2)
+            assert all(map(torch.equal, values, expected or values))
+            expected = values
+            engine.engine.close()
+
+
+def test_a_call_as_of_deepspeed_does_the_same_in_every_form(ranks, tmp_path: Path):
+    ranks(2)(arguments, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "decay"),
+    [
+        ({"type": "AdamW"}, ringdp.AdamW, 0.0),
+        ({"type": "adamw", "params": {"adam_w_mode": False}}, ringdp.AdamW, 0.0),
+        ({"type": "Adam", "params": {"weight_decay": 0.5}}, ringdp.AdamW, 0.5),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, torch.optim.Adam, 0.0),
+        ({"type": "Adam", "params": {"torch_adam": True}}, torch.optim.AdamW, 0.01),
+        ({"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.25}}, torch.optim.SGD, 0.25),
+    ],
+)
+def test_the_configs_optimizer_is_deepspeeds(section, kind, decay):
+    model = net()
+    engine, optimizer, *_ = fronts.initialize(
+        model=model, model_parameters=[model[1][0].weight], config=SIZED | {"optimizer": section},
+        comm=ringdp.init(),
+    )  # fmt: skip
+    assert type(optimizer) is kind
+    (group,) = optimizer.param_groups
+    assert group["weight_decay"] == decay
+    assert [id(p) for p in group["params"]] == [id(model[1][0].weight)]
+    engine.engine.close()
+
+
+def test_groups_of_parameters_keep_their_options():
+    model = net()
+    first, *others = model.parameters()
+    engine, optimizer, *_ = fronts.initialize(
+        model=model, config=NAMED | {"zero_optimization": {"stage": 3}}, comm=ringdp.init(),
+        model_parameters=[{"params": iter([first]), "lr": 0.0}, {"params": others}],
+    )  # fmt: skip
+    before = whole(engine.engine)
+    after = trained(engine, 0)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, LR]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, *[False] * 5]
+    engine.engine.close()
+
+
+def falling(optimizer: torch.optim.Optimizer) -> MultiStepLR:
+    return MultiStepLR(optimizer, range(1, 9), gamma=0.5)  # its state is not JSON as it is
+
+
+def scheduled(comm: Communicator, folder: Path) -> None:
+    half = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    config = NAMED | half | {"gradient_accumulation_steps": 2}
+
+    def made(**given: Any) -> Any:
+        engine, _, _, scheduler = fronts.initialize(model=net(), config=config, comm=comm, **given)
+        assert engine.lr_scheduler is scheduler
+        return engine
+
+    engine = made(lr_scheduler=falling)
+    trained(engine, 0)
+    assert engine.get_lr() == [LR]
+    trained(engine, 1)
+    assert engine.get_lr() == [LR / 2]
+    for step in (2, 3):
+        engine.backward(engine(batch(step)).square().mean() * float("inf"))
+        engine.step()
+    assert (engine.skipped_steps, engine.get_lr()) == (1, [LR / 2])  # as no rank has stepped
+    engine.save_checkpoint(folder)
+    expected = trained(engine, 4, 5, 6, 7)
+    other, without = made(lr_scheduler=falling), made()
+    for loaded in (other, without):
+        loaded.load_checkpoint(folder)
+    assert all(map(torch.equal, trained(other, 4, 5, 6, 7), expected))
+    assert other.get_lr() == engine.get_lr() == [LR / 8]
+    assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+    without.save_checkpoint(folder, "without")
+    other.load_checkpoint(folder, "without")
+    assert other.lr_scheduler.last_epoch == 3
+    for each in (engine, other, without):
+        each.engine.close()
+
+
+def test_a_scheduler_steps_with_the_optimizer_and_is_saved(ranks, tmp_path: Path):
+    ranks(2)(scheduled, tmp_path)
+
+
+def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
+    model = net()
+    optimizer = ADAM(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    engine, *others = fronts.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=SIZED, comm=ringdp.init()
+    )
+    assert others == [optimizer, None, scheduler]
+    for loss in (1.0, 2.0):
+        engine.backward(engine(batch()).square().mean())
+        engine.step(lr_kwargs={"metrics": loss})
+    assert engine.get_lr() == [LR / 2]
+    engine.engine.close()
+
+
+def shared_out(comm: Communicator) -> None:
+    rows = TensorDataset(torch.arange(12))
+    engine, _, loader, _ = fronts.initialize(
+        model=net(), config=NAMED, training_data=rows, comm=comm,
+        collate_fn=lambda batch: torch.stack([row for (row,) in batch]),
+    )  # fmt: skip
+    assert engine.training_dataloader is loader is not None
+    mine = list(loader)
+    assert [len(part) for part in mine] == [2] * 3
+    every = torch.empty(12, dtype=torch.int64)
+    comm.all_gather(every, torch.cat(mine))
+    assert sorted(every.tolist()) == list(range(12))
+    engine.engine.close()
+
+
+def test_training_data_is_shared_out_in_micro_batches(ranks):
+    ranks(2)(shared_out)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def stepped() -> tuple[Any, torch.optim.Optimizer]:
+    model = net()
+    optimizer = ADAM(model.parameters())
+    model(batch()).mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": None}, "model=None.: allowed: a torch.nn.Module"),
+        ({"config": NAMED, "config_params": NAMED}, "2 configs; allowed: one"),
+        ({"mpu": 3}, "mpu=3 is not implemented"),
+        ({"mesh_param": (1, 1)}, r"mesh_param=\(1, 1\) is not implemented"),
+        ({"dist_init_required": True}, "dist_init_required=True is not implemented"),
+        ({"distributed_port": 1}, "distributed_port=1 is not implemented"),
+        ({"training_data": Stream()}, "training_data is a Stream; allowed: a Dataset with"),
+        ({"lr_scheduler": 3}, "lr_scheduler=3.: allowed: a scheduler, or what makes"),
+        ({"lr_scheduler": falling(ADAM(net().parameters()))}, "is of another optimizer than"),
+        ({"optimizer": ADAM(net().parameters())}, "is not one of the model's parameters"),
+        ({"model_parameters": net().parameters()}, "is not one of the model's parameters"),
+        ({"model_parameters": [("name", 3)]}, "step a tuple that is not one of"),
+        (dict(zip(("model", "optimizer"), stepped(), strict=True)), "has state of whole parameter"),
+        ({"config": SIZED | {"optimizer": {"type": "OneBitAdam"}}}, "'OneBitAdam'; allowed: Adam"),
+        (
+            {"config": SIZED | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}},
+            "params .*'auto'.* do not fit AdamW: ",
+        ),
+        (
+            {"config": SIZED | {"optimizer": {"type": "SGD", "params": {"eps": 1}}}},
+            "do not fit SGD: .*unexpected keyword argument 'eps'",
+        ),
+    ],
+)
+def test_what_is_not_done_is_told_and_the_model_stays_as_it_was(given, said):
+    comm, model = ringdp.init(), net()
+    with pytest.raises(UsageError, match=said):
+        fronts.initialize(**({"model": model, "config": NAMED, "comm": comm} | given))
+    engine, *_ = fronts.initialize(model=model, config=NAMED, comm=comm)
+    trained(engine, 0)
+    engine.engine.close()
+
+
+def test_what_the_users_own_code_raises_leaves_the_model_as_it_was():
+    def raises(_: object) -> Any:
+        raise KeyError("mine")
+
+    comm, model = ringdp.init(), net()
+    before = [p.clone() for p in model.parameters()]
+    config = NAMED | {"zero_optimization": {"stage": 3}}
+    for given in ({"optimizer": raises}, {"lr_scheduler": raises}):
+        with pytest.raises(KeyError, match="mine"):
+            fronts.initialize(model=model, config=config, comm=comm, **given)
+        assert all(map(torch.equal, model.parameters(), before))
