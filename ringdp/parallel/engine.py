@@ -88,7 +88,7 @@ class Engine(Taped):
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
-        self._trained: list[FlatUnit] = []  # by it
+        self._trained: dict[int, FlatUnit] = {}  # by it
         self._arrivals: dict[int, Arrivals] = {}  # by unit
         self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
@@ -215,15 +215,15 @@ class Engine(Taped):
         owed = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
         self._awaiting[index] = owed if self._trained else set()
         self._use(index)
-        if unit in self._trained:
+        if index in self._trained:
             self._arrivals[index].expect()
             self.reducing.open(unit, keep=not self.sync)
 
-    def _trains(self) -> list[FlatUnit]:
+    def _trains(self) -> dict[int, FlatUnit]:
         """The units whose gradients this backward hands out: none if it was told to make others."""
-        trained = [u for u in self.units if u.trainable]
-        comes = any(self._arrivals[u.index].any_comes() for u in trained)
-        return trained if comes or not leaves_some_out() else []
+        trained = {unit.index: unit for unit in self.units if unit.trainable}
+        comes = any(self._arrivals[index].any_comes() for index in trained)
+        return trained if comes or not leaves_some_out() else {}
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
@@ -255,13 +255,13 @@ class Engine(Taped):
 
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
-        for unit in reversed(self._trained):
-            if unit.index not in self._awaiting:
+        for index, unit in reversed(self._trained.items()):
+            if index not in self._awaiting:
                 self.reducing.open(unit, keep=not self.sync)
             if self.reducing.is_open(unit):
-                self._reduce(unit.index)
+                self._reduce(index)
         self._end_backward(learn=True)
-        for unit in self._trained:
+        for unit in self._trained.values():
             self.reducing.hand_out(unit)
 
     def _settle(self) -> None:

@@ -42,6 +42,7 @@ class Gathering:
         self.units = units = given.units
         self._under_way = under_way
         self.deferred = False  # whether a gather waits for what is under way
+        self._frees = any(u.freed for u in units)
         self._sizes = [u.bytes if u.freed else 0 for u in units]
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
@@ -152,6 +153,8 @@ class Gathering:
 
     def prefetch(self) -> None:
         """Start the gathers of the next ones."""
+        if len(self._seen) > 1 and not self._frees:
+            return  # all are there since the first use
         under_way = self._under_way()
         for index in self._wanted(under_way):
             self.units[index].gather(self.comm)
