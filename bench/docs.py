@@ -31,7 +31,7 @@ Launch = Callable[[int, Path], str]  # what rank 0 of so many prints when they r
 
 
 def chapters() -> list[Path]:
-    return sorted(ROOT.glob("*.md"))
+    return sorted(ROOT.glob("[1-9]-*.md"))
 
 
 def render(text: str, launch: Launch) -> str:

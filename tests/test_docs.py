@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import docs
+from bench import map as code_map
 
 CHAPTERS = docs.chapters()
 
@@ -48,3 +49,22 @@ def test_every_number_of_the_prose_is_printed_by_a_block():
         for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])", prose):
             if len(number) > 1 and not re.fullmatch(r"(19|20)\d\d", number):  # years of sources
                 assert number in blocks, f"{chapter.name}: {number}"
+
+
+def test_the_map_has_every_file_with_its_first_sentence():
+    text = code_map.PAGE.read_text()
+    assert code_map.render(text) == text, "run: python -m bench.map"
+    for path in code_map.files():
+        assert len(re.findall(rf"(?m)^- \[`.+?`\]\(\.\./{re.escape(path)}\): .", text)) == 1, path
+
+
+def test_the_map_follows_files_that_come_go_and_say_something_else():
+    text = code_map.PAGE.read_text()
+    said = "- [`ir.py`](../ringdp/schedule/ir.py): A collective algorithm as data"
+    assert said in text
+    gone = "- [`gone.py`](../ringdp/schedule/gone.py): What is gone.\n"
+    old = text.replace(said, f"{gone}- [`ir.py`](../ringdp/schedule/ir.py): What it once said")
+    assert code_map.render(old) == text
+    without = "".join(line for line in text.splitlines(True) if "- [`draw.py`]" not in line)
+    assert "../ringdp/schedule/draw.py" not in without
+    assert "- [`draw.py`](../ringdp/schedule/draw.py): Drawings" in code_map.render(without)
