@@ -13,6 +13,7 @@ from torch import nn
 
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import UsageError
+from ringdp.parallel.outside import Sharded
 
 _NAME = "_ringdp_sharded"  # an attribute of every module of a sharded model
 
@@ -73,8 +74,15 @@ def unmark(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Raises UsageError if it is sharded, or a part of it, or what it is a part of."""
+    """Raises UsageError if it is sharded, or a part of it, or what it is a part of, or if it has
+    slices of a shard() that did not come to its end."""
     for name, module in model.named_modules():
         if getattr(module, _NAME, None) is not None:
             what = f"module {name} of this model" if name else "this model"
             raise UsageError(f"{what} is sharded already; shard() takes a model once")
+    for name, p in model.named_parameters():
+        if isinstance(p, Sharded):
+            raise UsageError(
+                f"parameter {name} is this rank's slice, of another model or of a shard() that "
+                "failed on its way: make the model anew"
+            )

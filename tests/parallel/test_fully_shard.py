@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ringdp import Communicator, UsageError
+from ringdp import CommunicationError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
-from tests.parallel.small import net
+from tests.parallel.small import assert_equal, loss, net
 
 pytestmark = pytest.mark.process
 
@@ -95,3 +95,59 @@ def part_of_a_model(comm: Communicator) -> None:
 
 def test_gradients_are_kept_of_a_whole_model_only(ranks):
     ranks(1)(part_of_a_model)
+
+
+def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> str:
+    """A call on a model with a sharded block whose collective of that name fails, and another."""
+    model, calls = net(), 0
+    fronts.fully_shard(model[1], comm=comm)
+    method = getattr(Communicator, name)
+
+    def raises(self: Communicator, *args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise CommunicationError(f"{name} {at}")
+        return method(self, *args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Communicator, name, raises)
+        with pytest.raises(CommunicationError, match=f"{name} {at}"):
+            fronts.fully_shard(model, comm=comm)
+    try:
+        fronts.fully_shard(model, comm=comm)
+    except UsageError as e:
+        return str(e)
+    twin = net()
+    for trained in (model, twin):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        loss(trained).backward()
+        optimizer.step()
+    assert_equal(model.engine, twin)
+    model.engine.close()
+    return ""
+
+
+def retried(comm: Communicator) -> None:
+    """Where no parameter was a slice yet it trains, else it says that the model is spent."""
+    with pytest.MonkeyPatch.context() as patch:
+        assert fails_once(comm, patch, "all_gather", 1) == ""  # of the block
+        assert fails_once(comm, patch, "broadcast", 1) == ""  # of the first unit
+        for name, at in (("broadcast", 2), ("duplicate", 1), ("duplicate", 2)):
+            said = fails_once(comm, patch, name, at)
+            assert "weight is this rank's slice, of another model or of a shard() that" in said
+    model: Any = net()
+    fronts.fully_shard(model[1], comm=comm)
+    with pytest.raises(UsageError, match="reshard_after_forward=3"):
+        fronts.fully_shard(model, comm=comm, reshard_after_forward=3)
+    with pytest.raises(UsageError, match="3 stands for no ranks"):
+        fronts.fully_shard(model, comm=3)
+    fronts.fully_shard(model, comm=comm)
+    loss(model).backward()
+    model.engine.close()
+    with pytest.raises(UsageError, match="this model is sharded already"):
+        fronts.fully_shard(model, comm=comm)  # closed as slices
+
+
+def test_a_call_that_failed_works_again_or_is_refused(ranks):
+    ranks(2)(retried)

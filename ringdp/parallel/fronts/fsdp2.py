@@ -199,8 +199,9 @@ def _taken_in(module: nn.Module) -> set[nn.Module]:
     """The modules within that were sharded before, whole again."""
     inner: list[Any] = list(_within(module).values())  # on every rank in one order
     for m in inner:
-        with m.engine.full_parameters():
-            m.engine.close()
+        if not m.engine.closed:
+            with m.engine.full_parameters():
+                m.engine.close()
     return set(inner)
 
 
