@@ -153,7 +153,6 @@ NB_MODULE(_core, m) {
                                 dtype(dtype_code, op), kind, elements, std::move(kept));
           },
           nb::keep_alive<0, 1>())
-      .def_prop_ro("kind", &Prepared::kind)
       .def("start",
            [](Prepared& self, nb::object whole, nb::object part, std::uint64_t number, nb::bytes site) {
              return self.start(buffer_of(whole), buffer_of(part), number, site);

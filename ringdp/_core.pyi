@@ -54,8 +54,6 @@ class Progress:
     def close(self) -> None: ...
 
 class Prepared:
-    @property
-    def kind(self) -> int: ...
     @staticmethod
     def exchange(
         core: Progress,
@@ -93,12 +91,12 @@ class Prepared:
     ) -> int: ...
 
 class Ready:
-    def __init__(
-        self, rank: int, ranks: int, table: object, tensor: type, parameter: type
-    ) -> None: ...
     issued: int
     held: bool
     told: bool
+    def __init__(
+        self, rank: int, ranks: int, table: object, tensor: type, parameter: type
+    ) -> None: ...
     def site(self) -> bytes: ...
     def learn(
         self,

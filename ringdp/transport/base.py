@@ -6,16 +6,16 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
-from types import FrameType
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from ringdp._core import Ready
 from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
@@ -103,57 +103,12 @@ class Prepared(Protocol):
     ends any more.
     """
 
-    @property
-    def kind(self) -> int:
-        """Its fingerprint."""
-        ...
-
     def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
         """Begin it in the background. Returns a ticket for `wait`."""
         ...
 
     def run(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
         """Begin it and work on it for a while. Returns 0 if it has ended, else a ticket."""
-        ...
-
-
-class Ready(Protocol):
-    """Calls that have been made before, for a second one to be short. See csrc/ready.hpp.
-
-    A method and a dtype are their places in `repeated`.METHODS and DTYPES; an op and an algorithm
-    are what the user says.
-    """
-
-    issued: int
-    """Calls of the communicator so far, whoever issued them."""
-    told: bool
-    """Whether a call says where it was made; only to measure what that costs, it may not."""
-    held: bool
-    """Whether no call is to be made here."""
-
-    def learn(
-        self,
-        line: Callable[[FrameType], bytes],
-        nowhere: bytes,
-        ended: object,
-        /,
-    ) -> None:
-        """The user's line (see comm.call), what a call gives that has ended."""
-        ...
-
-    def remember(
-        self,
-        method: int,
-        dtype: int,
-        elements: int,
-        op: str,
-        root: int,
-        tag: int,
-        algorithm: object,
-        prepared: Prepared,
-        /,
-    ) -> None:
-        """A call with a whole of so many elements."""
         ...
 
 
@@ -215,7 +170,8 @@ class Transport(Observed, Protocol):
 
     @property
     def ready(self) -> Ready | None:
-        """What has been prepared before; None where nothing is."""
+        """The calls that have been made before, for a second one to be short (csrc/ready.hpp); None
+        where there are none to be remembered."""
         ...
 
     def prepare(

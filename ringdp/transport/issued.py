@@ -16,9 +16,9 @@ class Issued:
     """See `Prepared`."""
 
     def __init__(self, issue: Issue, kind: int, elements: int) -> None:
-        self.kind, self._issue, self._elements = kind, issue, elements
+        self._issue, self._kind, self._elements = issue, kind, elements
 
     def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
-        return self._issue((number, self.kind, self._elements, site), whole, part)
+        return self._issue((number, self._kind, self._elements, site), whole, part)
 
     run = start

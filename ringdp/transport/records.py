@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ringdp._core import CALLS as CALLS  # how many calls a rank remembers
 from ringdp._core import SITE_BYTES as SITE_BYTES
+from ringdp._core import Progress, Watch
 
 CLOSED = -1  # for a pid: the rank has closed its communicator
 ELSEWHERE = -2  # for a pid: the process cannot be seen from here, as on another host
@@ -52,14 +53,9 @@ class Observed(Protocol):
         ...
 
 
-class Source(Protocol):
-    """csrc's view of a segment: a communicator's own, or one from outside."""
-
-    def record(self, rank: int, /) -> tuple[int, int, int, int, int, int]: ...
-
-
-def read_record(source: Source, rank: int) -> RankRecord:
-    pid, begun, finished, round_, waits_for, changed = source.record(rank)
+def read_record(segment: Progress | Watch, rank: int) -> RankRecord:
+    """Of a communicator's own segment, or of one seen from outside."""
+    pid, begun, finished, round_, waits_for, changed = segment.record(rank)
     seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - changed / 1e9 if changed else 0.0
     return RankRecord(pid, begun, finished, round_, waits_for, max(0.0, seconds))
 
