@@ -40,8 +40,9 @@ from ringdp.transport.base import (
 )
 from ringdp.transport.files import Address, answer, ask, create, open_other
 from ringdp.transport.making import Making
+from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
-from ringdp.transport.room import fifo_depth, link_stride, mail_bytes, segment_bytes, slab_bytes
+from ringdp.transport.room import Room, room_for
 from ringdp.transport.watch import NAME
 
 
@@ -66,10 +67,11 @@ class ShmTransport:
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
         self.rank, self.ranks, self.link = rank, ranks, link
-        self.depth, stride = fifo_depth(ranks, link), link_stride(ranks, link)
+        room = room_for(ranks, link)
+        self.depth = room.depth
         making = Making(store, rank, ranks)
         with making.telling():
-            kept = self._attach(making, self.depth * stride, stride, arena)
+            kept = self._attach(making, room, arena)
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
         self.kept: dict[int, Any] = {}
@@ -83,7 +85,7 @@ class ShmTransport:
         _all.add(self)
         threads.at_exit(self)
 
-    def _attach(self, making: Making, depth: int, stride: int, arena: Arena | None) -> int:
+    def _attach(self, making: Making, room: Room, arena: Arena | None) -> int:
         """Collective. Returns what keeps the segment's file open."""
         rank, ranks = self.rank, self.ranks
         with ExitStack() as until_attached:
@@ -93,8 +95,10 @@ class ShmTransport:
                 return fd
 
             if rank == 0:
-                files = [held(create(NAME, segment_bytes(ranks, depth), reserve=True))]
-                files += [held(create("ringdp-mail", mail_bytes(ranks, depth), reserve=False))]
+                shape = ranks, room.slots, room.slab
+                files = [held(create(NAME, _core.segment_size(*shape), reserve=True))]
+                mail = _core.mailbox_size(*shape)
+                files += [held(create("ringdp-mail", mail, reserve=False))]
                 if arena is None:
                     files += [held(create("ringdp-arena", arena_bytes(ranks), reserve=False))]
                 address = Address(os.getpid(), secrets.randbits(63), *files)
@@ -102,7 +106,7 @@ class ShmTransport:
                 address = ask(making)
                 pid, _, *theirs = address
                 files = [held(open_other(pid, fd)) for fd in theirs[: 3 if arena is None else 2]]
-            self._map(files, address.token, depth, stride, arena)
+            self._map(files, address.token, room, arena)
             if rank == 0:
                 answer(making, address)
             making.together("attached")
@@ -114,23 +118,21 @@ class ShmTransport:
                 self._core.fail(FailureKind.ABORTED.value, rank)
                 raise
 
-    def _map(
-        self, files: list[int], token: int, depth: int, stride: int, arena: Arena | None
-    ) -> None:
+    def _map(self, files: list[int], token: int, room: Room, arena: Arena | None) -> None:
         with _translated(self.rank):
             self.arena = arena or Arena(files[2], self.rank, self.ranks)
             self._core = _core.Progress(
                 files[0],
                 self.rank,
                 self.ranks,
-                depth,
-                slab_bytes(self.ranks),
+                room.slots,
+                room.slab,
                 token,
                 self.arena.address,
                 self.arena.bytes,
                 self.link.latency if self.link else 0.0,
                 self.link.bandwidth if self.link else 0.0,
-                stride,
+                room.stride,
             )
             self.tape = self._core
             self.ready = _ready(self.rank, self.ranks)
@@ -270,11 +272,7 @@ class ShmTransport:
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
-        if self._forked:
-            raise UsageError(
-                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
-                "forked from it, cannot use it"
-            )
+        check_process(self._process)
 
     def release(self) -> None:
         finished = self._core.finished()
