@@ -23,7 +23,7 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
-from ringdp.transport.processes import process_state
+from ringdp.transport.processes import has_ended, process_state
 from ringdp.transport.records import CALLS, SILENT, Call, Observed
 
 log = logging.getLogger("ringdp")
@@ -115,7 +115,7 @@ class Guard:
     def _died_before(self, rank: int, issued: int) -> bool:
         """Whether it ended without having finished so many collectives."""
         record = self.transport.record(rank)
-        if record is None or not process_state(record.pid).endswith("ended"):
+        if record is None or not has_ended(record.pid):
             return False
         last = self.transport.record(rank)  # it may have gone on, and closed, until it ended
         return last is not None and last.pid == record.pid and last.finished < issued

@@ -41,6 +41,7 @@ from ringdp.transport.base import (
 )
 from ringdp.transport.issued import Issued
 from ringdp.transport.parting import cut, hold, retire, until_it_ends
+from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.told import Told, somebody
@@ -177,11 +178,7 @@ class C10dTransport(Answering):
         self._check_process()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
-                "forked from it, cannot use it"
-            )
+        check_process(self._process)
 
     def prepare(
         self,

@@ -20,9 +20,6 @@ from ringdp.transport.making import Making
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-NONE = -1  # for a file: it is there already
-
-
 class Address(NamedTuple):
     """Where rank 0's files are, as sent through the store."""
 
@@ -30,7 +27,7 @@ class Address(NamedTuple):
     token: int
     segment: int
     mail: int
-    arena: int = NONE
+    arena: int = -1  # there is one already
 
 
 def create(name: str, size: int, *, reserve: bool) -> int:

@@ -23,7 +23,7 @@ from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, Usage
 from ringdp.transport import threads
 from ringdp.transport.asking import PATIENCE, Asking, Silent
 from ringdp.transport.base import Failure, FailureKind
-from ringdp.transport.processes import introduce, pid_of, process_state
+from ringdp.transport.processes import has_ended, introduce, pid_of
 from ringdp.transport.told import LAST_LOOKS, LOOK, Told
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.005  # s between looks for a key
@@ -135,7 +135,7 @@ class Making:
 
     def _ended(self, ranks: Iterable[int]) -> list[int]:
         pids = self._ask(lambda store: {rank: pid_of(store, rank) for rank in ranks})
-        return [rank for rank, pid in pids.items() if process_state(pid).endswith("ended")]
+        return [rank for rank, pid in pids.items() if has_ended(pid)]
 
     def _look(self, lost: Collection[int]) -> None:
         for rank in lost:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.errors import UsageError
 from ringdp.transport.records import CLOSED, ELSEWHERE
 
-ENDED = "XZ"  # states of a process, as the kernel names them
+ENDED, STOPPED = ("X", "Z"), ("T", "t")  # states of a process, as the kernel names them
 
 
 def introduce(store: Store, rank: int) -> None:
@@ -32,16 +33,23 @@ def text_of(store: Store, key: str) -> str:
     return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
 
+def check_process(pid: int) -> None:
+    """Raise UsageError in a process forked from `pid`, whose communicator it is."""
+    if os.getpid() != pid:
+        raise UsageError(
+            f"this communicator belongs to process {pid}; process {os.getpid()}, forked from it, "
+            "cannot use it"
+        )
+
+
 def process_state(pid: int) -> str:
-    """What keeps a process from going on; empty if nothing does."""
+    """What keeps a rank's process from going on; empty if nothing does."""
     if pid == CLOSED:
         return "it has closed"
-    if pid == ELSEWHERE:
-        return ""
     state = _state(pid)
     if state in ENDED:
         return f"process {pid} has ended"
-    return f"process {pid} is stopped" if state in "Tt" else ""
+    return f"process {pid} is stopped" if state in STOPPED else ""
 
 
 def has_ended(pid: int) -> bool:
@@ -49,6 +57,9 @@ def has_ended(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
+    """Empty for what stands for a process that cannot be seen."""
+    if pid <= 0:
+        return ""
     try:
         return stat(pid)[0]
     except OSError:
