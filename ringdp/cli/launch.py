@@ -34,9 +34,8 @@ Result_co = TypeVar("Result_co", covariant=True)
 Emit = Callable[[Any], None]
 
 LAST_WORDS = 0.5  # s that a rank has, once asked to end, to say that it has lost a peer
+LONGEST = 60  # bytes of a directory below which sockets lie, whose paths have at most 107
 _LAUNCHER_HANDLES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
 _MODULES = ["__main__", "torch._dynamo"]  # optimizers import the latter when they are made
 
 
@@ -71,7 +70,7 @@ class _Failure:
 def warm_up(entry: Entry[Any, Any]) -> None:
     """Begin to import what ranks will need, in the process that they are forked from. It lives as
     long as this one; called while other work is under way, it makes `launch` start at once."""
-    with _interrupts_blocked():
+    with _interrupts_blocked(), room_for_sockets():
         forkserver.set_forkserver_preload([*_MODULES, entry.__module__])
         forkserver.ensure_running()
 
@@ -172,6 +171,17 @@ def _explain(failures: Sequence[_Failure], codes: dict[int, int]) -> str:
 def _death(rank: int, code: int) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     return f"ringdp: rank {rank} {how}; every rank has ended"
+
+
+@contextmanager
+def room_for_sockets() -> Iterator[None]:
+    """Temporary directories that are made meanwhile lie in /tmp where TMPDIR has a longer name."""
+    place = tempfile.gettempdir()
+    tempfile.tempdir = place if len(os.fsencode(place)) <= LONGEST else "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = place
 
 
 @contextmanager

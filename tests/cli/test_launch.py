@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ringdp.cli.bench.groups import Groups
 from ringdp.cli.ends import exit_code
 from ringdp.cli.launch import Entry
 from ringdp.cli.record import Record
@@ -150,3 +152,17 @@ def test_an_interrupt_ends_every_rank(misbehaving, to_group: bool) -> None:
     assert process.returncode == 130
     assert stderr == "ringdp: ended by SIGINT; every rank has ended\n"
     assert_gone(process, pids)
+
+
+def test_sockets_have_room_where_tmpdir_has_a_long_name(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 110)
+    long.mkdir()
+    code = "from ringdp.cli.launch import warm_up; warm_up(warm_up)"
+    forking = start("env", f"TMPDIR={long}", sys.executable, "-c", code)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with Groups(["probe"], ranks=1, cores=[*os.sched_getaffinity(0)], largest=4096):
+        assert tempfile.gettempdir() == str(long)
+    _, stderr = forking.communicate(timeout=SECONDS)
+    assert (forking.returncode, stderr) == (0, "")

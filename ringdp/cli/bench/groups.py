@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from ringdp.cli.bench import peers, probe
 from ringdp.cli.bench.contender import Failure, Hello, Round, Times
-from ringdp.cli.launch import RankError
+from ringdp.cli.launch import RankError, room_for_sockets
 from ringdp.cli.loopback import environment, loopback_store
 
 START_TIMEOUT = 180.0  # s: imports of many ranks on few cores
@@ -46,7 +46,8 @@ class Groups:
         self._groups: dict[str, _Group] = {}
 
     def __enter__(self) -> Self:
-        self._directory = tempfile.TemporaryDirectory(prefix="ringdp-")
+        with room_for_sockets():
+            self._directory = tempfile.TemporaryDirectory(prefix="ringdp-")
         try:
             for name in self._names:
                 ranks = (
