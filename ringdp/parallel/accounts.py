@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ringdp.comm import Communicator
-from ringdp.parallel import layout, memory
+from ringdp.parallel import memory
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger, Memory
 from ringdp.parallel.reducing import Reducing
@@ -22,7 +22,6 @@ class Accounts:
     comm: Communicator
     ledger: Ledger
     units: Sequence[FlatUnit]
-    plan: Sequence[layout.Unit]
     groups: Sequence[Sequence[int]]
     roots: Sequence[int]
     gathering: Gathering
@@ -43,7 +42,7 @@ class Accounts:
     def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
         """What `memory` must say. The defaults are Adam's in float32; see `memory.formula`."""
         return memory.formula(
-            self.plan,
+            [u.plan for u in self.units],
             self.groups,
             self.stage,
             self.comm.rank,
@@ -61,7 +60,10 @@ class Accounts:
 
     def traffic_formula(self) -> int:
         """Bytes that this rank sends in a step: one forward and one backward."""
-        widths = [u.widths for u in self.units]
         return memory.traffic(
-            self.plan, self.groups, self.stage, widths=widths, limit=self.gathering.limit
+            [u.plan for u in self.units],
+            self.groups,
+            self.stage,
+            widths=[u.widths for u in self.units],
+            limit=self.gathering.limit,
         )

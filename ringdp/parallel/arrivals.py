@@ -27,24 +27,6 @@ class Waits(Protocol):
     def gradient_made(self, index: int, at: int) -> None: ...
 
 
-def leaves_some_out() -> bool:
-    """Whether the backward under way, which has come to some node, ends before some beneath it:
-    one of `autograd.grad`, or with `inputs`."""
-    found = [torch._C._current_autograd_node()]
-    known = set(found)
-    while found:
-        node = found.pop()
-        try:
-            if not torch._C._will_engine_execute_node(node):
-                return True
-        except RuntimeError:  # an input of autograd.grad
-            return True
-        below = {n for n, _ in node.next_functions if n is not None} - known
-        known |= below
-        found += below
-    return False
-
-
 class Arrivals:
     """Of one unit. `who` is told before a gradient is put into .grad, and after it. It must not
     hold the unit: torch keeps it where no garbage collector looks.

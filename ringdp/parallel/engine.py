@@ -40,7 +40,7 @@ from torch import nn
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
-from ringdp.parallel.arrivals import Arrivals, leaves_some_out
+from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
@@ -49,8 +49,8 @@ from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.taped import Taped, in_backward
-from ringdp.parallel.transformed import transformed
+from ringdp.parallel.taped import Taped
+from ringdp.parallel.underway import in_backward, leaves_some_out, transformed
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
@@ -73,7 +73,7 @@ class Engine(Taped):
     ) -> None:
         """`modules`: of every unit. Collective: it makes two communicators."""
         self.model, self.stage, self.units, self.comm = model, stage, units, comm
-        self.ledger, self.plan = ledger, [u.plan for u in units]
+        self.ledger = ledger
         of: dict[nn.Module, list[int]] = {}
         for index, module in enumerate(modules):
             of.setdefault(module, []).append(index)
@@ -89,11 +89,11 @@ class Engine(Taped):
         self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._trained: dict[int, FlatUnit] = {}  # by it
-        self._arrivals: dict[int, Arrivals] = {}  # by unit
         self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
-        self._me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
-        self._handles: list[Any] = steps.listen(self._me)
+        me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
+        self._arrivals = [Arrivals(unit, me) for unit in units]
+        self._handles: list[Any] = steps.listen(me)
         weakref.finalize(self, _remove, self._handles)
         own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
         self._made = made.of_units(of, self._around)
@@ -122,7 +122,6 @@ class Engine(Taped):
             module.register_forward_hook(end, always_call=True),
         ]
         for index in indices:
-            self._arrivals[index] = Arrivals(self.units[index], self._me)
             self._handles += self._arrivals[index].hear()
 
     def _before_forward(self, indices: list[int]) -> None:
@@ -221,20 +220,21 @@ class Engine(Taped):
 
     def _trains(self) -> dict[int, FlatUnit]:
         """The units whose gradients this backward hands out: none if it was told to make others."""
-        trained = {unit.index: unit for unit in self.units if unit.trainable}
-        comes = any(self._arrivals[index].any_comes() for index in trained)
-        return trained if comes or not leaves_some_out() else {}
+        if not any(arrivals.any_comes() for arrivals in self._arrivals) and leaves_some_out():
+            return {}
+        return {unit.index: unit for unit in self.units if unit.trainable}
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
-        if not self.reducing.is_open(self.units[index]):
+        unit = self.units[index]
+        if not self.reducing.is_open(unit):
             raise UsageError(
-                f"parameter {self.plan[index].entries[at].name} of unit {self.plan[index].name!r} "
+                f"parameter {unit.plan.entries[at].name} of unit {unit.plan.name!r} "
                 "got a second gradient in one backward, as a module does that is used twice under "
                 "reentrant checkpointing. Pass use_reentrant=False to torch.utils.checkpoint."
             )
         self._arrivals[index].relay(at)
-        self.reducing.take(self.units[index], at)
+        self.reducing.take(unit, at)
         self._awaiting[index].discard(at)
         self._gather_deferred(wait=False)
         if not self._awaiting[index] and index not in self.roots:

@@ -17,7 +17,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel import outside, sliced
 from ringdp.parallel.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.taped import in_backward
+from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit, State
 
 # Of torch's, those that look at a parameter, or at all of them, as a whole.

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.around import Around
 from ringdp.parallel.held import Held
+from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit
 from ringdp.tape.recorder import Args, Recorder, join
 
@@ -224,10 +225,6 @@ class Steps:
     def tape_off(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _name(unit: FlatUnit) -> str:

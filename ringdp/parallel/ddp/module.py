@@ -31,7 +31,7 @@ from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
 from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.outputs import tensors
-from ringdp.parallel.taped import in_backward
+from ringdp.parallel.underway import in_backward
 
 
 class DistributedDataParallel(nn.Module, Joining, Words):

@@ -200,11 +200,11 @@ def _offload(zero: dict[str, Any], key: str) -> bool:
 
 def _check_buckets(engine: Engine, most: int) -> None:
     """A unit is reduced and gathered in one piece, which the bucket sizes bound."""
-    for unit in engine.plan[len(engine.roots) :]:
-        if unit.elements > most:
+    for plan in (unit.plan for unit in engine.units[len(engine.roots) :]):
+        if plan.elements > most:
             raise UsageError(
-                f"config: a bucket size of {most:,} is asked for; unit {unit.name!r}"
-                f" has {unit.elements:,} elements. Allow as many, or choose smaller units"
+                f"config: a bucket size of {most:,} is asked for; unit {plan.name!r}"
+                f" has {plan.elements:,} elements. Allow as many, or choose smaller units"
             )
 
 

@@ -1,0 +1,43 @@
+"""What torch has under way: a backward, or a transform of torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ringdp.errors import UsageError
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def leaves_some_out() -> bool:
+    """Whether the backward under way, which has come to some node, ends before some beneath it:
+    one of `autograd.grad`, or with `inputs`."""
+    found = [torch._C._current_autograd_node()]
+    known = set(found)
+    while found:
+        node = found.pop()
+        try:
+            if not torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # an input of autograd.grad
+            return True
+        below = {n for n, _ in node.next_functions if n is not None} - known
+        known |= below
+        found += below
+    return False
+
+
+def transformed(are_whole: Callable[[], bool]) -> bool:
+    """Whether torch.func transforms the model's call. Tensors have no memory then, so nothing can
+    be gathered or reduced: whole parameters are used as they are. Raises UsageError for others."""
+    active = bool(torch._C._are_functorch_transforms_active())
+    if active and not are_whole():
+        raise UsageError(
+            "a transform of torch.func (grad, vmap, jvp, ...) calls a sharded model, whose units "
+            "cannot be gathered there. Call it within full_parameters(), or use torch.autograd"
+        )
+    return active
