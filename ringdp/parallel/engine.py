@@ -15,15 +15,11 @@ The reduction of one unit runs beside the backward of the next, and gathers have
 their own, so that neither queues behind the other (but see Note [gathers yield to reductions], in
 `prefetch`). Nothing here looks at the stage's number: what differs is data (`stages.STAGES`).
 
-Within `no_sync` a unit's gradients are not reduced but added up, unsharded and in the masters'
-dtype, in every stage alike: one reduction less costs the memory of whole gradients. Without it
-every backward reduces, and shards add up.
-
-A parameter that got no gradient in a backward counts as zero there. A backward that raises loses
-the gradients accumulated so far; the next forward or backward starts afresh. Stage 3 refuses
-`create_graph`. The hooks that tell when a unit's backward starts hang on what it returns or leaves
-in attributes (see `made`); without these it starts when a gradient of a parameter comes, for which
-stage 3 has no weights.
+Every backward reduces, and shards add up, but within `no_sync`. A parameter that got no gradient in
+a backward counts as zero there. A backward that raises loses the gradients accumulated so far; the
+next forward or backward starts afresh. Stage 3 refuses `create_graph`. The hooks that tell when a
+unit's backward starts hang on what it returns or leaves in attributes (see `made`); without these
+it starts when a gradient of a parameter comes, for which stage 3 has no weights.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.outputs import Dying, lasting
 from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
@@ -96,7 +91,7 @@ class Engine(Taped):
         self._handles: list[Any] = steps.listen(me)
         weakref.finalize(self, _remove, self._handles)
         own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
-        self._made = made.of_units(of, self._around)
+        self._made = made.of_units(of, units, self._around)
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
@@ -142,11 +137,7 @@ class Engine(Taped):
     def _after_forward(self, indices: list[int], args: Any, named: Any, output: Any) -> Any:
         if transformed(self._is_whole):
             return output
-        ours, unit = self._made[indices[0]], self.units[indices[0]]
-        dies = Dying(self.units[i].full for i in indices if unit.freed)
-        left = ours.left((*args, *named.values()), dies)
-        output = lasting(output, dies, unit.plan.name)
-        starts = ours.by(output, left)
+        output, starts = self._made[indices[0]].returned(output, (*args, *named.values()))
         if not self._held:
             for index in indices:
                 free = index not in self.roots and not self._awaiting
@@ -227,12 +218,7 @@ class Engine(Taped):
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
         unit = self.units[index]
-        if not self.reducing.is_open(unit):
-            raise UsageError(
-                f"parameter {unit.plan.entries[at].name} of unit {unit.plan.name!r} "
-                "got a second gradient in one backward, as a module does that is used twice under "
-                "reentrant checkpointing. Pass use_reentrant=False to torch.utils.checkpoint."
-            )
+        self.reducing.check_open(unit, at)
         self._arrivals[index].relay(at)
         self.reducing.take(unit, at)
         self._awaiting[index].discard(at)

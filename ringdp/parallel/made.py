@@ -18,27 +18,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringdp.parallel.outputs import Dying, tensors
+from ringdp.parallel.outputs import Dying, lasting, tensors
+from ringdp.parallel.unit import FlatUnit
 
 CONTAINERS = (list, dict, tuple)
 
 
 class Made:
-    """By the modules of one unit, without those of `others`.
+    """By a module and those within it, without `others`, which have units of their own.
 
-    `around`: of every unit, those whose forward calls it. `makers`: who has made a tensor, and its
-    last operation's number, as it may be written in place since; one for all units.
+    `units`: the module's. `around`: of every unit, those whose forward calls it. `makers`: who has
+    made a tensor, and its last operation's number, as it may be written in place since; one for all
+    units.
     """
 
     def __init__(
         self,
-        unit: int,
         module: nn.Module,
+        units: Sequence[FlatUnit],
         others: Container[nn.Module],
         around: Sequence[set[int]],
         makers: Any,
     ) -> None:
-        self._unit, self._around, self._makers = unit, around, makers
+        self._units, self._unit = units, units[0].index
+        self._around, self._makers = around, makers
         self._modules = list(_own(module, others))
         # Of the forwards under way, which may call one another; None: the last has returned.
         self._since: list[int | None] = []
@@ -48,9 +51,22 @@ class Made:
         """A forward begins."""
         self._since.append(torch._C._autograd._get_sequence_nr())  # of the next operation
 
-    def left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
-        """By the forward that has just ended, with arguments `passed`; what `dies`, as a part of a
-        weight, gets memory of its own."""
+    def returned(self, output: Any, passed: Iterable[Any]) -> tuple[Any, list[Tensor]]:
+        """What the forward that has just returned `output`, with arguments `passed`, may return in
+        its place, and where its backward may start."""
+        dies = Dying(unit.full for unit in self._units if unit.freed)
+        left = self._left(passed, dies)
+        output = lasting(output, dies, self._units[0].plan.name)
+        if not torch.is_grad_enabled():
+            return output, []
+        return output, [t for t in (*tensors(output), *left) if t.grad_fn and self._is_ours(t)]
+
+    def end(self) -> bool:
+        """A forward has ended. Whether it raised."""
+        return bool(self._since) and self._since.pop() is not None
+
+    def _left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
+        """What `dies`, as a part of a weight, gets memory of its own."""
         since = 0
         if self._since:
             since, self._since[-1] = self._since[-1] or 0, None
@@ -66,16 +82,6 @@ class Made:
             self._known[t] = None
         return left + [t for t in put if t.grad_fn and t.grad_fn._sequence_nr() >= since]
 
-    def end(self) -> bool:
-        """A forward has ended. Whether it raised."""
-        return bool(self._since) and self._since.pop() is not None
-
-    def by(self, output: Any, left: Iterable[Tensor]) -> list[Tensor]:
-        """By the forward that has just returned `output`, and has `left` others."""
-        if not torch.is_grad_enabled():
-            return []
-        return [t for t in (*tensors(output), *left) if t.grad_fn and self._is_ours(t)]
-
     def _is_ours(self, tensor: Tensor) -> bool:
         """Whether operations of this unit may have made it: it, or a unit within it, has."""
         number = tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
@@ -86,10 +92,15 @@ class Made:
         return maker == self._unit or self._unit in self._around[maker]
 
 
-def of_units(modules: Mapping[nn.Module, list[int]], around: Sequence[set[int]]) -> dict[int, Made]:
+def of_units(
+    modules: Mapping[nn.Module, list[int]], units: Sequence[FlatUnit], around: Sequence[set[int]]
+) -> dict[int, Made]:
     """Of every module with units, by its first one."""
     makers: Any = WeakIdKeyDictionary()
-    return {i[0]: Made(i[0], m, modules, around, makers) for m, i in modules.items()}
+    return {
+        own[0]: Made(module, [units[i] for i in own], modules, around, makers)
+        for module, own in modules.items()
+    }
 
 
 def _own(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringdp.comm import Communicator, Work
+from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.filling import Filling
 from ringdp.parallel.kept import Kept
@@ -66,6 +67,15 @@ class Reducing:
         else:
             filling = Filling(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
         self._open[unit.index] = _Open(unit, filling, keep)
+
+    def check_open(self, unit: FlatUnit, at: int) -> None:
+        """Raises UsageError if its parameter `at` can get no gradient any more."""
+        if not self.is_open(unit):
+            raise UsageError(
+                f"parameter {unit.plan.entries[at].name} of unit {unit.plan.name!r} got a second "
+                "gradient in one backward, as a module does that is used twice under reentrant "
+                "checkpointing. Pass use_reentrant=False to torch.utils.checkpoint."
+            )
 
     def take(self, unit: FlatUnit, at: int) -> None:
         """Move in what the unit's parameter `at` has got."""
