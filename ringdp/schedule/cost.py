@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -74,23 +75,19 @@ def price(schedule: Schedule) -> Price:
 
 
 def _round(transfers: Round, chunks: int) -> Price:
-    sent, received, reduced = Counter[int](), Counter[int](), Counter[int]()
-    to, out_of = Counter[int](), Counter[int]()
-    for t in transfers:
-        if t.src != t.dst:
-            sent[t.src] += 1
-            received[t.dst] += 1
-        if t.reduce:
-            reduced[t.dst] += 1
-    for src, dst in {(t.src, t.dst) for t in transfers if t.src != t.dst}:
-        to[src] += 1
-        out_of[dst] += 1
+    leaving = [t for t in transfers if t.src != t.dst]
+    pairs = {(t.src, t.dst) for t in leaving}
     return Price(
-        max([*to.values(), *out_of.values()], default=0),
-        Fraction(max([*sent.values(), *received.values()], default=0), chunks),
-        Fraction(max(reduced.values(), default=0), chunks),
-        Fraction(sum(sent.values()), chunks),
+        max(_most(src for src, _ in pairs), _most(dst for _, dst in pairs)),
+        Fraction(max(_most(t.src for t in leaving), _most(t.dst for t in leaving)), chunks),
+        Fraction(_most(t.dst for t in transfers if t.reduce), chunks),
+        Fraction(len(leaving), chunks),
     )
+
+
+def _most(ranks: Iterable[int]) -> int:
+    """How often the rank comes that comes most often."""
+    return max(Counter(ranks).values(), default=0)
 
 
 # ---- the same in closed form, for any n
@@ -255,10 +252,6 @@ def _both(form: Form) -> Callable[[int], Price]:
     return lambda n: form(n, reduced=True) + form(n, reduced=False)
 
 
-def _half(form: Form, *, reduced: bool) -> Callable[[int], Price]:
-    return lambda n: form(n, reduced=reduced)
-
-
 _FAMILIES: Sequence[tuple[str, Form]] = (
     ("ring", _ring),
     ("two_way_ring", _two_way),
@@ -268,21 +261,21 @@ _FAMILIES: Sequence[tuple[str, Form]] = (
 
 CLOSED: dict[tuple[str, str], Callable[[int], Price]] = {
     **{("all_reduce", name): _both(form) for name, form in _FAMILIES},
-    **{("reduce_scatter", name): _half(form, reduced=True) for name, form in _FAMILIES},
-    **{("all_gather", name): _half(form, reduced=False) for name, form in _FAMILIES},
+    **{("reduce_scatter", name): partial(form, reduced=True) for name, form in _FAMILIES},
+    **{("all_gather", name): partial(form, reduced=False) for name, form in _FAMILIES},
     ("all_reduce", "doubling"): _doubling,
     ("all_reduce", "tree"): _tree,
     ("all_reduce", "hierarchical"): _hierarchical,
     ("broadcast", "ring"): _chain,
     ("broadcast", "direct"): _chain,
-    ("broadcast", "binomial"): _half(_binomial, reduced=False),
+    ("broadcast", "binomial"): partial(_binomial, reduced=False),
     ("reduce", "direct"): _star,
-    ("reduce", "binomial"): _half(_binomial, reduced=True),
+    ("reduce", "binomial"): partial(_binomial, reduced=True),
     ("scatter", "direct"): _star_shards,
     ("scatter", "binomial"): _binomial_shards,
     ("gather", "direct"): _star_shards,
     ("gather", "binomial"): _binomial_shards,
-    ("all_to_all", "direct"): _half(_ring, reduced=False),
-    ("all_to_all", "pairwise"): _half(_ring, reduced=False),
+    ("all_to_all", "direct"): partial(_ring, reduced=False),
+    ("all_to_all", "pairwise"): partial(_ring, reduced=False),
     ("all_to_all_v", "direct"): lambda n: _ring(n, reduced=False).times(Fraction(1, n)),
 }
