@@ -41,15 +41,15 @@ def fingerprint(
     op: str,
     root: int,
     algorithm: str | Builder = "direct",
+    tag: int = 0,
 ) -> int:
-    """All of it but the tag, which `Communicator` adds. `root`: for send and recv, the peer."""
-    return _fingerprint(
-        collective, dtype, op, root, algorithm if isinstance(algorithm, str) else ""
-    )
+    """`root`: for send and recv, the peer."""
+    by = algorithm if isinstance(algorithm, str) else ""
+    return tag << 24 | _but_for_tag(collective, dtype, op, root, by)
 
 
 @cache
-def _fingerprint(collective: str, dtype: torch.dtype, op: str, root: int, algorithm: str) -> int:
+def _but_for_tag(collective: str, dtype: torch.dtype, op: str, root: int, algorithm: str) -> int:
     name = algorithm.partition(":")[0]  # as hierarchical:4
     by = BY.index(name) if name in BY else OWN
     codes = COLLECTIVES.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)

@@ -11,16 +11,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, patience, whole
-from ringdp.comm.call import NOWHERE, TAGS, call_site, fingerprint, line
+from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
-from ringdp.comm.job import Exchange, How, Job, Run, W
+from ringdp.comm.job import How, Job, W
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.programs import program
@@ -241,51 +242,48 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
     def _how(
         self,
-        collective: str,
+        name: str,
         tensor: Tensor,
         algorithm: str | Builder,
         async_op: bool,
         tag: int,
         root: int = 0,
     ) -> How:
-        check_tensor(collective, tensor)
-        check_algorithm(collective, algorithm)
-        check_async(collective, async_op)
+        check_tensor(name, tensor)
+        check_algorithm(name, algorithm)
+        check_async(name, async_op)
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
-        tag = whole(collective, "tag", tag, TAGS - 1, "tags")
-        root = whole(collective, "root", root, self.size - 1, "ranks")
+        tag = whole(name, "tag", tag, TAGS - 1, "tags")
+        root = whole(name, "root", root, self.size - 1, "ranks")
         if self.closed:
-            raise CommunicationError(f"{collective} on a communicator that has been closed")
-        return How(algorithm, async_op or self._group is not None, tag, root)
+            raise CommunicationError(f"{name} on a communicator that has been closed")
+        collective = cast(Collective, name if name in COLLECTIVES else name.removesuffix("_v"))
+        return How(name, collective, algorithm, async_op or self._group is not None, tag, root)
 
-    def _program(self, collective: Collective, how: How) -> Program:
+    def _program(self, how: How) -> Program:
         depth = self._transport.depth
-        return program(collective, how.algorithm, self.size, self.rank, how.root, depth)
+        return program(how.collective, how.algorithm, self.size, self.rank, how.root, depth)
 
-    def _program_or_exchange(self, collective: Collective, how: How) -> Program | None:
-        here = self._transport.link is None or collective in HELD_BACK
+    def _program_or_exchange(self, how: How) -> Program | None:
+        here = self._transport.link is None or how.collective in HELD_BACK
         if here and how.algorithm == self._transport.own:
             return None
-        return self._program(collective, how)
+        return self._program(how)
 
     def _issue(self, job: Job, how: How) -> Work:
         """The one place that hands anything to the transport, but for `repeated`."""
-        what, dtype = job.what, job.what.one.dtype
-        kind = fingerprint(job.collective, dtype, job.op, how.root, how.algorithm) | how.tag << 24
-        elements = what.one.numel() if job.elements is None else job.elements
+        dtype, (kind, elements) = job.one.dtype, job.told(how)
         call = (self.issued, kind, elements, call_site(3))
         self._guard.check(call)
-        self._transport.check(what.one)
-        if isinstance(what, Exchange):
-            ready = self._transport.prepare(what.kind, what.bounds, dtype, job.op, kind, what.root)
-        else:
+        self._transport.check(job.one)
+        if isinstance(job.by, Program):
             op: Op = "sum" if job.op == "avg" else job.op
-            ready = self._transport.prepare_program(
-                what.program, what.bounds, dtype, op, kind, elements
-            )
-        if what.again and self._ready:
+            ready = self._transport.prepare_program(job.by, job.bounds, dtype, op, kind, elements)
+        else:
+            ready = self._transport.prepare(job.by, job.bounds, dtype, job.op, kind, job.root)
+        if self._ready and how.name in METHODS:
             self._ready.remember(
-                METHODS.index(job.collective),
+                METHODS.index(how.name),
                 DTYPES.index(dtype),
                 elements,
                 job.op,
@@ -294,7 +292,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
                 how.algorithm,
                 ready,
             )
-        return self._run(ready, what, call, how.async_op, job.finish)
+        return self._run(ready, job, call, how.async_op)
 
     def _begun(
         self, call: Call, ticket: int, background: bool, finish: Callable[[], None] | None
@@ -307,28 +305,21 @@ class Communicator(Reductions, Moves, Messages, Taped):
     def _release(self) -> None:
         self._transport.release()
 
-    def _run(
-        self,
-        ready: Prepared,
-        what: Exchange | Run,
-        call: Call,
-        background: bool,
-        finish: Callable[[], None] | None,
-    ) -> Work:
+    def _run(self, ready: Prepared, job: Job, call: Call, background: bool) -> Work:
         number, _, _, site = call
         begun = time.monotonic()
         self._calls.issued += 1  # from here on no signal comes between, until it has begun
         try:
-            ticket = (ready.start if background else ready.run)(what.whole, what.part, number, site)
+            ticket = (ready.start if background else ready.run)(job.whole, job.part, number, site)
         except UsageError:  # nothing has begun
             self._calls.issued -= 1
             raise
         self._transport.release()
         if ticket:
             waited = 0.0 if background else time.monotonic() - begun
-            return self._waited(Work(self._guard, call, ticket, finish, waited), background)
-        if finish is not None:
-            finish()
+            return self._waited(Work(self._guard, call, ticket, job.finish, waited), background)
+        if job.finish is not None:
+            job.finish()
         return ENDED
 
     def _waited(self, work: W, background: bool) -> W:

@@ -35,36 +35,42 @@ from torch import Tensor
 
 from ringdp.comm.asked import MOST, check_tensor
 from ringdp.comm.buffers import form_of, width
+from ringdp.comm.call import fingerprint
 from ringdp.comm.programs import Bounds
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Collective, Program
-from ringdp.transport.base import Direct, ReduceOp, Transport
+from ringdp.transport.base import Direct, ReduceOp, Transport, bounds_of
 
 W = TypeVar("W", bound=Work)
 
 
 class How(NamedTuple):
-    """What every collective is told beside its tensors."""
+    """A call of a collective, but for its tensors and its op."""
 
+    name: str  # of the method
+    collective: Collective  # the same without `_v`, but for all_to_all_v, which has its own rows
     algorithm: str | Builder
     async_op: bool
     tag: int
     root: int = 0  # of those that have one
 
 
-class Exchange(NamedTuple):
-    """The direct algorithm in the transport's own way: see `Transport.prepare`.
+class Job(NamedTuple):
+    """What the transport is to do; then `finish` brings the result home.
 
-    `again`: whether another such call is this one, if its tensors are the buffers themselves.
+    A program runs in place on the whole (see `Transport.prepare_program`), or the transport does an
+    exchange in its own way (see `Transport.prepare`). Buffers are 1-D, contiguous and real.
     """
 
-    kind: Direct
-    bounds: Bounds  # of every rank's share of `whole`
-    whole: Tensor | None  # 1-D, contiguous, real
+    by: Program | Direct
+    bounds: Bounds  # of the chunks of the whole; in an exchange, of every rank's share of it
+    whole: Tensor | None
     part: Tensor | None = None
-    again: bool = False
-    root: int | None = None  # the only one to receive an all_gather, or to send in an all_to_all
+    finish: Callable[[], None] | None = None
+    op: ReduceOp = "sum"  # as the user calls it
+    elements: int | None = None  # of the collective, where the bounds are of fewer
+    root: int | None = None  # of an exchange: the only one to gather, or to scatter
 
     @property
     def one(self) -> Tensor:
@@ -73,32 +79,11 @@ class Exchange(NamedTuple):
         assert buffer is not None
         return buffer
 
-
-class Run(NamedTuple):
-    """A program, in place on a buffer: see `Transport.prepare_program`.
-
-    `again`: likewise; what was done here before and after it, csrc does: see csrc/around.hpp.
-    """
-
-    program: Program
-    whole: Tensor  # 1-D, contiguous, real
-    bounds: Bounds
-    again: bool = False
-    part: None = None
-
-    @property
-    def one(self) -> Tensor:
-        return self.whole
-
-
-class Job(NamedTuple):
-    """`what` is done; then `finish` brings the result home."""
-
-    collective: Collective
-    what: Exchange | Run
-    finish: Callable[[], None] | None = None
-    op: ReduceOp = "sum"  # as the user calls it
-    elements: int | None = None  # of the collective, where the buffer has not all of them
+    def told(self, how: How) -> tuple[int, int]:
+        """The call's fingerprint and elements, as others are told."""
+        dtype, elements = self.one.dtype, self.elements
+        kind = fingerprint(how.collective, dtype, self.op, how.root, how.algorithm, how.tag)
+        return kind, self.bounds[-1] if elements is None else elements
 
 
 class Named(NamedTuple):
@@ -123,16 +108,16 @@ class Issuer(ABC):
     def _issue(self, job: Job, how: How) -> Work: ...
 
     @abstractmethod
-    def _program(self, collective: Collective, how: How) -> Program: ...
+    def _program(self, how: How) -> Program: ...
 
     @abstractmethod
-    def _program_or_exchange(self, collective: Collective, how: How) -> Program | None:
+    def _program_or_exchange(self, how: How) -> Program | None:
         """None where the transport has its own way."""
 
     @abstractmethod
     def _how(
         self,
-        collective: str,
+        name: str,
         tensor: Tensor,
         algorithm: str | Builder,
         async_op: bool,
@@ -142,61 +127,59 @@ class Issuer(ABC):
         """Checked. `tensor`: one of those that are given, for its dtype."""
 
     def _shards(
-        self, collective: str, part: Named, whole: Named | None, sizes: Sequence[int] | None = None
+        self, how: How, part: Named, whole: Named | None, sizes: Sequence[int] | None
     ) -> tuple[int, ...]:
         """Every rank's share of the whole, in real elements: `sizes`, or as many as `part` has.
 
         Raises UsageError unless `part` is this rank's share, and `whole` (if it is here) all.
         """
         for given in filter(None, (part, whole)):
-            check_tensor(collective, given.tensor, given.name)
+            check_tensor(how.name, given.tensor, given.name)
         count, form = part.tensor.numel(), form_of(part.tensor)
         if sizes is None:
             shards = (count,) * self.size
             needs = f"{self.size} (ranks) x {count} ({part.name})"
         else:
-            shards = self._whole_numbers(collective, "sizes", sizes)
+            shards = self._whole_numbers(how, "sizes", sizes)
             needs = f"{sum(shards)} (the sum of sizes)"
             if count != shards[self.rank]:
                 raise UsageError(
-                    f"{collective}: {part.name} has {count} elements; sizes[{self.rank}] is "
+                    f"{how.name}: {part.name} has {count} elements; sizes[{self.rank}] is "
                     f"{shards[self.rank]}"
                 )
         if whole and (whole.tensor.numel() != sum(shards) or form_of(whole.tensor) != form):
             raise UsageError(
-                f"{collective}: {whole.name} has {whole.tensor.numel()} elements of "
+                f"{how.name}: {whole.name} has {whole.tensor.numel()} elements of "
                 f"{form_of(whole.tensor)}; it needs {needs} of {form}"
             )
         return tuple(s * width(part.tensor) for s in shards)
 
-    def _again(self, tensor: Tensor, shards: Sequence[int] = (), factor: float = 1) -> bool:
-        """Whether the next call with such tensors is this one, and all that it takes."""
-        return factor == 1 and len(set(shards)) < 2 and not tensor.is_complex()
-
-    def _cuts(
-        self, collective: str, whole: Named, name: str, sizes: Sequence[int]
-    ) -> tuple[int, ...]:
+    def _cuts(self, how: How, whole: Named, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         """`sizes` in real elements. UsageError unless they are those of the whole."""
-        check_tensor(collective, whole.tensor, whole.name)
-        cuts = self._whole_numbers(collective, name, sizes)
+        check_tensor(how.name, whole.tensor, whole.name)
+        cuts = self._whole_numbers(how, name, sizes)
         if sum(cuts) != whole.tensor.numel():
             raise UsageError(
-                f"{collective}: {whole.name} has {whole.tensor.numel()} elements; {name} has "
+                f"{how.name}: {whole.name} has {whole.tensor.numel()} elements; {name} has "
                 f"{sum(cuts)} in all"
             )
         return tuple(c * width(whole.tensor) for c in cuts)
 
-    def _whole_numbers(self, collective: str, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _whole_numbers(self, how: How, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         try:
             found = tuple(index(size) for size in sizes)
         except TypeError:
-            raise UsageError(f"{collective}: {name} is {sizes}; allowed: whole numbers") from None
+            raise UsageError(f"{how.name}: {name} is {sizes}; allowed: whole numbers") from None
         if len(found) != self.size or min(found) < 0 or sum(found) > MOST:
             raise UsageError(
-                f"{collective}: {name} is {list(found)}; allowed: a number of elements, 0 or more, "
+                f"{how.name}: {name} is {list(found)}; allowed: a number of elements, 0 or more, "
                 f"for each of {self.size} ranks, and 2**56 in all at most"
             )
         return found
+
+    def _all_at(self, root: int, elements: int) -> Bounds:
+        """Of shares where only the root has any."""
+        return bounds_of(elements if r == root else 0 for r in range(self.size))
 
     def _part(self, shards: tuple[int, ...]) -> slice:
         """Where this rank's share lies in the whole."""

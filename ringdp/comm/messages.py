@@ -106,9 +106,8 @@ class Messages(Issuer):
         it is not waited for."""
         how = self._how(name, tensor, "", async_op, tag)
         dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-        who = ANYBODY if peer is None else peer
-        mine = how.tag << 24 | fingerprint(name, dtype, "sum", who)
+        mine = fingerprint(name, dtype, "sum", ANYBODY if peer is None else peer, tag=how.tag)
         call = (self._posted, mine, tensor.numel(), call_site(3))
         self._guard.check(call)
         self._posted += 1
-        return call, how.tag << 24 | fingerprint("send", dtype, "sum", 0), how.async_op
+        return call, fingerprint("send", dtype, "sum", 0, tag=how.tag), how.async_op

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringdp.comm.asked import check_tensor
 from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same, writable
-from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
+from ringdp.comm.job import How, Issuer, Job, Named
 from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
@@ -39,21 +39,18 @@ class Moves(Issuer):
     ) -> Work:
         """Every rank's `tensor` becomes rank `root`'s, in place."""
         how = self._how("broadcast", tensor, algorithm, async_op, tag, root)
-        program = self._program_or_exchange("broadcast", how)
+        program = self._program_or_exchange(how)
         mine = self.rank == root
         if mine and not (program and program.changes):
             buffer, finish = flat(tensor).data, None
         else:
             out = flat_output(tensor, "broadcast: tensor", read=mine)
             buffer, finish = out.data, out.settle
-        again = self._again(tensor)
         if program:
-            run = Run(program, buffer, chunk_bounds(buffer.numel(), program), again)
-            return self._issue(Job("broadcast", run, finish), how)
-        # an all_gather where only the root has anything
-        bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
-        what = Exchange("all_gather", bounds, buffer, buffer if mine else None, again)
-        return self._issue(Job("broadcast", what, finish), how)
+            cuts = chunk_bounds(buffer.numel(), program)
+            return self._issue(Job(program, cuts, buffer, None, finish), how)
+        part, bounds = buffer if mine else None, self._all_at(root, buffer.numel())
+        return self._issue(Job("all_gather", bounds, buffer, part, finish), how)
 
     @repeated
     def all_gather(
@@ -70,7 +67,7 @@ class Moves(Issuer):
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
         how = self._how("all_gather", input, algorithm, async_op, tag)
-        return self._all_gather("all_gather", output, input, None, how)
+        return self._all_gather(output, input, None, how)
 
     def all_gather_v(
         self,
@@ -87,23 +84,21 @@ class Moves(Issuer):
         All ranks pass the same sizes.
         """
         how = self._how("all_gather_v", input, algorithm, async_op, tag)
-        return self._all_gather("all_gather_v", output, input, sizes, how)
+        return self._all_gather(output, input, sizes, how)
 
     def _all_gather(
-        self, name: str, output: Tensor, input: Tensor, sizes: Sequence[int] | None, how: How
+        self, output: Tensor, input: Tensor, sizes: Sequence[int] | None, how: How
     ) -> Work:
-        shards = self._shards(name, Named("input", input), Named("output", output), sizes)
-        program = self._program_or_exchange("all_gather", how)
+        shards = self._shards(how, Named("input", input), Named("output", output), sizes)
+        program = self._program_or_exchange(how)
         part = self._part(shards)
-        out = flat_output(output, f"{name}: output")
-        again = self._again(input, shards)
+        out = flat_output(output, f"{how.name}: output")
         if program:
             fill(out.data[part], input)
-            run = Run(program, out.data, whole_bounds(program, shards), again)
-            return self._issue(Job("all_gather", run, out.settle), how)
+            cuts = whole_bounds(program, shards)
+            return self._issue(Job(program, cuts, out.data, None, out.settle), how)
         piece = apart(flat(input).data, out.data, same(out.data[part], input))
-        what = Exchange("all_gather", bounds_of(shards), out.data, piece, again)
-        return self._issue(Job("all_gather", what, out.settle), how)
+        return self._issue(Job("all_gather", bounds_of(shards), out.data, piece, out.settle), how)
 
     @repeated
     def gather(
@@ -121,7 +116,7 @@ class Moves(Issuer):
         output: size x input.numel() elements there; elsewhere ignored, and may be None.
         """
         how = self._how("gather", input, algorithm, async_op, tag, root)
-        return self._gather("gather", output, input, None, how)
+        return self._gather(output, input, None, how)
 
     def gather_v(
         self,
@@ -136,47 +131,31 @@ class Moves(Issuer):
     ) -> Work:
         """gather where rank r's input has sizes[r] elements. All ranks pass the same sizes."""
         how = self._how("gather_v", input, algorithm, async_op, tag, root)
-        return self._gather("gather_v", output, input, sizes, how)
+        return self._gather(output, input, sizes, how)
 
     def _gather(
-        self,
-        name: str,
-        output: Tensor | None,
-        input: Tensor,
-        sizes: Sequence[int] | None,
-        how: How,
+        self, output: Tensor | None, input: Tensor, sizes: Sequence[int] | None, how: How
     ) -> Work:
-        whole = self._at_root(name, "output", output, how.root)
-        shards = self._shards(name, Named("input", input), whole, sizes)
-        program = self._program_or_exchange("gather", how)
+        whole = self._at_root(how, "output", output)
+        shards = self._shards(how, Named("input", input), whole, sizes)
+        program = self._program_or_exchange(how)
+        out = whole and flat_output(whole.tensor, f"{how.name}: output")
+        finish = out and out.settle
         if program is None:
-            return self._gather_exchange(name, whole, input, shards, how)
-        bounds = own_bounds(program, shards)
-        part = own_part(program, bounds)
-        finish = None
-        if whole is not None:
-            out = flat_output(whole.tensor, f"{name}: output")
-            buffer, finish = out.data, out.settle
-            fill(buffer[part], input)
-        elif part == slice(0, bounds[-1]) and not program.changes:
+            piece, buffer, bounds = flat(input).data, out and out.data, bounds_of(shards)
+            if buffer is not None:
+                piece = apart(piece, buffer, same(buffer[self._part(shards)], input))
+            job = Job("all_gather", bounds, buffer, piece, finish, root=how.root)
+            return self._issue(job, how)
+        cuts = own_bounds(program, shards)
+        part = own_part(program, cuts)
+        if out is None and part == slice(0, cuts[-1]) and not program.changes:
             buffer = flat(input).data
         else:
-            buffer = empty(bounds[-1], input)
+            buffer = out.data if out else empty(cuts[-1], input)
             fill(buffer[part], input)
-        run = Run(program, buffer, bounds, self._again(input, shards))
-        return self._issue(Job("gather", run, finish, elements=sum(shards)), how)
-
-    def _gather_exchange(
-        self, name: str, whole: Named | None, input: Tensor, shards: tuple[int, ...], how: How
-    ) -> Work:
-        piece, buffer, finish = flat(input).data, None, None
-        if whole is not None:
-            out = flat_output(whole.tensor, f"{name}: output")
-            buffer, finish = out.data, out.settle
-            piece = apart(piece, buffer, same(buffer[self._part(shards)], input))
-        again = self._again(input, shards)
-        what = Exchange("all_gather", bounds_of(shards), buffer, piece, again, how.root)
-        return self._issue(Job("gather", what, finish, elements=sum(shards)), how)
+        job = Job(program, cuts, buffer, finish=finish, elements=sum(shards))
+        return self._issue(job, how)
 
     @repeated
     def scatter(
@@ -194,7 +173,7 @@ class Moves(Issuer):
         input: size x output.numel() elements there; elsewhere ignored, and may be None.
         """
         how = self._how("scatter", output, algorithm, async_op, tag, root)
-        return self._scatter("scatter", output, input, None, how)
+        return self._scatter(output, input, None, how)
 
     def scatter_v(
         self,
@@ -209,41 +188,36 @@ class Moves(Issuer):
     ) -> Work:
         """scatter where rank r's part has sizes[r] elements. All ranks pass the same sizes."""
         how = self._how("scatter_v", output, algorithm, async_op, tag, root)
-        return self._scatter("scatter_v", output, input, sizes, how)
+        return self._scatter(output, input, sizes, how)
 
     def _scatter(
-        self,
-        name: str,
-        output: Tensor,
-        input: Tensor | None,
-        sizes: Sequence[int] | None,
-        how: How,
+        self, output: Tensor, input: Tensor | None, sizes: Sequence[int] | None, how: How
     ) -> Work:
-        whole = self._at_root(name, "input", input, how.root)
-        shards = self._shards(name, Named("output", output), whole, sizes)
-        program = self._program_or_exchange("scatter", how)
-        out = flat_output(output, f"{name}: output")
+        whole = self._at_root(how, "input", input)
+        shards = self._shards(how, Named("output", output), whole, sizes)
+        program = self._program_or_exchange(how)
+        out = flat_output(output, f"{how.name}: output")
         if program is None:
-            source = None if whole is None else apart(flat(whole.tensor).data, out.data)
-            again = self._again(output, shards)
-            what = Exchange("all_to_all", bounds_of(shards), source, out.data, again, how.root)
-            return self._issue(Job("scatter", what, out.settle, elements=sum(shards)), how)
-        bounds = own_bounds(program, shards)
-        part = own_part(program, bounds)
-        if whole is not None:
+            source = whole and apart(flat(whole.tensor).data, out.data)
+            bounds = bounds_of(shards)
+            job = Job("all_to_all", bounds, source, out.data, out.settle, root=how.root)
+            return self._issue(job, how)
+        cuts = own_bounds(program, shards)
+        part = own_part(program, cuts)
+        if whole:
             buffer, home = flat(whole.tensor)
             buffer = buffer.clone() if home is None and program.changes else buffer
-        elif part == slice(0, bounds[-1]):
+        elif part == slice(0, cuts[-1]):
             buffer = out.data
         else:
-            buffer = empty(bounds[-1], output)
+            buffer = empty(cuts[-1], output)
 
         def finish() -> None:
             fill(out.data, buffer[part])
             out.settle()
 
-        run = Run(program, buffer, bounds, self._again(output, shards))
-        return self._issue(Job("scatter", run, finish, elements=sum(shards)), how)
+        job = Job(program, cuts, buffer, finish=finish, elements=sum(shards))
+        return self._issue(job, how)
 
     @repeated
     def all_to_all(
@@ -268,17 +242,15 @@ class Moves(Issuer):
                 f"{output.numel()} of {form_of(output)}; allowed: equally many of one dtype on one "
                 f"device, a multiple of {self.size} (ranks)"
             )
-        program = self._program_or_exchange("all_to_all", how)
+        program = self._program_or_exchange(how)
         out = flat_output(output, "all_to_all: output")
-        if program is None:
-            source = apart(flat(input).data, out.data)
-            bounds = shard_bounds(out.data.numel(), self.size)
-            what = Exchange("all_to_all", bounds, source, out.data, self._again(input))
-            return self._issue(Job("all_to_all", what, out.settle), how)
-        fill(out.data, input)
-        bounds = chunk_bounds(out.data.numel(), program)
-        run = Run(program, out.data, bounds, self._again(input))
-        return self._issue(Job("all_to_all", run, out.settle), how)
+        if program:
+            fill(out.data, input)
+            cuts = chunk_bounds(out.data.numel(), program)
+            return self._issue(Job(program, cuts, out.data, None, out.settle), how)
+        source = apart(flat(input).data, out.data)
+        bounds = shard_bounds(out.data.numel(), self.size)
+        return self._issue(Job("all_to_all", bounds, source, out.data, out.settle), how)
 
     def all_to_all_v(
         self,
@@ -294,18 +266,18 @@ class Moves(Issuer):
 
         Ranks that differ in how much one sends the other raise CollectiveMismatch.
         """
-        name, me = "all_to_all_v", self.rank
-        how = self._how(name, input, "direct", async_op, tag)
-        sent = self._cuts(name, Named("input", input), "input_sizes", input_sizes)
-        received = self._cuts(name, Named("output", output), "output_sizes", output_sizes)
+        me = self.rank
+        how = self._how("all_to_all_v", input, "direct", async_op, tag)
+        sent = self._cuts(how, Named("input", input), "input_sizes", input_sizes)
+        received = self._cuts(how, Named("output", output), "output_sizes", output_sizes)
         if form_of(output) != form_of(input) or received[me] != sent[me]:
             raise UsageError(
-                f"{name}: rank {me} sends itself {input_sizes[me]} elements of {form_of(input)} "
-                f"and expects {output_sizes[me]} of {form_of(output)}; allowed: the same"
+                f"all_to_all_v: rank {me} sends itself {input_sizes[me]} elements of "
+                f"{form_of(input)} and expects {output_sizes[me]} of {form_of(output)}; allowed: "
+                "the same"
             )
-        program = self._program("all_to_all_v", how)
         bounds = pair_bounds(me, sent, received)
-        out = flat_output(output, f"{name}: output")
+        out = flat_output(output, "all_to_all_v: output")
         buffer = empty(bounds[-1], output)
         # buffer: from ranks before | to ranks 0 ... n - 1 | from ranks behind
         own, mine = bounds[me * self.size], bounds[me * self.size + me]
@@ -318,12 +290,14 @@ class Moves(Issuer):
             data[own + sent[me] :] = buffer[own + sum(sent) :]
             out.settle()
 
-        return self._issue(Job("all_to_all_v", Run(program, buffer, bounds), finish), how)
+        return self._issue(Job(self._program(how), bounds, buffer, finish=finish), how)
 
-    def _at_root(self, name: str, what: str, tensor: Tensor | None, root: int) -> Named | None:
+    def _at_root(self, how: How, what: str, tensor: Tensor | None) -> Named | None:
         """The tensor that only the root has; None elsewhere."""
-        if self.rank != root:
+        if self.rank != how.root:
             return None
         if tensor is None:
-            raise UsageError(f"{name}: {what} is None on the root, rank {root}; allowed: a tensor")
+            raise UsageError(
+                f"{how.name}: {what} is None on the root, rank {how.root}; allowed: a tensor"
+            )
         return Named(what, tensor)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ringdp.comm.asked import number
 from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
-from ringdp.comm.job import Exchange, How, Issuer, Job, Named, Run
+from ringdp.comm.job import How, Issuer, Job, Named
 from ringdp.comm.programs import whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
@@ -55,19 +55,16 @@ class Reductions(Issuer):
         """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor)
-        program = self._program_or_exchange("all_reduce", how)
+        program = self._program_or_exchange(how)
         out = flat_output(tensor, "all_reduce: tensor", read=True)
         if factor != 1:
             out.data.mul_(factor)
-        what: Exchange | Run
-        again = self._again(tensor, factor=factor)
-        if program is None:
-            bounds = shard_bounds(out.data.numel(), self.size)
-            what = Exchange("all_reduce", bounds, out.data, None, again)
-        else:
-            cuts = chunk_bounds(out.data.numel(), program)
-            what = Run(program, out.data, cuts, again)
-        return self._issue(Job("all_reduce", what, self._home(out, program, op), op), how)
+        elements, finish = out.data.numel(), self._home(out, program, op)
+        if program:
+            cuts = chunk_bounds(elements, program)
+            return self._issue(Job(program, cuts, out.data, None, finish, op), how)
+        bounds = shard_bounds(elements, self.size)
+        return self._issue(Job("all_reduce", bounds, out.data, None, finish, op), how)
 
     @repeated
     def reduce(
@@ -84,7 +81,7 @@ class Reductions(Issuer):
         """Rank `root`'s `tensor` becomes what all_reduce would give; the others keep theirs."""
         how = self._how("reduce", tensor, algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor)
-        program = self._program_or_exchange("reduce", how)
+        program = self._program_or_exchange(how)
         if self.rank == root:
             buffer, home = out = flat_output(tensor, "reduce: tensor", read=True)
             finish: Callable[[], None] | None = self._home(out, program, op)
@@ -94,15 +91,11 @@ class Reductions(Issuer):
                 buffer = buffer.clone()
         if factor != 1:
             buffer.mul_(factor)
-        again = self._again(tensor, factor=factor)
         if program:
             cuts = chunk_bounds(buffer.numel(), program)
-            return self._issue(Job("reduce", Run(program, buffer, cuts, again), finish, op), how)
-        # a reduce_scatter where only the root has a shard
-        bounds = tuple(buffer.numel() if r > root else 0 for r in range(self.size + 1))
-        part = buffer if self.rank == root else None
-        what = Exchange("reduce_scatter", bounds, buffer, part, again)
-        return self._issue(Job("reduce", what, finish, op), how)
+            return self._issue(Job(program, cuts, buffer, None, finish, op), how)
+        part, bounds = buffer if self.rank == root else None, self._all_at(root, buffer.numel())
+        return self._issue(Job("reduce_scatter", bounds, buffer, part, finish, op), how)
 
     @repeated
     def reduce_scatter(
@@ -122,7 +115,7 @@ class Reductions(Issuer):
         that part of `input`, no copy is made and the rest of `input` is overwritten.
         """
         how = self._how("reduce_scatter", input, algorithm, async_op, tag)
-        return self._reduce_scatter("reduce_scatter", output, input, None, op, scale, how)
+        return self._reduce_scatter(output, input, None, op, scale, how)
 
     def reduce_scatter_v(
         self,
@@ -141,11 +134,10 @@ class Reductions(Issuer):
         All ranks pass the same sizes.
         """
         how = self._how("reduce_scatter_v", input, algorithm, async_op, tag)
-        return self._reduce_scatter("reduce_scatter_v", output, input, sizes, op, scale, how)
+        return self._reduce_scatter(output, input, sizes, op, scale, how)
 
     def _reduce_scatter(
         self,
-        name: str,
         output: Tensor,
         input: Tensor,
         sizes: Sequence[int] | None,
@@ -153,22 +145,21 @@ class Reductions(Issuer):
         scale: float | None,
         how: How,
     ) -> Work:
-        factor = factor_of(name, op, scale, input)
-        shards = self._shards(name, Named("output", output), Named("input", input), sizes)
-        program = self._program_or_exchange("reduce_scatter", how)
+        factor = factor_of(how.name, op, scale, input)
+        shards = self._shards(how, Named("output", output), Named("input", input), sizes)
+        program = self._program_or_exchange(how)
         whole, part = flat(input), self._part(shards)
         in_place = same(whole.data[part], output)
-        out = flat_output(output, f"{name}: output")
+        out = flat_output(output, f"{how.name}: output")
         buffer, copied = whole.data, whole.home is not None
         if factor != 1 and not (copied or in_place):
             buffer, copied = buffer * factor, True
         elif factor != 1:
             buffer.mul_(factor)
-        again = self._again(input, shards, factor)
         if program is None:
-            buffer = apart(buffer, out.data, in_place)
-            what = Exchange("reduce_scatter", bounds_of(shards), buffer, out.data, again)
-            return self._issue(Job("reduce_scatter", what, out.settle, op), how)
+            buffer, bounds = apart(buffer, out.data, in_place), bounds_of(shards)
+            job = Job("reduce_scatter", bounds, buffer, out.data, out.settle, op)
+            return self._issue(job, how)
         buffer = buffer if copied or in_place else buffer.clone()
         home = self._home(Flat(buffer[part], None), program, op)
 
@@ -177,8 +168,8 @@ class Reductions(Issuer):
             fill(out.data, buffer[part])
             out.settle()
 
-        run = Run(program, buffer, whole_bounds(program, shards), again)
-        return self._issue(Job("reduce_scatter", run, finish, op), how)
+        cuts = whole_bounds(program, shards)
+        return self._issue(Job(program, cuts, buffer, None, finish, op), how)
 
     def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:
         """What brings a result home; a program's average is a sum until then."""

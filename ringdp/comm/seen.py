@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Any
 
 from ringdp.comm.about import About, Labelled
-from ringdp.comm.call import call_site, fingerprint, named
+from ringdp.comm.call import call_site, named
 from ringdp.comm.job import How, Job
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError
@@ -34,16 +34,13 @@ class Seen:
         del self._comm._issue
 
     def issue(self, job: Job, how: How) -> Work:
-        buffer = job.what.one
-        asked = job.op, how.root, how.algorithm
-        kind = fingerprint(job.collective, buffer.dtype, *asked) | how.tag << 24
-        elements = buffer.numel() if job.elements is None else job.elements
+        kind, elements = job.told(how)
         number, site, begin = self._comm.issued, call_site(3), monotonic_ns()
         algorithm = name_of(how.algorithm)
 
         def ended(**more: Any) -> None:
             if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # a user's own
-                self._about.schedule(job.collective, how.algorithm, how.root)
+                self._about.schedule(how.collective, how.algorithm, how.root)
             first, now = max(begin, self._free), monotonic_ns()
             self._free = now
             call = number, kind, elements, site, algorithm

@@ -166,10 +166,9 @@ def interrupted_at_the_end(comm: Communicator) -> list[int]:
     other = comm.duplicate()
     transport: Any = other._transport
     x = torch.ones(100_000)
+    sizes = [len(x)] * comm.size  # what has them is not to be repeated
     calls = (
-        lambda: other.all_reduce(
-            x, scale=2.0, algorithm="ring", async_op=True
-        ),  # not to be repeated
+        lambda: other.all_gather_v(x.repeat(comm.size), x, sizes, algorithm="ring", async_op=True),
         lambda: other.isend(x, 1 - comm.rank),
         lambda: other.irecv(x, 1 - comm.rank),
     )

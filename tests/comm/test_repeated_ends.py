@@ -188,7 +188,7 @@ def refused_late(comm: Communicator) -> None:
 
     transport.prepare_program = lambda *arguments: SimpleNamespace(run=refuse, start=refuse)
     with pytest.raises(UsageError, match="not now"):
-        comm.all_reduce(torch.ones(3), scale=2.0, algorithm="ring")
+        comm.all_gather_v(torch.ones(6), torch.ones(3), [3, 3], algorithm="ring")
     transport.prepare_program = prepare
     assert comm.issued == before
     comm.barrier()
