@@ -2,8 +2,8 @@
 
 A decorated function is plain Python until it is launched, so a machine without Triton can import
 its module. Triton asks at each launch which compiled variant its arguments need, which takes longer
-than launching it; here the answer is kept. Leaves out: helpers. A kernel may call `tl` only, not
-another decorated function.
+than launching it; here the answer is kept. Leaves out: Triton's hooks, which hear of the first
+launch only, and helpers. A kernel may call `tl` only, not another decorated function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kernel:
         self.fn, self.unspecialized, self.capturable = fn, unspecialized, capturable
         self.options = {"enable_fp_fusion": False} | options
         self.__doc__ = fn.__doc__
-        self._compiled: dict[tuple[Any, ...], Callable[[tuple[int, int, int]], Any]] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}  # Triton's CompiledKernel
 
     @cached_property
     def function(self) -> Any:
@@ -64,15 +64,22 @@ class Kernel:
                 f"{self.fn.__name__} was launched in the capture of a CUDA graph, which would "
                 "repeat its step, its seed or its table of addresses; call it outside the graph"
             )
-        key = (device, *map(_variant, args), *constants.values())
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled((programs, 1, 1))(*args, *constants.values())
+        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
+        key = (device, *map(_variant, args, values), *constants.values())
+        found = self._compiled.get(key)
+        if found is not None:  # as Triton's own dispatch does, but for hooks; tensors are addresses
+            what = found.function, found.packed_metadata, None, None, None
+            found.run(programs, 1, 1, raw_stream(device), *what, *values, *constants.values())
             return
         named = {name: triton_dtype(x) for name, x in constants.items()}
         launched = self.function[(programs,)](*args, **named, **self.options)
         if launched is not None:  # not the interpreter
-            self._compiled[key] = launched.__getitem__
+            self._compiled[key] = launched
+
+
+def raw_stream(device: int) -> int:
+    """The handle of the current one; `torch.cuda.current_stream` would make an object for it."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def jit(
@@ -82,13 +89,14 @@ def jit(
     return lambda fn: Kernel(fn, unspecialized, options, capturable=capturable)
 
 
-def _variant(x: Any) -> Any:
-    """Equal only where Triton would compile the same: it looks at no more of an argument."""
+def _variant(x: Any, value: Any) -> Any:
+    """Equal only where Triton would compile the same: it looks at no more of an argument. `value`:
+    that, or a tensor's address."""
     kind = type(x)
     if kind is int:
         return x if x == 1 else (x & 15 == 0, x >> 31 > 0, x >> 63)
     if kind is not float and isinstance(x, Tensor):  # which is a slower question
-        return x.dtype, x.data_ptr() % 16
+        return x.dtype, value & 15
     return kind
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ringdp import _core
 
+from .jit import raw_stream
+
 BLOCK = 4096  # elements per program
 _dtype = attrgetter("dtype")
 
@@ -92,7 +94,7 @@ def _make_room(needed: int) -> None:
 
 def stream_of(device: torch.device) -> tuple[torch.device, int]:
     """What is kept for kernels on this stream may be written to by them: they run by turns."""
-    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def _made(
