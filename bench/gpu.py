@@ -31,7 +31,7 @@ import torch
 
 from bench import BEGUN
 from bench.overlay import SECONDS
-from bench.part import ROOT, Outcome, Part, run
+from bench.part import GRACE, ROOT, Outcome, Part, run
 from bench.results import RESULTS
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
 from ringdp.schedule import fuse, project, schedule
@@ -166,7 +166,7 @@ def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS, copy: Path | N
     outcomes = [Outcome(part.name, "not begun") for part in parts]
     for at, part in enumerate(parts):
         left = until - time.monotonic()
-        spare = left - sum(p.limit for p in parts[at:])  # of those before, which took less
+        spare = left - GRACE - sum(p.limit for p in parts[at:])  # of those before, which took less
         limit = min(left, part.limit + max(0.0, spare))
         lacks = [o for o in outcomes[:at] if o.name == part.needs and o.state != "passed"]
         if lacks:

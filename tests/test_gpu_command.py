@@ -167,13 +167,13 @@ def test_a_part_may_take_what_those_before_it_left(
 
     def taken(part: Part, limit: float, _: Path) -> Outcome:
         limits.append(limit)
-        now[0] += {30.0: 12.0, 50.0: limit, 20.0: 1.0}[part.limit]
+        now[0] += {30.0: 12.0, 50.0: limit + part_module.GRACE, 20.0: 1.0}[part.limit]
         return Outcome(part.name, "passed")
 
     monkeypatch.setattr(gpu, "run", taken)
     parts = [part("", limit) for limit in (30, 50, 20)]
     main(parts, seconds=110)
-    assert limits == [40, 78, 20]  # the second hangs, and the third still has its own
+    assert limits == [35, 73, 20]  # the second hangs and is killed; the third still has its own
     limits.clear()
     main(parts, seconds=40)
     assert limits == [30, 28]

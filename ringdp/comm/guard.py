@@ -146,7 +146,7 @@ class Guard:
 
     def _here(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES
-        queued = f", queued behind #{self._stuck(call)}," * behind
+        queued = f" (queued behind #{self._stuck(call)})" * behind
         return f"rank {self.transport.rank} waited for {told(call)}{queued}"
 
     def _missing(self, call: Call, seen: Observed) -> str:

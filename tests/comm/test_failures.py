@@ -48,6 +48,22 @@ def test_a_rank_that_closes_is_lost_to_the_others(ranks):
             assert heard.seconds < ALLOWED
 
 
+@fallible
+def queued(comm: Communicator) -> str | None:
+    if comm.rank == 1:
+        comm.close()
+        return None
+    works = [comm.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
+    with pytest.raises(PeerLost) as raised:
+        works[1].wait()
+    return str(raised.value)
+
+
+def test_a_call_behind_one_that_is_stuck_says_so(ranks):
+    line = ranks(2)(queued)[0].splitlines()[0]
+    assert re.search(r"test_failures.py:\d+ \(queued behind #0\); rank 1 has ended", line), line
+
+
 @leaves_nothing
 def pending_close(comm: Communicator) -> float:
     start = time.monotonic()

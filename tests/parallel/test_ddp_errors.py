@@ -72,6 +72,25 @@ def test_a_wrong_model_or_argument_is_told(ranks):
         assert word in text
 
 
+def fails(_state: object, _bucket: object) -> Any:
+    raise RuntimeError("the hook's own")
+
+
+def after_a_failure(comm: Communicator) -> str:
+    net = DistributedDataParallel(mlp(), process_group=comm)
+    net.register_comm_hook(None, fails)
+    with pytest.raises(RuntimeError, match="the hook's own"):
+        loss(net(rows(0, comm.rank))).backward()
+    return says(lambda: net(rows(1, comm.rank)))
+
+
+def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(ranks):
+    for text in ranks(2)(after_a_failure):
+        assert text.startswith("Expected to have finished reduction in the prior iteration")
+        assert "an error ended it" in text
+        assert "find_unused_parameters" not in text
+
+
 FORMATS = torch.contiguous_format, torch.channels_last
 
 

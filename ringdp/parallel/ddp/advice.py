@@ -39,9 +39,14 @@ FOUND = " Tensors that `forward` returns are found in containers and dataclasses
 
 def unfinished(settings: Settings, rank: int, lost: Mapping[int, str]) -> str:
     """`lost`: names, by index, of parameters whose gradients have not come."""
+    expected = (
+        "Expected to have finished reduction in the prior iteration before starting a new one"
+    )
+    if not lost:
+        return f"{expected}, but an error ended it when all gradients had come: look for that one."
     looks = settings.static_graph or settings.find_unused_parameters
     return (
-        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        f"{expected}. "
         f"{advice(settings)}\nParameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, lost))}\nParameters which did not receive grad for rank {rank}: "
         f"{', '.join(lost.values())}. {NAMES}{FOUND if looks else ''}"
