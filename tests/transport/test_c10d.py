@@ -1,4 +1,4 @@
-"""The transport over torch.distributed: the simulator's bits, messages, and how it fails."""
+"""The transport over torch.distributed: the simulator's bits, what it offers, and how it fails."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
-from ringdp.transport import told, wire
-from ringdp.transport.base import FailureKind, Link
+from ringdp.transport import told
+from ringdp.transport.base import Link
 from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.processes import process_state
-from ringdp.transport.told import Told
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, held, until_failed
 from tests.comm.test_late import TIMEOUT
@@ -36,10 +35,6 @@ pytestmark = pytest.mark.process
 
 LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16", "int16", "bool")
-
-
-def BUSY() -> bool:  # noqa: N802
-    return True
 
 
 @over_gloo
@@ -204,82 +199,6 @@ def test_a_rank_that_closes_is_lost_to_the_others(ranks):
         assert "rank 1 has ended" in heard.text
 
 
-@pytest.mark.parametrize("length", [0, 1, wire.INLINE, wire.INLINE + 1, 5 * wire.INLINE])
-def test_a_message_in_two_parts(length: int):
-    class Loop:
-        """A group of one rank, whose sends arrive in the order of sending."""
-
-        sent: list[torch.Tensor] = []  # noqa: RUF012
-
-        def send(self, tensors: list[torch.Tensor], _: int, __: int) -> None:
-            self.sent.append(tensors[0])
-
-        def recv(self, tensors: list[torch.Tensor], _: int, __: int) -> None:
-            tensors[0].copy_(self.sent.pop(0))
-
-    loop = Loop()
-    given = torch.arange(length) % 251
-    wire.send(loop, given.byte(), 0, (7, 9, 0), 0, 0)
-    message = wire.Incoming(loop, 0, 0)
-    assert message.stamp == (7, 9, length)
-    out = torch.zeros(length, dtype=torch.uint8)
-    message.take(out, 0, 0, lambda _: None)
-    assert torch.equal(out, given.byte())
-    assert not loop.sent
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "",
-        "1 1",
-        "2 1 0 0 0 0 0 0 x",
-        "99 1 0 0 0 0 0 0 0",
-        "1 7 0 0 0 0 0 0 0",
-        "1 0 -1" + " 0" * 6,
-    ],
-)
-def test_what_makes_no_sense_is_a_failure_too(asking, said: str):
-    store = dist.HashStore()
-    store.set("failed", said)
-    here = Told(asking(store), 0, 2, BUSY)
-    here.look()
-    assert here.failure is not None
-    assert here.failure.kind is FailureKind.DAMAGED
-
-
-def test_what_a_closed_rank_sent_last_may_come_late(asking):
-    store = dist.HashStore()
-    store.set("closed/1", "1")
-    here = Told(asking(store), 0, 2, BUSY)
-    for _ in range(2):
-        with here.waits_for(1):
-            for _ in range(told.LAST_LOOKS):
-                here.look()
-    assert here.failure is None
-    with here.waits_for(1):
-        for _ in range(told.LAST_LOOKS + 1):
-            here.look()
-    assert here.failure is not None
-    assert here.failure[:2] == (FailureKind.LOST, 1)
-
-
-class Gone(dist.HashStore):
-    """Whoever served it has ended."""
-
-    def check(self, keys: list[str]) -> bool:
-        raise dist.DistNetworkError("Connection reset by peer")
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(asking, busy: bool):
-    here = Told(asking(Gone()), 1, 2, lambda: busy)
-    here.look()
-    assert (here.failure is not None) == busy
-    if here.failure:
-        assert here.failure[:2] == (FailureKind.LOST, 0)
-
-
 def rank_0_serves(comm: Communicator) -> Any:
     """From now on the job's store, as long as it lives. The launcher's, which has its pid."""
     talk = store()
@@ -401,18 +320,6 @@ def test_a_stopped_rank_0_is_an_error_to_who_comes(forks: Forks):
     ((code, (text,)),) = forks(1, comes_to_a_stopped_store)
     assert code == 0
     assert "rank 1 cannot reach rank 0's store at 127.0.0.1" in text
-
-
-def test_the_first_failure_stays_and_is_the_same_for_all(asking):
-    store = dist.HashStore()
-    one, other = Told(asking(store), 0, 3, BUSY), Told(asking(store), 1, 3, BUSY)
-    one.fail(FailureKind.MISMATCH, 2, ((5, 6, 7), (8, 9, 10)))
-    other.fail(FailureKind.LOST, 0)
-    one.fail(FailureKind.TIMEOUT, 0)
-    assert one.failure == other.failure
-    assert one.failure is not None
-    assert one.failure[:3] == (FailureKind.MISMATCH, 2, 0)
-    assert one.failure.found == (8, 9, 10)
 
 
 def test_what_it_does_not_know_it_refuses():

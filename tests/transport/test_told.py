@@ -1,0 +1,78 @@
+"""Failures that ranks tell one another through a store: the first stays, nonsense is one too."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore
+
+from ringdp.transport import told
+from ringdp.transport.base import FailureKind
+from ringdp.transport.told import Told
+
+
+def busy() -> bool:
+    return True
+
+
+def test_the_first_failure_stays_and_is_the_same_for_all(asking):
+    store = HashStore()
+    one, other = Told(asking(store), 0, 3, busy), Told(asking(store), 1, 3, busy)
+    one.fail(FailureKind.MISMATCH, 2, ((5, 6, 7), (8, 9, 10)))
+    other.fail(FailureKind.LOST, 0)
+    one.fail(FailureKind.TIMEOUT, 0)
+    assert one.failure == other.failure
+    assert one.failure is not None
+    assert one.failure[:3] == (FailureKind.MISMATCH, 2, 0)
+    assert one.failure.found == (8, 9, 10)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "1 1",
+        "2 1 0 0 0 0 0 0 x",
+        "99 1 0 0 0 0 0 0 0",
+        "1 7 0 0 0 0 0 0 0",
+        "1 0 -1" + " 0" * 6,
+    ],
+)
+def test_what_makes_no_sense_is_a_failure_too(asking, said: str):
+    store = HashStore()
+    store.set("failed", said)
+    here = Told(asking(store), 0, 2, busy)
+    here.look()
+    assert here.failure is not None
+    assert here.failure.kind is FailureKind.DAMAGED
+
+
+def test_what_a_closed_rank_sent_last_may_come_late(asking):
+    store = HashStore()
+    store.set("closed/1", "1")
+    here = Told(asking(store), 0, 2, busy)
+    for _ in range(2):
+        with here.waits_for(1):
+            for _ in range(told.LAST_LOOKS):
+                here.look()
+    assert here.failure is None
+    with here.waits_for(1):
+        for _ in range(told.LAST_LOOKS + 1):
+            here.look()
+    assert here.failure is not None
+    assert here.failure[:2] == (FailureKind.LOST, 1)
+
+
+class Gone(HashStore):
+    """Whoever served it has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(asking, busy: bool):
+    here = Told(asking(Gone()), 1, 2, lambda: busy)
+    here.look()
+    assert (here.failure is not None) == busy
+    if here.failure:
+        assert here.failure[:2] == (FailureKind.LOST, 0)
