@@ -34,17 +34,18 @@ ABOUT_BOTH = (
 )  # fmt: skip
 
 
-def logged(comm: Communicator) -> None:
+def logged(comm: Communicator, seeks_unused: bool) -> None:
     def told(wrap: Wrap) -> dict[str, Any]:
-        net: Any = wrap(mlp())
+        net: Any = wrap(mlp(), find_unused_parameters=seeks_unused)
         net._set_ddp_runtime_logging_sample_rate(4)
         for step in range(15):
             backward(net, step, comm.rank)
         return net._get_ddp_logging_data()
 
     mine, theirs = of_both(told)
+    assert seeks_unused or mine.keys() >= {*ABOUT_BOTH}
     for key in ABOUT_BOTH:
-        assert mine[key] == theirs[key], key
+        assert mine.get(key) == theirs.get(key), key
     assert mine["iteration"] == 12  # 0 to 9, and then every fourth
     for what in ("forward_compute", "backward_compute", "backward_comm"):
         assert mine[f"{what}_time"] > 0
@@ -77,7 +78,8 @@ def logged_of_two_dtypes(comm: Communicator) -> None:
 
 def test_what_is_logged_is_torchs(ranks):
     ranks(2)(logged_of_two_dtypes)
-    ranks(2)(logged)
+    for seeks_unused in (False, True):
+        ranks(2)(logged, seeks_unused)
 
 
 READ = (

@@ -197,6 +197,7 @@ class Reducer(Asked, Taped):
             self._used.add(index)
             self.mixed.raise_(self.parameters[index].parameter)
             return
+        self.journal.mark(GRADIENT)
         if not self._running:
             self._begin(index)
         if self._ordering:
@@ -212,7 +213,6 @@ class Reducer(Asked, Taped):
         if self.parameters[first].parameter.grad is None and (error := kept()):
             self._flights.append(raiser(error))
         self._running = True
-        self.journal.mark(GRADIENT)
         for index, parts in enumerate(self._expected):
             if parts == 0:
                 self._ready_unused(index)
