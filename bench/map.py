@@ -26,7 +26,7 @@ def files() -> list[str]:
 
 def sentence(path: str) -> str:
     """The first of the file's docstring, or of the comment at its top."""
-    text = (ROOT / path).read_text()
+    text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".py"):
         said = ast.get_docstring(ast.parse(text)) or ""
     else:
@@ -65,4 +65,4 @@ def _path(line: str) -> str | None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(PAGE.read_text()))
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

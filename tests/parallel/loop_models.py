@@ -284,3 +284,12 @@ def loss(out: Any) -> Tensor:
         return -out.log_prob(torch.ones(WIDTH)).mean()
     y: Tensor = out.y if isinstance(out, Answer) else out
     return y.float().square().mean()
+
+
+def net(*blocks: nn.Module) -> Chain:
+    torch.manual_seed(0)
+    return Chain(*blocks)
+
+
+def batch() -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@ allowed, and the model is as it was."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -130,6 +131,7 @@ SIZED = {"train_micro_batch_size_per_gpu": 1}
         (None, ringdp.AdamW, "given 0 configs; allowed: one, as config or as args"),
         (3, ringdp.AdamW, "config is 3; allowed: a section with"),
         ("/none/ds.json", ringdp.AdamW, "config '/none/ds.json' cannot be read as JSON"),
+        (sys.executable, ringdp.AdamW, "cannot be read as JSON"),
         ({}, ringdp.AdamW, "give train_batch_size or"),
         ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, ringdp.AdamW, "is not micro"),
         (SIZED, None, "optimizer=None.*allowed: an optimizer, what makes one"),

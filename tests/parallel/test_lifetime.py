@@ -1,13 +1,11 @@
 """What lives how long: the ledger equals the storages that exist, collectives are issued ahead of
-need, and what an engine refuses is told in time, on every rank."""
+need, and any optimizer's state goes with its slices."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,21 +15,9 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator
 from tests.parallel.loop_cases import CASES
-from tests.parallel.loop_models import Chain, Checkpointed, block, linear, loss
+from tests.parallel.loop_models import batch, loss, net
 
 pytestmark = pytest.mark.process
-
-WIDTH = 11
-
-
-def net(*blocks: nn.Module) -> Chain:
-    torch.manual_seed(0)
-    return Chain(*blocks)
-
-
-def batch() -> Tensor:
-    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
-
 
 # ---- memory
 
@@ -221,98 +207,6 @@ def test_collectives_are_issued_ahead_of_need(ranks, stage, keeps):
         backward = events[events.index(("forward", 3)) :]
         for i in (3, 2):
             assert backward.index(("all_gather", i - 1)) < backward.index(("backward", i))
-
-
-# ---- refusals
-
-
-class Opaque(nn.Module):
-    """Its output is what no one can look into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([block()])
-        self.last = linear()
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        return iter([self.last(self.blocks[0](x))])
-
-
-def refused(comm: Communicator, stage: int) -> list[str]:
-    """What each wrong use says; after it the engine still trains."""
-
-    def opaque() -> None:
-        next(net_of(Opaque())(batch())).sum().backward()
-
-    def twice_reentrant() -> None:
-        b = block()
-        model = net_of(Checkpointed(b, b, reentrant=True))
-        loss(model(batch())).backward()
-
-    def within() -> None:
-        model = net_of(net())
-        with engines[-1].full_parameters():
-            loss(model(batch())).backward()
-
-    def sharded_twice() -> None:
-        ringdp.shard(net_of(net()), stage=stage, comm=comm)
-
-    def second_order() -> None:
-        model = net_of(net())
-        x = batch().requires_grad_()
-        (g,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
-        (loss(model(x)) + g.square().sum()).backward()
-
-    engines: list[ringdp.Engine] = []
-
-    def net_of(model: Any) -> Any:
-        engines.append(ringdp.shard(model, stage=stage, comm=comm))
-        return model
-
-    said = []
-    for attempt in (opaque, twice_reentrant, within, sharded_twice, second_order):
-        try:
-            attempt()
-            said.append("")
-        except ringdp.UsageError as e:
-            said.append(str(e))
-        finally:
-            engines.pop().close()
-    return said
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_wrong_use_is_told(ranks, stage):
-    for opaque, reentrant, within, twice, second_order in ranks(2)(refused, stage):
-        assert ("unit '' returns an iterator" in opaque) == (stage == 3)
-        assert "Pass use_reentrant=False" in reentrant
-        assert "full_parameters" in within
-        assert "sharded already" in twice
-        assert ("create_graph" in second_order) == (stage == 3)
-
-
-def disagree(comm: Communicator, stage: int) -> str:
-    """Rank 0 uses block 1, the others don't."""
-    model = net()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
-    if comm.rank:
-        model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
-    try:
-        for _ in range(2):
-            loss(model(batch())).backward()
-    except ringdp.RingdpError as e:
-        return f"{type(e).__name__}: {e}"
-    finally:
-        with suppress(ringdp.CommunicationError):  # what the others have left may be known by now
-            engine.close()
-    return ""
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_that_use_different_units_are_told(fresh_ranks, stage):
-    said = fresh_ranks(2)(disagree, stage)
-    assert all(said)
-    assert any("CollectiveMismatch" in text and "tag" in text for text in said)
 
 
 # ---- optimizers

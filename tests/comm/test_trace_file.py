@@ -1,0 +1,108 @@
+"""A trace's file: where it lies, that it is there however a run ends, and where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringdp
+from ringdp.comm import tracing
+from tests.forks import PATIENCE, store
+from tests.tape.traces import Read
+
+pytestmark = pytest.mark.process
+
+
+def dies(comm: ringdp.Communicator, say, path: Path, transport: str) -> None:
+    tracing.HASTE = PATIENCE  # a busy machine is slow
+    if transport != "shm":
+        comm = ringdp.init(transport=transport)
+    talk = store()
+    try:
+        with ringdp.trace(path):
+            comm.all_reduce(torch.ones(10))
+            talk.set(f"done/{comm.rank}", "")
+            if comm.rank == 1:
+                talk.wait(["done/0", "done/2"])  # else they may hear of it in the first one
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.all_reduce(torch.ones(10))
+    except ringdp.PeerLost as e:
+        say(str(e).splitlines()[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, transport):
+    path = tmp_path / "run.json"
+    ended = forks(3, dies, path, transport)
+    assert [e.code for e in ended] == [0, -signal.SIGKILL, 0]
+    assert "rank 1" in ended[0].said[0]
+    read = Read(path)
+    assert sorted(read.about["parts"]) == ["0", "2"]
+    assert set(read.about["missing"]) == {"1"}
+    assert "ended before it wrote its part" in read.about["missing"]["1"]
+    assert [e["args"].get("failed", False) for e in read.spans("collective", 0)] == [False, True]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def calls_by_turns(comm: ringdp.Communicator, at: Path) -> None:
+    """Each rank with a file of its own in mind, and rank 1 in another directory."""
+    before = os.getcwd()
+    if comm.rank == 1:
+        (at / "other").mkdir()
+    os.chdir(at / "other" if comm.rank == 1 else at)
+    try:
+        for name in (f"run{comm.rank}.json", "again.json"):
+            with ringdp.trace(name):
+                comm.all_reduce(torch.ones(10))
+        with ringdp.trace("nothing.json"):
+            pass
+    finally:
+        os.chdir(before)
+
+
+def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
+    ranks(2)(calls_by_turns, tmp_path)
+    found = ["again.json", "nothing.json", "other", "run0.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == found
+    assert list((tmp_path / "other").iterdir()) == []
+    for name, calls in (("run0", 1), ("again", 1), ("nothing", 0)):
+        read = Read(tmp_path / f"{name}.json")
+        assert sorted(read.about["parts"]) == ["0", "1"]
+        assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
+
+
+def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
+    said = []
+    for start in (
+        lambda: ringdp.trace("/nowhere/run.json").start(),
+        lambda: ringdp.trace(pipe).start(),
+        lambda: ringdp.trace("a\0b").start(),
+        lambda: ringdp.trace(path.with_name("n" * 240)).start(),
+        lambda: ringdp.trace(path).stop(),
+    ):
+        with pytest.raises(ringdp.UsageError) as found:
+            start()
+        said.append(str(found.value))
+    running = ringdp.trace(path).start()
+    with pytest.raises(ringdp.UsageError, match="a trace runs in this process already"):
+        ringdp.trace(path).start()
+    running.stop()
+    return said
+
+
+def test_mistakes_are_told_on_every_rank(ranks, tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for said in ranks(2)(refused, tmp_path / "run.json", pipe):
+        assert said[0] == (
+            "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
+            "a directory that exists and is writable"
+        )
+        assert said[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
+        assert "embedded null " in said[2]  # byte, or from Python 3.13 on character
+        assert "nnn: File name too long; allowed" in said[3]
+        assert said[4] == "this trace does not run; start it first"
+    assert (tmp_path / "run.json").exists()

@@ -1,0 +1,106 @@
+"""What an engine refuses is told in time, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringdp
+from ringdp import Communicator
+from tests.parallel.loop_models import Checkpointed, batch, block, linear, loss, net
+
+pytestmark = pytest.mark.process
+
+
+class Opaque(nn.Module):
+    """Its output is what no one can look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block()])
+        self.last = linear()
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        return iter([self.last(self.blocks[0](x))])
+
+
+def refused(comm: Communicator, stage: int) -> list[str]:
+    """What each wrong use says; after it the engine still trains."""
+
+    def opaque() -> None:
+        next(net_of(Opaque())(batch())).sum().backward()
+
+    def twice_reentrant() -> None:
+        b = block()
+        model = net_of(Checkpointed(b, b, reentrant=True))
+        loss(model(batch())).backward()
+
+    def within() -> None:
+        model = net_of(net())
+        with engines[-1].full_parameters():
+            loss(model(batch())).backward()
+
+    def sharded_twice() -> None:
+        ringdp.shard(net_of(net()), stage=stage, comm=comm)
+
+    def second_order() -> None:
+        model = net_of(net())
+        x = batch().requires_grad_()
+        (g,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
+        (loss(model(x)) + g.square().sum()).backward()
+
+    engines: list[ringdp.Engine] = []
+
+    def net_of(model: Any) -> Any:
+        engines.append(ringdp.shard(model, stage=stage, comm=comm))
+        return model
+
+    said = []
+    for attempt in (opaque, twice_reentrant, within, sharded_twice, second_order):
+        try:
+            attempt()
+            said.append("")
+        except ringdp.UsageError as e:
+            said.append(str(e))
+        finally:
+            engines.pop().close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_wrong_use_is_told(ranks, stage):
+    for opaque, reentrant, within, twice, second_order in ranks(2)(refused, stage):
+        assert ("unit '' returns an iterator" in opaque) == (stage == 3)
+        assert "Pass use_reentrant=False" in reentrant
+        assert "full_parameters" in within
+        assert "sharded already" in twice
+        assert ("create_graph" in second_order) == (stage == 3)
+
+
+def disagree(comm: Communicator, stage: int) -> str:
+    """Rank 0 uses block 1, the others don't."""
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    if comm.rank:
+        model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+    try:
+        for _ in range(2):
+            loss(model(batch())).backward()
+    except ringdp.RingdpError as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        with suppress(ringdp.CommunicationError):  # what the others have left may be known by now
+            engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_that_use_different_units_are_told(fresh_ranks, stage):
+    said = fresh_ranks(2)(disagree, stage)
+    assert all(said)
+    assert any("CollectiveMismatch" in text and "tag" in text for text in said)
