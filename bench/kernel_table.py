@@ -1,4 +1,4 @@
-"""README's table of kernels: what each must move, and what `make gpu` measured of it."""
+"""The table of kernels: what each must move, and what `make gpu` measured of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of README."""
+"""Tables of the pages that show results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README's words and tables about what was predicted beside what was measured."""
+"""Words and tables about what was predicted beside what was measured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes what README shows but nobody types: figures, and the tables of results.
+"""Writes what README and docs/speed.md show but nobody types: figures, and the tables of results.
 
     python -m bench.readme        # needs matplotlib, the extra `plot`
 
-A part of README between `<!-- name -->` and `<!-- /name -->` is replaced by what PARTS[name] says.
+What stands between `<!-- name -->` and `<!-- /name -->` in a page is what PAGES[page][name] says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ringdp.cli.bench.rows import read
 from ringdp.schedule import schedule, svg
 
 ROOT = Path(__file__).parent.parent
+README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
 FIGURE = RESULTS / "ring.svg"
 LESS = "↓"
 BEATEN = "\n\nThe best call is faster than numpy's passes, and so below its bound, here: {}."
@@ -36,6 +37,34 @@ PLOTS = {
 
 def figure() -> str:
     return svg(schedule("all_reduce", "ring", 4))
+
+
+def best() -> str:
+    """What to begin with: medians of some sizes and steps, and where we gain least."""
+    lines = []
+    for size in (4 << 10, 1 << 20, 64 << 20):
+        rows = [r for r in read(RESULTS / "all_reduce.json").rows if r.bytes == size]
+        (ours,) = (r for r in rows if r.ours and not r.registered)
+        peer = min((r for r in rows if not r.ours), key=median)
+        times = f"{median(ours):,.1f} µs", f"{median(peer):,.1f} µs ({peer.label})"
+        lines.append(
+            [f"all_reduce of {_bytes(size)}", *times, f"{median(ours) / median(peer):.2f}"]
+        )
+    for name, case, way, other in (
+        ("ddp_step", "training step, DDP", "ringdp", f"torch over gloo{KEPT}"),
+        ("zero_step", "training step, stage 3", "stage 3", f"FSDP2 over gloo{KEPT}"),
+    ):
+        steps = load(name)["steps"]
+        (ours,) = (row for row in steps if row["name"] == way)
+        (peer,) = (row for row in steps if row["by_kept"] == 1)
+        times = f"{ours['median']:.0f} ms", f"{peer['median']:.0f} ms ({other})"
+        lines.append([case, *times, f"{ours['by_kept']:.2f}"])
+    table = markdown(["2 ranks, medians", "ringdp", "the best of others", "ringdp / it"], lines)
+    least, case = min((found, r.case) for r in REQUIRED if (found := reached(r, median, OTHER)))
+    return (
+        f"{table}\n\nWhere others come nearest, on another machine, ringdp is "
+        f"{least.ratio:.2f} times as fast as the best of them ({case})."
+    )
 
 
 def stages() -> str:
@@ -123,14 +152,17 @@ def _heading(transport: str, label: str) -> str:
 
 def plots() -> str:
     found = [name for name in PLOTS if (RESULTS / f"{name}.svg").exists()]
-    return "\n".join(f"![{PLOTS[name]}](bench/results/{name}.svg)" for name in found)
+    return "\n".join(f"![{PLOTS[name]}](../bench/results/{name}.svg)" for name in found)
 
 
 def guard() -> str:
     """From `python -m bench.guard`."""
     rows = [Row(**row) for row in load("guard")]
     costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {_bytes(r.bytes)}" for r in rows]
-    return f"What that takes of a call (`bench/guard.py`): {', '.join(costs)}."
+    return (
+        "What a call pays for saying what it does, should it hang (`bench/guard.py`): "
+        f"{', '.join(costs)}."
+    )
 
 
 def small() -> str:
@@ -233,30 +265,35 @@ def trace() -> str:
     )
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    "stages": stages,
-    "all_reduce": all_reduce,
-    "plots": plots,
-    "ratios": ratios,
-    "machine": machine,
-    "small": small,
-    "torch_backend": torch_backend,
-    "ddp_step": ddp_step,
-    "zero_step": zero_step,
-    "kernels": kernels,
-    "guard": guard,
-    "trace": trace,
-    "link": link,
-    "plan": plan,
-    "error": error,
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"best": best, "stages": stages},
+    SPEED: {
+        "all_reduce": all_reduce,
+        "machine": machine,
+        "plots": plots,
+        "ratios": ratios,
+        "small": small,
+        "guard": guard,
+        "ddp_step": ddp_step,
+        "zero_step": zero_step,
+        "torch_backend": torch_backend,
+        "link": link,
+        "plan": plan,
+        "trace": trace,
+        "error": error,
+        "kernels": kernels,
+    },
 }
 
 
-def render(text: str) -> str:
-    for name, part in PARTS.items():
+def render(page: Path) -> str:
+    """A page as it ought to be."""
+    text = page.read_text()
+    assert set(re.findall(r"<!-- (\w+) -->", text)) == set(PAGES[page]), page
+    for name, part in PAGES[page].items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text, count = pattern.subn(lambda m, p=part: f"{m[1]}{p()}\n{m[2]}", text)
-        assert count == 1, f"README has {count} parts named {name}"
+        assert count == 1, f"{page.name} has {count} parts named {name}"
     return text
 
 
@@ -265,5 +302,5 @@ if __name__ == "__main__":
 
     FIGURE.write_text(figure())
     write()
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text()))
+    for page in PAGES:
+        page.write_text(render(page))

@@ -1,4 +1,4 @@
-"""The comparisons that README reports, one file of bench/results each.
+"""The comparisons that docs/speed.md reports, one file of bench/results each.
 
     pip install 'ringdp[bench]'
     python -m bench.suite                  # all, some 20 minutes

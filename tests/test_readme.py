@@ -1,4 +1,4 @@
-"""README's code runs, and what it shows of results is generated from them."""
+"""README's code runs, and what pages show of results is generated from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from bench import readme
 from ringdp.cli.main import main
 from tests import scripts
 
-TEXT = (readme.ROOT / "README.md").read_text()
+TEXT = readme.README.read_text()
+PAGES = (readme.README, *sorted((readme.ROOT / "docs").glob("*.md")))
 # Standalone: on a port that is free, where several jobs may run beside each other.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -21,7 +22,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 def test_figure_and_tables_are_current():
     assert readme.FIGURE.read_text() == readme.figure()
-    assert readme.render(TEXT) == TEXT, "run: python -m bench.readme"
+    for page in readme.PAGES:
+        assert readme.render(page) == page.read_text(), "run: python -m bench.readme"
 
 
 def test_the_commands_it_names_exist():
@@ -30,9 +32,21 @@ def test_the_commands_it_names_exist():
         assert f"\n{target}:" in makefile
 
 
-def test_the_files_it_names_exist():
-    for path in re.findall(r"`((?:ringdp|csrc|kernels|bench)/[\w/.]*)`", TEXT):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_and_headings_that_it_names_exist(page: Path):
+    text = page.read_text()
+    for path in re.findall(r"`((?:ringdp|csrc|kernels|bench)/[\w/.]*)`", text):
         assert (readme.ROOT / path).exists(), path
+    for path, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        there = page.parent / path if path else page
+        assert there.exists(), path
+        assert not heading or heading in anchors(there.read_text()), heading
+
+
+def anchors(text: str) -> list[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"(?m)^#+ (.*)", text)
+    return [re.sub(r"[^\w\s-]", "", head).strip().lower().replace(" ", "-") for head in heads]
 
 
 def test_a_schedule_is_drawn_and_projected(capsys: pytest.CaptureFixture[str]):

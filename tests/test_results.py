@@ -132,7 +132,7 @@ def test_the_cost_model_holds_over_an_emulated_link() -> None:
 
 
 def test_plans_of_every_stage_were_checked_against_runs() -> None:
-    """Bytes to the byte. Times are only shown: README says by how much they are off."""
+    """Bytes to the byte. Times are only shown: docs/speed.md says by how much they are off."""
     runs = predictions.plan_runs()
     assert {(r.ranks, r.network, r.stage) for r in runs} == {
         (n, network, stage)
