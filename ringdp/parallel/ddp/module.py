@@ -177,7 +177,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         )
         reducer.begin_forward(reduces=reduces)
         if buffers and self._buffer_hook:
-            reducer.guests += self._buffer_hook.run(buffers)
+            reducer.flights += self._buffer_hook.run(buffers)
         elif buffers:
             with broadcast():
                 replicas.broadcast(self.comm, buffers.values(), root)
@@ -187,7 +187,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     def _after_forward(self, output: Any) -> None:
         self.reducer.end_forward(tensors(output), reduces=self._reducing)
         if self._buffer_hook and self._syncs(before=False):
-            self.reducer.guests += self._buffer_hook.run(self._named_buffers())
+            self.reducer.flights += self._buffer_hook.run(self._named_buffers())
         self.require_forward_param_sync, self._started = self._averages, True
 
     @property

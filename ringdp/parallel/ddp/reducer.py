@@ -74,8 +74,7 @@ class Reducer(Asked, Taped):
         self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
         self._left: list[int] = []  # of them, still to come in this backward
         self._order: dict[int, None] = {}  # parameters, as gradients came in the first backward
-        self._flights: list[Callable[[], object]] = []
-        self.guests: list[Callable[[], object]] = []  # what else ends with this backward
+        self.flights: list[Callable[[], object]] = []  # what the end of this backward waits for
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
         self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
         self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
@@ -211,7 +210,7 @@ class Reducer(Asked, Taped):
 
     def _begin(self, first: int) -> None:
         if self.parameters[first].parameter.grad is None and (error := kept()):
-            self._flights.append(raiser(error))
+            self.flights.append(raiser(error))
         self._running = True
         for index, parts in enumerate(self._expected):
             if parts == 0:
@@ -264,7 +263,7 @@ class Reducer(Asked, Taped):
         except ModelError as error:
             self.journal.failed(error)
             raise
-        self._flights.append(flight)
+        self.flights.append(flight)
 
     def end_later(self) -> None:
         """Ask for `_end` at the end of this backward."""
@@ -330,9 +329,8 @@ class Reducer(Asked, Taped):
         return unused_everywhere
 
     def _land(self) -> None:
-        for flights in (self._flights, self.guests):
-            while flights:
-                flights.pop(0)()
+        while self.flights:
+            self.flights.pop(0)()
 
     def shadow(self) -> None:
         """Take part in the backward of the other ranks with zeros, until `_land`. Collective."""
@@ -341,6 +339,6 @@ class Reducer(Asked, Taped):
             bucket.blank()
             self._start(bucket)
         if self._learning or self.settings.seeks_unused:
-            self._flights.append(self._ask_users(range(len(self.parameters))))
+            self.flights.append(self._ask_users(range(len(self.parameters))))
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
