@@ -54,7 +54,7 @@ class Joining(Holding, Joinable):
         if not enable:
             yield
             return
-        self.reducer.join(None)
+        self.reducer.uneven = None
         uneven = self._uneven = Uneven(
             self.comm, initial_size=divide_by_initial_world_size, throw=throw_on_early_termination
         )
@@ -65,11 +65,11 @@ class Joining(Holding, Joinable):
             self._agree()
         finally:
             self._uneven, self._join_config = None, ALONE
-            self.reducer.join(None)
+            self.reducer.uneven = None
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
-        self.reducer.join(None)
+        self.reducer.uneven = None
         self._uneven = Uneven(self.comm, initial_size=divide_by_initial_world_size, throw=False)
         return Shadow(self._uneven, self._shadow, self._agree)
 
@@ -89,7 +89,7 @@ class Joining(Holding, Joinable):
         if uneven is not None:
             waits = reduces and self.reducer._armed
             uneven.exchange(Status(1, int(reduces), int(broadcasts), int(waits)))
-        self.reducer.join(uneven)
+        self.reducer.uneven = uneven
         return uneven.root if uneven else 0
 
     def _agree(self) -> None:

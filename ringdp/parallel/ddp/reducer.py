@@ -54,7 +54,7 @@ from ringdp.tape import recorder
 
 
 class Reducer(Asked, Taped):
-    """Over a communicator of its own. `divisor`: what gradients are divided by before the sum."""
+    """Over a communicator of its own."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Reducer(Asked, Taped):
         journal: Journal,
     ) -> None:
         self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
-        self.divisor, self.journal = comm.size, journal
-        self.joined = False  # a rank that has ended may be there, which reduces every bucket
+        self.journal = journal
+        self.uneven: Uneven | None = None  # a rank may have ended, and then reduces every bucket
         self.hook: CommHook | Reduction | BuiltIn | None = None
         self.layouts: list[Layout] = []  # at first, and rebuilt
         self._armed = self._running = self._ending = self._ordering = False
@@ -118,11 +118,6 @@ class Reducer(Asked, Taped):
         return len(self.layouts) > 1
 
     # ---- forward
-
-    def join(self, uneven: Uneven | None) -> None:
-        """What it knows of ranks that have ended holds for the next backward."""
-        self.joined = uneven is not None
-        self.divisor = uneven.divisor if uneven else self.comm.size
 
     def begin_forward(self, *, reduces: bool) -> None:
         """`reduces`: its backward shall. Collective once, then: see `_rebuild_buckets`."""
@@ -234,7 +229,10 @@ class Reducer(Asked, Taped):
 
     @property
     def _scale(self) -> float:
-        return 1.0 if self.hook else 1 / self.divisor
+        """What gradients are multiplied by before the sum."""
+        if self.hook:
+            return 1.0
+        return 1 / (self.uneven.divisor if self.uneven else self.comm.size)
 
     def _issue(self) -> None:
         """Start every bucket that is whole, and has none before it that is not."""
@@ -249,7 +247,7 @@ class Reducer(Asked, Taped):
 
     def _skips(self, bucket: Bucket) -> bool:
         """Whether no gradient in it is anything, on any rank, as the user has promised."""
-        skips = self.settings.skip_all_reduce_unused_params and not self.joined
+        skips = self.settings.skip_all_reduce_unused_params and self.uneven is None
         return skips and self.idle.issuperset(self.layouts[-1][bucket.index])
 
     def _start(self, bucket: Bucket) -> None:
@@ -287,7 +285,7 @@ class Reducer(Asked, Taped):
             return  # the next forward tells of it
         if self._learning or self.settings.seeks_unused:
             self._untouched, any_came = self._ask_users(missing)()
-            if not any_came and not self.joined:
+            if not any_came and self.uneven is None:
                 if error := kept():
                     raise error
                 self._land()
