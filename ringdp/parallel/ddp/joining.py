@@ -14,6 +14,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp.holding import Holding
+from ringdp.parallel.ddp.state import RESTING
 from ringdp.parallel.ddp.uneven import Shadow, Status, Uneven
 
 ALONE = _JoinConfig(False, False, False)  # outside any join
@@ -87,7 +88,7 @@ class Joining(Holding, Joinable):
         if notified := Join.notify_join_context(self):
             notified.wait()
         if uneven is not None:
-            waits = reduces and self.reducer._armed
+            waits = reduces and self.reducer.state is not RESTING
             uneven.exchange(Status(1, int(reduces), int(broadcasts), int(waits)))
         self.reducer.uneven = uneven
         return uneven.root if uneven else 0

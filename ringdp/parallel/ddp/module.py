@@ -27,6 +27,7 @@ from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.nested import Around
 from ringdp.parallel.ddp.profiled import broadcast, span
 from ringdp.parallel.ddp.settings import Settings
+from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
 from ringdp.parallel.mesh import localize, of_mesh
@@ -165,11 +166,11 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         """Decide whether the backward of this forward shall reduce. Collective."""
         reducer = self.reducer
         self._around.meet(_Torchs._active_ddp_module)
-        recomputed = reducer._running and in_backward()
+        recomputed = reducer.state in UNDER_WAY and in_backward()
         reduces = self._averages and not recomputed and not self._around.reduces()
         if reduces:
             unheard.check_autograd()
-            if not self._started or (reducer._armed and not reducer._running):
+            if not self._started or reducer.state is ARMED:
                 unheard.check(self.module, reducer)
         buffers = self._named_buffers() if self._syncs(before=True) else {}
         root = self._joined_forward(
@@ -198,7 +199,8 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     @property
     def _reduces(self) -> bool:
         """Whether the next backward does, of the forward that is under way or is through."""
-        return self._reducing or (self._reducer is not None and self._reducer._armed)
+        reducer = self._reducer
+        return self._reducing or (reducer is not None and reducer.state is not RESTING)
 
     def _syncs(self, *, before: bool) -> bool:
         """Whether buffers are brought together there: before the forward, or after it."""

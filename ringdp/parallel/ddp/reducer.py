@@ -47,6 +47,7 @@ from ringdp.parallel.ddp.listening import enders, kept, listener, raiser
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
 from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
+from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
 from ringdp.parallel.ddp.stepping import step, taken_off
 from ringdp.parallel.ddp.taped import Taped
 from ringdp.parallel.ddp.uneven import Uneven
@@ -69,7 +70,8 @@ class Reducer(Asked, Taped):
         self.uneven: Uneven | None = None  # a rank may have ended, and then reduces every bucket
         self.hook: CommHook | Reduction | BuiltIn | None = None
         self.layouts: list[Layout] = []  # at first, and rebuilt
-        self._armed = self._running = self._ending = self._ordering = False
+        self.state = RESTING
+        self._ordering = False
         self._learning = settings.static_graph
         self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
         self._left: list[int] = []  # of them, still to come in this backward
@@ -138,7 +140,7 @@ class Reducer(Asked, Taped):
 
     def _check_reducer_finalized(self) -> None:
         """Raise ModelError if the last backward is not through."""
-        if self._running:
+        if self.state in UNDER_WAY:
             lost = {i: self.parameters[i].name for i, left in enumerate(self._left) if left > 0}
             raise self._failed(unfinished(self.settings, self.comm.rank, lost))
 
@@ -162,7 +164,7 @@ class Reducer(Asked, Taped):
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """The next backward, of a forward that has ended, shall reduce."""
-        self._armed, self._running, self._ending = True, False, False
+        self.state = ARMED
         self._next = self.started = 0
         self.idle.clear()
         self._left = list(self._expected)
@@ -171,7 +173,7 @@ class Reducer(Asked, Taped):
             self._order.clear()
         for bucket in self.buckets:
             bucket.arm()
-        if self._learning or self.settings.seeks_unused:
+        if self._seeks_unused:
             self._leaves += enders(weakref.ref(self), outputs)
 
     def _let_go(self) -> None:
@@ -185,14 +187,14 @@ class Reducer(Asked, Taped):
         """Called when a part of a gradient has been added to p.grad."""
         if self.settings.has_unused and self.parameters[index].parameter.grad is None:
             return  # autograd came by with nothing
-        if not self._armed:
+        if self.state is RESTING:
             if self._again and index in (self.unused or ()):
                 raise self._failed(again(self.parameters[index].name))
             self._used.add(index)
             self.mixed.raise_(self.parameters[index].parameter)
             return
         self.journal.mark(GRADIENT)
-        if not self._running:
+        if self.state is ARMED:
             self._begin(index)
         if self._ordering:
             self._order.pop(index, None)
@@ -206,7 +208,7 @@ class Reducer(Asked, Taped):
     def _begin(self, first: int) -> None:
         if self.parameters[first].parameter.grad is None and (error := kept()):
             self.flights.append(raiser(error))
-        self._running = True
+        self.state = RUNNING
         for index, parts in enumerate(self._expected):
             if parts == 0:
                 self._ready_unused(index)
@@ -265,9 +267,9 @@ class Reducer(Asked, Taped):
 
     def end_later(self) -> None:
         """Ask for `_end` at the end of this backward."""
-        self._again |= not self._armed
-        if self._armed and not self._ending:
-            self._ending = self._running = True
+        self._again |= self.state is RESTING
+        if self.state in (ARMED, RUNNING):
+            self.state = ENDING
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -277,13 +279,13 @@ class Reducer(Asked, Taped):
         if self._learning:
             for index in self._order:
                 self._ready(index)
-        if self._learning or self.settings.seeks_unused:
+        if self._seeks_unused:
             for index in missing:
                 self._ready_unused(index)
             self._issue()
         if self._next < len(self.buckets):
             return  # the next forward tells of it
-        if self._learning or self.settings.seeks_unused:
+        if self._seeks_unused:
             self._untouched, any_came = self._ask_users(missing)()
             if not any_came and self.uneven is None:
                 if error := kept():
@@ -294,7 +296,8 @@ class Reducer(Asked, Taped):
             self._steady &= self.unused in (None, missing)
             self.unused = missing
         self._land()
-        self._expected = [1 - left for left in self._left] if self._learning else self._expected
+        if self._learning:
+            self._expected, self._learning = [1 - left for left in self._left], False
         self.journal.end(self._order)
         self.mixed.raise_all()
         for index in missing:
@@ -304,7 +307,12 @@ class Reducer(Asked, Taped):
         step(self._stepping or ())
         self._let_go()
         self._used.clear()
-        self._armed = self._running = self._learning = False
+        self.state = RESTING
+
+    @property
+    def _seeks_unused(self) -> bool:
+        """Whether the end of this backward says which parameters have no gradient."""
+        return self._learning or self.settings.seeks_unused
 
     def _missing(self) -> list[int]:
         """Parameters that have got no gradient in this backward, or never do (static_graph)."""
@@ -336,7 +344,7 @@ class Reducer(Asked, Taped):
             bucket.arm()
             bucket.blank()
             self._start(bucket)
-        if self._learning or self.settings.seeks_unused:
+        if self._seeks_unused:
             self.flights.append(self._ask_users(range(len(self.parameters))))
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))

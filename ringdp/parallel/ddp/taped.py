@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from ringdp.comm import Communicator
 from ringdp.parallel.around import Around
 from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.state import RESTING, State
 from ringdp.tape.recorder import Recorder
 
 
@@ -20,7 +21,7 @@ class Taped:
     """The part of a Reducer that a trace asks. See `tape.recorder.Source`."""
 
     comm: Communicator
-    _armed: bool  # this backward reduces
+    state: State
     _watcher: Watcher
 
     def tape_on(self, recorder: Recorder) -> None:
@@ -67,7 +68,7 @@ class Watcher:
     def _gradient_made(self, _index: int) -> None:
         if self._backward is None:
             self._backward = monotonic_ns()
-            if not self._reducer._armed:
+            if self._reducer.state is RESTING:
                 Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _reduced(self, since: int, bucket: Bucket) -> None:
