@@ -79,13 +79,12 @@ class Reducer(Asked, Taped):
         self.flights: list[Callable[[], object]] = []  # what the end of this backward waits for
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
         self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
-        self._untouched: set[int] = set()  # parameters that no rank uses (static_graph)
         self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
         self._steady = True  # the same ones in every backward
         self._again = False  # a backward has come to outputs after that which reduced
         self.idle: set[int] = set()  # unused parameters that count as there in this backward
         self.started = 0  # buckets, in the last backward
-        self._users = torch.zeros(len(parameters), dtype=torch.int32)  # ranks, of each parameter
+        self._users = [0] * len(parameters)  # ranks, of each parameter, when it was last asked
         self._build()
         self._nodes: dict[int, Any] = {}
         self._handles: list[RemovableHandle] = []
@@ -286,7 +285,7 @@ class Reducer(Asked, Taped):
         if self._next < len(self.buckets):
             return  # the next forward tells of it
         if self._seeks_unused:
-            self._untouched, any_came = self._ask_users(missing)()
+            any_came = self._ask_users(missing)()
             if not any_came and self.uneven is None:
                 if error := kept():
                     raise error
@@ -301,7 +300,7 @@ class Reducer(Asked, Taped):
         self.journal.end(self._order)
         self.mixed.raise_all()
         for index in missing:
-            if index not in self._untouched:
+            if self._users[index]:
                 bucket, place = self._places[index]
                 bucket.hand_out(place)
         step(self._stepping or ())
@@ -319,20 +318,20 @@ class Reducer(Asked, Taped):
         parts = enumerate(zip(self._left, self._expected, strict=True))
         return [i for i, (left, all_) in parts if all_ == 0 or left == all_]
 
-    def _ask_users(self, missing: Sequence[int]) -> Callable[[], tuple[set[int], bool]]:
-        """What is returned waits, and gives the parameters that no rank has used, and whether any
-        gradient has come in this backward to any rank."""
+    def _ask_users(self, missing: Sequence[int]) -> Callable[[], bool]:
+        """What is returned waits, and tells whether any gradient has come in this backward to any
+        rank."""
         used = torch.ones(len(self.parameters) + 1, dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
         used[-1] = len(missing) < len(self.parameters)
         work = all_reduce(self.comm, used, tag=len(self.buckets))
 
-        def unused_everywhere() -> tuple[set[int], bool]:
+        def any_came() -> bool:
             work.wait()
-            self._users = used[:-1]
-            return {i for i, n in enumerate(self._users.tolist()) if not n}, bool(used[-1])
+            *self._users, came = used.tolist()
+            return bool(came)
 
-        return unused_everywhere
+        return any_came
 
     def _land(self) -> None:
         while self.flights:
