@@ -24,7 +24,7 @@ from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook, checked
 from ringdp.parallel.ddp.joining import ALONE, Joining
 from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
-from ringdp.parallel.ddp.nested import Around
+from ringdp.parallel.ddp.nested import Outers
 from ringdp.parallel.ddp.profiled import broadcast, span
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self._place = place = arguments.place(self._state(), device_ids, output_device)
         self.device_ids = None if place is None else [place.index]
         self.dim, self.output_device = dim, None if place is None else place.index
-        self._around = Around(self._trainable)
+        self._outers = Outers(self._trainable)
         self._reducer = None
         self._comm = communicator_of(process_group, module.parameters())
         self.settings = Settings(
@@ -165,9 +165,9 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     def _before_forward(self) -> None:
         """Decide whether the backward of this forward shall reduce. Collective."""
         reducer = self.reducer
-        self._around.meet(_Torchs._active_ddp_module)
+        self._outers.meet(_Torchs._active_ddp_module)
         recomputed = reducer.state in UNDER_WAY and in_backward()
-        reduces = self._averages and not recomputed and not self._around.reduces()
+        reduces = self._averages and not recomputed and not self._outers.reduces()
         if reduces:
             unheard.check_autograd()
             if not self._started or reducer.state is ARMED:

@@ -14,7 +14,7 @@ from ringdp.errors import ModelError
 from ringdp.parallel.ddp.settings import Trainable
 
 
-class Around:
+class Outers:
     """The DDPs in whose forward one has been called. It hears of them there, as they may be made
     later; a recomputation in backward is in none."""
 
@@ -22,9 +22,9 @@ class Around:
         self._trainable = list(trainable)
         self._train: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # its parameters, too
 
-    def __reduce__(self) -> tuple[type[Around], tuple[list[Trainable]]]:
+    def __reduce__(self) -> tuple[type[Outers], tuple[list[Trainable]]]:
         """A copy has been called in none."""
-        return Around, (self._trainable,)
+        return Outers, (self._trainable,)
 
     def meet(self, active: Any) -> None:
         """The one whose forward is under way, or None. Raises ModelError where each would reduce
@@ -32,7 +32,7 @@ class Around:
         if active is None or active in self._train:
             return
         mine = [t for t in self._trainable if t.parameter.requires_grad]
-        ours = isinstance(getattr(active, "_around", None), Around)
+        ours = isinstance(getattr(active, "_outers", None), Outers)
         theirs = {t.parameter for t in active._trainable} if ours else {*active._module_parameters}
         both = [t.name for t in mine if t.parameter in theirs]
         if both and not (ours and len(both) == len(mine)):
@@ -46,7 +46,7 @@ class Around:
     def reduces(self) -> bool:
         """Whether one of them does so in the next backward."""
         return any(
-            outer._reduces or outer._around.reduces()
+            outer._reduces or outer._outers.reduces()
             for outer, train in self._train.items()
             if train
         )
