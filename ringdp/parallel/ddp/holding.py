@@ -1,26 +1,55 @@
-"""What one DDP works with: a communicator, and a reducer with another. A copy makes its own."""
+"""What one DDP works with: the model's state, a communicator, and a reducer with another."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor, nn
+
 from ringdp.comm import Communicator, communicator_of
+from ringdp.parallel import replicas
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import Journal
 from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings, Trainable
+from ringdp.parallel.ddp.uneven import Uneven
 
 
 class Holding:
     """The part of DistributedDataParallel that has them."""
 
+    module: nn.Module
+    parameters_to_ignore: set[str]
     settings: Settings
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
     _trainable: list[Trainable]
+    _group: Any  # as given
     _mixed: Mixed
     _journal: Journal
     _hook: CommHook | BuiltIn | None
     _comm: Communicator | None
     _reducer: Reducer | None
+    _uneven: Uneven | None
+    _authoritative_rank: int | None  # whose values held at the end of the last join
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """Those that are brought together. Anew each time: a model may put another tensor in a
+        buffer's place."""
+        ignored = self.parameters_to_ignore
+        return {name: b for name, b in self.module.named_buffers() if name not in ignored}
+
+    def _state(self) -> list[nn.Parameter]:
+        ignored = self.parameters_to_ignore
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
+
+    def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
+        """Parameters, and buffers, take that rank's values. Collective."""
+        state = [*self._state(), *(self.named_module_buffers.values() if buffers else ())]
+        replicas.broadcast(self.comm, state, root)
 
     @property
     def comm(self) -> Communicator:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from ringdp.comm import Communicator
@@ -34,12 +33,6 @@ class Joining(Holding, Joinable):
     """The part of DistributedDataParallel that joins."""
 
     process_group: Any
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    _uneven: Uneven | None
-    _authoritative_rank: int | None
-    _broadcast: Callable[..., None]
-    _named_buffers: Callable[[], dict[str, Tensor]]
 
     @contextmanager
     def join(
@@ -112,7 +105,7 @@ class Joining(Holding, Joinable):
             reducer._land()
             reducer._rebuild_buckets()
         if status.broadcasts:
-            replicas.broadcast(self.comm, self._named_buffers().values(), self._uneven.root)
+            replicas.broadcast(self.comm, self.named_module_buffers.values(), self._uneven.root)
         if begins:
             reducer.shadow()
             if any(t.sparse for t in reducer.parameters):

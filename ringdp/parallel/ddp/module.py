@@ -114,26 +114,11 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         self.mixed_precision, self._journal = mixed_precision, Journal()
         if init_sync:
             if at_first:
-                replicas.check_places(self._named_buffers().items())
+                replicas.check_places(self.named_module_buffers.items())
             replicas.check_equal(self.comm, [(t.name, t.parameter) for t in self._trainable])
             self._broadcast(buffers=at_first)
         self._mixed = Mixed(module, self.parameters_to_ignore, mixed_precision)
         self._make_reducer()
-
-    # ---- what it works on
-
-    def _named_buffers(self) -> dict[str, Tensor]:
-        """Anew each time: a model may put another tensor in a buffer's place."""
-        ignored = self.parameters_to_ignore
-        return {name: b for name, b in self.module.named_buffers() if name not in ignored}
-
-    def _state(self) -> list[nn.Parameter]:
-        ignored = self.parameters_to_ignore
-        return [p for name, p in self.module.named_parameters() if name not in ignored]
-
-    def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
-        state = [*self._state(), *(self.modules_buffers if buffers else ())]
-        replicas.broadcast(self.comm, state, root)
 
     # ---- forward
 
@@ -172,7 +157,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             unheard.check_autograd()
             if not self._started or reducer.state is ARMED:
                 unheard.check(self.module, reducer)
-        buffers = self._named_buffers() if self._syncs(before=True) else {}
+        buffers = self.named_module_buffers if self._syncs(before=True) else {}
         root = self._joined_forward(
             reduces=reduces, broadcasts=bool(buffers) and self._buffer_hook is None
         )
@@ -188,7 +173,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     def _after_forward(self, output: Any) -> None:
         self.reducer.end_forward(tensors(output), reduces=self._reducing)
         if self._buffer_hook and self._syncs(before=False):
-            self.reducer.flights += self._buffer_hook.run(self._named_buffers())
+            self.reducer.flights += self._buffer_hook.run(self.named_module_buffers)
         self.require_forward_param_sync, self._started = self._averages, True
 
     @property

@@ -10,7 +10,7 @@ and to torch's C++ (`logger`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments, logged
 from ringdp.parallel.ddp.holding import Holding
-from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
 SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
@@ -30,17 +29,9 @@ SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 class Words(Holding):
     """The part of DistributedDataParallel that is there to be found under its name."""
 
-    module: nn.Module
-    parameters_to_ignore: set[str]
     device_ids: list[int | None] | None
     output_device: int | None
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
-    _group: Any  # as given
-    _uneven: Uneven | None
-    _authoritative_rank: int | None  # whose values held at the end of the last join
     _started: bool
-    _named_buffers: Callable[[], dict[str, Tensor]]
 
     broadcast_bucket_size = replicas.PIECE
 
@@ -90,19 +81,14 @@ class Words(Holding):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Those that are brought together."""
-        return list(self._named_buffers().values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        return self._named_buffers()
+        return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
         """In the next forward, or in this one until it ends."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and bool(self._named_buffers())
+            and bool(self.named_module_buffers)
         )
 
     @property
