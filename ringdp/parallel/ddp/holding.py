@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ringdp.comm import Communicator, communicator_of
@@ -15,9 +13,10 @@ from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.uneven import Uneven
+from ringdp.parallel.joins import Joins
 
 
-class Holding:
+class Holding(Joins):
     """The part of DistributedDataParallel that has them."""
 
     module: nn.Module
@@ -26,7 +25,6 @@ class Holding:
     forward_sync_buffers: bool
     require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
     _trainable: list[Trainable]
-    _group: Any  # as given
     _mixed: Mixed
     _journal: Journal
     _hook: CommHook | BuiltIn | None
@@ -52,7 +50,7 @@ class Holding:
         replicas.broadcast(self.comm, state, root)
 
     @property
-    def comm(self) -> Communicator:
+    def comm(self) -> Communicator:  # type: ignore[override]
         """A copy's is the default one."""
         if self._comm is None:
             self._comm = communicator_of(None, (t.parameter for t in self._trainable))

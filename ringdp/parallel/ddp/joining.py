@@ -6,33 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from ringdp.comm import Communicator
-from ringdp.errors import UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp.holding import Holding
 from ringdp.parallel.ddp.state import RESTING
-from ringdp.parallel.ddp.uneven import Shadow, Status, Uneven
+from ringdp.parallel.ddp.uneven import Status, Uneven
+from ringdp.parallel.joins import Shadow
 
 ALONE = _JoinConfig(False, False, False)  # outside any join
 
 
-def torchs(group: Any, advice: str) -> Any:
-    """Raises UsageError for a group that is not of torch.distributed; `advice`: what to give."""
-    if isinstance(group, Communicator):
-        raise UsageError(
-            f"process_group is {group!r}; torch's Join counts ranks over a torch.distributed "
-            f"group: give {advice}"
-        )
-    return group
-
-
-class Joining(Holding, Joinable):
+class Joining(Holding):
     """The part of DistributedDataParallel that joins."""
 
-    process_group: Any
+    _advice = "the model such a one, or use its own join()"
 
     @contextmanager
     def join(
@@ -64,22 +52,14 @@ class Joining(Holding, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
         self.reducer.uneven = None
-        self._uneven = Uneven(self.comm, initial_size=divide_by_initial_world_size, throw=False)
-        return Shadow(self._uneven, self._shadow, self._agree)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return torchs(self.process_group, "the model such a one, or use its own join()")
+        uneven = Uneven(self.comm, initial_size=divide_by_initial_world_size, throw=False)
+        self._uneven = uneven
+        return Shadow(lambda: self._shadow(uneven.exchange(Status())), self._agree)
 
     def _joined_forward(self, *, reduces: bool, broadcasts: bool) -> int:
         """Tell the ranks that have ended of this one. The rank whose buffers hold. Collective."""
         uneven = self._uneven if self._join_config.enable else None
-        if notified := Join.notify_join_context(self):
-            notified.wait()
+        self._notify()
         if uneven is not None:
             waits = reduces and self.reducer.state is not RESTING
             uneven.exchange(Status(1, int(reduces), int(broadcasts), int(waits)))

@@ -7,7 +7,7 @@
 Collectives of the model itself, such as SyncBatchNorm's, are not shadowed.
 
 `ddp.join()` does all of it over ringdp. torch's `Join([ddp, optimizer])` counts those that train
-over the torch.distributed group, and asks each of its joinables to shadow one iteration: `Shadow`.
+over the torch.distributed group, and asks each of its joinables to shadow one iteration: `joins`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError
@@ -63,19 +62,3 @@ class Uneven:
         """Do `step` for each forward of the others, until all have ended. Collective."""
         while (status := self.exchange(Status())).trains:
             step(status)
-
-
-class Shadow(JoinHook):
-    """What torch's Join calls on a rank without inputs; its collectives are those of `Uneven`."""
-
-    def __init__(
-        self, uneven: Uneven, step: Callable[[Status], None], agree: Callable[[], None]
-    ) -> None:
-        self.uneven, self.step, self.agree = uneven, step, agree
-
-    def main_hook(self) -> None:
-        self.step(self.uneven.exchange(Status()))
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """`agree`: all take what a rank holds that ended last."""
-        self.agree()

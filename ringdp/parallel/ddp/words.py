@@ -38,14 +38,6 @@ class Words(Holding):
     # ---- read
 
     @property
-    def process_group(self) -> Any:
-        """As given; else torch's default group, where there is one, or the communicator."""
-        if self._group is not None:
-            return self._group
-        torchs = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if torchs else self.comm
-
-    @property
     def broadcast_buffers(self) -> bool:
         """The older name of forward_sync_buffers."""
         return self.forward_sync_buffers

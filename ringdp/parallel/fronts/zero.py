@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed import group as groups
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp.joining import torchs
 from ringdp.parallel.fronts.refuse import refuse
+from ringdp.parallel.joins import Joins, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.steps import check_slices
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
     """torch's arguments: `optimizer_class` is any element-wise optimizer, `defaults` are its.
 
     Gradients must be equal on all ranks, as DDP leaves them.
     """
+
+    _advice = "the optimizer and model such a one"
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().__init__(params, defaults)
         Joinable.__init__(self)
         self._group = process_group  # as given
-        self._comm = communicator_of(
+        self.comm = communicator_of(
             process_group, (p for group in self.param_groups for p in group["params"])
         )
         self._parts: list[list[tuple[Tensor, nn.Parameter, int]]] = []  # of each group
@@ -67,9 +68,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         spans: dict[Tensor, tuple[int, int]] = {}
         for dtype, tensors in by_dtype.items():
             named = [(str(i), p.numel()) for i, p in enumerate(tensors)]
-            (plan,) = layout([(str(dtype), named)], self._comm.size)
+            (plan,) = layout([(str(dtype), named)], self.comm.size)
             self._plans.append((plan, tensors))
-            first = self._comm.rank * plan.shard
+            first = self.comm.rank * plan.shard
             for entry, p in zip(plan.entries, tensors, strict=True):
                 begin = min(max(first - entry.offset, 0), p.numel())
                 end = min(max(first + plan.shard - entry.offset, begin), p.numel())
@@ -104,8 +105,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                     f"ZeroRedundancyOptimizer: the gradient of a parameter of shape {list(p.shape)}"
                     f" is {p.grad.layout}; allowed: dense ones, as of Embedding(sparse=False)"
                 )
-        if notified := Join.notify_join_context(self):
-            notified.wait()
+        self._notify()
         if self._join_config.enable:
             self._share_gradients(trains=True)
         self._step()
@@ -134,31 +134,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Ranks that have no inputs take the gradients of one that trains. Collective."""
         parameters = [p for _, tensors in self._plans for p in tensors]
         mine = torch.tensor([trains, *(p.grad is not None for p in parameters)], dtype=torch.uint8)
-        rows = torch.empty(self._comm.size, len(mine), dtype=torch.uint8)
-        self._comm.all_gather(rows, mine)
+        rows = torch.empty(self.comm.size, len(mine), dtype=torch.uint8)
+        self.comm.all_gather(rows, mine)
         training = rows[:, 0].nonzero().flatten().tolist()
-        if len(training) == self._comm.size:
+        if len(training) == self.comm.size:
             return
         found = [p for p, there in zip(parameters, rows[training[0], 1:], strict=True) if there]
         if not trains:
             self.zero_grad()
             for p in found:
                 p.grad = torch.empty_like(p)
-        replicas.broadcast(self._comm, [p.grad for p in found if p.grad is not None], training[0])
+        replicas.broadcast(self.comm, [p.grad for p in found if p.grad is not None], training[0])
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
-        return _Shadow(self)
+        return Shadow(self._shadow)
 
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return torchs(
-            self._group or groups.WORLD or self._comm, "the optimizer and model such a one"
-        )
+    def _shadow(self) -> None:
+        self._share_gradients(trains=False)
+        self._step()
 
     def _show_options(self) -> None:
         """For schedulers. An optimizer may also count in them, as schedule-free ones do."""
@@ -169,8 +163,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         flat = torch.zeros(plan.padded, dtype=tensors[0].dtype, device=tensors[0].device)
         for e, p in zip(plan.entries, tensors, strict=True):
             flat[e.offset : e.offset + e.elements] = p.detach().view(-1)
-        rank = self._comm.rank
-        self._comm.all_gather(flat, flat[rank * plan.shard : (rank + 1) * plan.shard])
+        rank = self.comm.rank
+        self.comm.all_gather(flat, flat[rank * plan.shard : (rank + 1) * plan.shard])
         for e, p in zip(plan.entries, tensors, strict=True):
             p.detach().view(-1).copy_(flat[e.offset : e.offset + e.elements])
 
@@ -200,14 +194,3 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k != "params"}
-
-
-class _Shadow(JoinHook):
-    """What torch's Join calls on a rank without inputs, once for every step of the others."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def main_hook(self) -> None:
-        self.optimizer._share_gradients(trains=False)
-        self.optimizer._step()
