@@ -49,6 +49,12 @@ class Unit:
         end = min(max(entry.offset + entry.elements - first, 0), self.shard)
         return begin, end
 
+    def part(self, entry: Entry, rank: int) -> tuple[int, int]:
+        """The (begin, end) in `entry` of what lies in `rank`'s shard, empty if nothing does."""
+        first = rank * self.shard - entry.offset
+        begin = min(max(first, 0), entry.elements)
+        return begin, min(max(first + self.shard, begin), entry.elements)
+
     def owned(self, rank: int) -> list[int]:
         """Elements of each parameter that has any in `rank`'s shard."""
         parts = [self.local(e, rank) for e in self.entries]

@@ -20,12 +20,16 @@ def test_slices_cover_every_parameter_once_and_in_order(sizes, ranks):
     for unit, elements in zip(plan(sizes, ranks), sizes, strict=True):
         for entry, n in zip(unit.entries, elements, strict=True):
             covered: list[int] = []
+            parts: list[int] = []
             for rank in range(ranks):
                 begin, end = unit.local(entry, rank)
                 assert 0 <= begin <= end <= unit.shard
                 first = rank * unit.shard
                 covered += range(first + begin, first + end)
+                parts += (part := range(*unit.part(entry, rank)))
+                assert len(part) == end - begin
             assert covered == list(range(entry.offset, entry.offset + n))
+            assert parts == list(range(n))
 
 
 @given(SIZES, st.integers(1, 9))

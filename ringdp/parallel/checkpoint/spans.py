@@ -43,11 +43,9 @@ def pieces(engine: Engine) -> list[Piece]:
         for entry, p, shape, rest in zip(
             unit.plan.entries, unit.parameters, unit.shapes, unit.rest, strict=True
         ):
-            first = unit.rank * unit.plan.shard - entry.offset
-            begin = min(max(first, 0), entry.elements)
-            end = min(max(first + unit.plan.shard, begin), entry.elements)
-            kept = (0, entry.elements) if whole else (begin, end)
-            found.append(Piece(entry.name, p, list(shape), rest, kept, (begin, end)))
+            part = unit.plan.part(entry, unit.rank)
+            kept = (0, entry.elements) if whole else part
+            found.append(Piece(entry.name, p, list(shape), rest, kept, part))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
@@ -49,12 +49,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
             },
         )
         super().__init__(params, defaults)
-        Joinable.__init__(self)
+        Joins.__init__(self)
         self._group = process_group  # as given
         self.comm = communicator_of(
             process_group, (p for group in self.param_groups for p in group["params"])
         )
-        self._parts: list[list[tuple[Tensor, nn.Parameter, int]]] = []  # of each group
+        self._parts: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # this rank's, of each parameter
         self._plans: list[tuple[Unit, list[Tensor]]] = []  # of each dtype
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for group in self.param_groups:
@@ -65,28 +65,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
                         f" {p.stride()}; allowed: contiguous ones"
                     )
                 by_dtype.setdefault(p.dtype, []).append(p)
-        spans: dict[Tensor, tuple[int, int]] = {}
         for dtype, tensors in by_dtype.items():
             named = [(str(i), p.numel()) for i, p in enumerate(tensors)]
             (plan,) = layout([(str(dtype), named)], self.comm.size)
             self._plans.append((plan, tensors))
-            first = self.comm.rank * plan.shard
             for entry, p in zip(plan.entries, tensors, strict=True):
-                begin = min(max(first - entry.offset, 0), p.numel())
-                end = min(max(first + plan.shard - entry.offset, begin), p.numel())
-                spans[p] = begin, end
-        groups = []
-        for group in self.param_groups:
-            parts = [
-                (
-                    p,
-                    nn.Parameter(p.detach().view(-1)[slice(*spans[p])], p.requires_grad),
-                    spans[p][0],
-                )
-                for p in group["params"]
-            ]
-            self._parts.append(parts)
-            groups.append(_options(group) | {"params": [part for _, part, _ in parts]})
+                span = slice(*plan.part(entry, self.comm.rank))
+                self._parts[p] = nn.Parameter(p.detach().view(-1)[span], p.requires_grad), span
+        groups = [
+            _options(group) | {"params": [self._parts[p][0] for p in group["params"]]}
+            for group in self.param_groups
+        ]
         self.optim = optimizer_class(groups, **defaults)
         check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
         self.defaults = self.optim.defaults
@@ -99,7 +88,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for p in (p for _, tensors in self._plans for p in tensors):
+        for p in self._parts:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise UsageError(
                     f"ZeroRedundancyOptimizer: the gradient of a parameter of shape {list(p.shape)}"
@@ -113,33 +102,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
 
     @torch.no_grad()
     def _step(self) -> None:
-        for group, inner, parts in zip(
-            self.param_groups, self.optim.param_groups, self._parts, strict=True
-        ):
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             inner.update(_options(group))
-            for p, part, begin in parts:
-                part.grad = None
-                # p.data may be other memory by now
-                part.data = p.detach().view(-1)[begin : begin + part.numel()]
-                if p.grad is not None and part.numel():
-                    part.grad = p.grad.reshape(-1)[begin : begin + part.numel()]
+        for p, (part, span) in self._parts.items():
+            part.grad = None
+            part.data = p.detach().view(-1)[span]  # p.data may be other memory by now
+            if p.grad is not None and part.numel():
+                part.grad = p.grad.reshape(-1)[span]
         self.optim.step()
         self._show_options()
-        for _, part, _ in (entry for parts in self._parts for entry in parts):
+        for part, _ in self._parts.values():
             part.grad = None  # a view of p.grad, which would hold DDP's bucket
         for plan, tensors in self._plans:
             self._share(plan, tensors)
 
     def _share_gradients(self, *, trains: bool) -> None:
         """Ranks that have no inputs take the gradients of one that trains. Collective."""
-        parameters = [p for _, tensors in self._plans for p in tensors]
-        mine = torch.tensor([trains, *(p.grad is not None for p in parameters)], dtype=torch.uint8)
+        mine = torch.tensor([trains, *(p.grad is not None for p in self._parts)], dtype=torch.uint8)
         rows = torch.empty(self.comm.size, len(mine), dtype=torch.uint8)
         self.comm.all_gather(rows, mine)
         training = rows[:, 0].nonzero().flatten().tolist()
         if len(training) == self.comm.size:
             return
-        found = [p for p, there in zip(parameters, rows[training[0], 1:], strict=True) if there]
+        found = [p for p, there in zip(self._parts, rows[training[0], 1:], strict=True) if there]
         if not trains:
             self.zero_grad()
             for p in found:
@@ -160,11 +145,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
             group.update(_options(inner))
 
     def _share(self, plan: Unit, tensors: list[Tensor]) -> None:
-        flat = torch.zeros(plan.padded, dtype=tensors[0].dtype, device=tensors[0].device)
+        flat, rank = tensors[0].new_zeros(plan.padded), self.comm.rank
+        shard = flat[rank * plan.shard : (rank + 1) * plan.shard]
         for e, p in zip(plan.entries, tensors, strict=True):
-            flat[e.offset : e.offset + e.elements] = p.detach().view(-1)
-        rank = self.comm.rank
-        self.comm.all_gather(flat, flat[rank * plan.shard : (rank + 1) * plan.shard])
+            shard[slice(*plan.local(e, rank))] = self._parts[p][0].detach()
+        self.comm.all_gather(flat, shard)
         for e, p in zip(plan.entries, tensors, strict=True):
             p.detach().view(-1).copy_(flat[e.offset : e.offset + e.elements])
 
