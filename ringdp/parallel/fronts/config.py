@@ -90,14 +90,8 @@ def read(*given: Config | None) -> dict[str, Any]:
 
 def batches(said: dict[str, Any], ranks: int) -> Batches:
     """Any two of the three sizes give the third; DeepSpeed's rules."""
-    total, micro, steps = (
-        said[key]
-        for key in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    )
+    total, micro = said["train_batch_size"], said["train_micro_batch_size_per_gpu"]
+    steps = said["gradient_accumulation_steps"]
     if total is None and micro is None:
         raise UsageError("config: give train_batch_size or train_micro_batch_size_per_gpu")
     if micro is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 
+if TYPE_CHECKING:  # it takes 1 s
+    from torch.distributed.fsdp import MixedPrecision
+
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
 ABSENT = (
@@ -34,18 +37,6 @@ ABSENT = (
 def _absent(name: str) -> NotHere:
     instead = "ringdp.save and ringdp.load, or state_dict() within summon_full_params()"
     return NotHere("FullyShardedDataParallel", name, instead)
-
-
-class MixedPrecision(Protocol):
-    """torch's own is one."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-    keep_low_precision_grads: bool
-    cast_forward_inputs: bool
-    cast_root_forward_inputs: bool
-    _module_classes_to_ignore: Sequence[type[nn.Module]]
 
 
 class _Named(type):
@@ -90,6 +81,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     ) -> None:
         super().__init__()
         name = getattr(sharding_strategy, "name", sharding_strategy) or "FULL_SHARD"
+        prefetch = getattr(backward_prefetch, "name", backward_prefetch) or "BACKWARD_PRE"
         if name not in STAGES:
             raise UsageError(
                 f"FullyShardedDataParallel: sharding_strategy {name} is not implemented; "
@@ -99,9 +91,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             "FullyShardedDataParallel",
             {
                 "ignored_modules": (ignored_modules, None),
-                "backward_prefetch": (getattr(backward_prefetch, "name", None), "BACKWARD_PRE")
-                if backward_prefetch is not None
-                else (None, None),
+                "backward_prefetch": (prefetch, "BACKWARD_PRE"),
                 "device_id": (device_id, None),
                 "limit_all_gathers": (limit_all_gathers, True),
                 "ignored_states": (ignored_states, None),
@@ -113,15 +103,13 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 "policy of torch's, such as ModuleWrapPolicy, or None"
             )
         stage = STAGES[name]
-        offloads = False
-        if cpu_offload is not None:
-            offloads = _field("cpu_offload", cpu_offload, "offload_params")
+        offloads = cpu_offload is not None and _field("cpu_offload", cpu_offload, "offload_params")
         units = _wrapped(module, auto_wrap_policy) if auto_wrap_policy else set()
         self.module = module
         self.engine = shard(
             module,
             stage=stage,
-            unit=(lambda m: m in units) if units else WHOLE,
+            unit=units.__contains__ if units else WHOLE,
             precision=_precision(mixed_precision, wraps=auto_wrap_policy is not None),
             offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
             init=param_init_fn,
@@ -233,9 +221,8 @@ def _field(argument: str, value: object, name: str) -> bool:
 def _precision(policy: MixedPrecision | None, *, wraps: bool) -> Precision | None:
     if policy is None:
         return None
-    inner, root = (
-        _field("mixed_precision", policy, f"cast_{which}forward_inputs") for which in ("", "root_")
-    )
+    inner = _field("mixed_precision", policy, "cast_forward_inputs")
+    root = _field("mixed_precision", policy, "cast_root_forward_inputs")
     refuse(
         "MixedPrecision",
         {

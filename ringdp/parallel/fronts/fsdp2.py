@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -23,6 +22,9 @@ from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
+
+if TYPE_CHECKING:  # it takes 1 s
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Of torch's FSDPModule.
 ABSENT = (
@@ -37,19 +39,6 @@ ABSENT = (
     "unshard",
 )  # fmt: skip
 WHOLE = 1 << 62  # elements: a unit rule under which the model is one unit
-
-
-class MixedPrecision(Protocol):
-    """torch's MixedPrecisionPolicy is one."""
-
-    @property
-    def param_dtype(self) -> torch.dtype | None: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
-    @property
-    def output_dtype(self) -> torch.dtype | None: ...
-    @property
-    def cast_forward_inputs(self) -> bool: ...
 
 
 class Asked(NamedTuple):
@@ -109,7 +98,7 @@ def fully_shard(
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: object = None,
-    mp_policy: MixedPrecision | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: object = None,
     ignored_params: object = None,
     comm: Communicator | ProcessGroup | None = None,
@@ -151,7 +140,7 @@ def fully_shard(
     engine = shard(
         module,
         stage=stage,
-        unit=(lambda m: m in units) if units else WHOLE,
+        unit=units.__contains__ if units else WHOLE,
         precision=asked.mp_policy,
         offload=Offload(stage == 3, optimizer=True) if asked.offload_policy else None,
         comm=of_mesh(comm, mesh),
@@ -205,7 +194,7 @@ def _taken_in(module: nn.Module) -> set[nn.Module]:
     return set(inner)
 
 
-def _precision(policy: MixedPrecision | None) -> Precision:
+def _precision(policy: MixedPrecisionPolicy | None) -> Precision:
     if policy is None:
         return Precision()
     if not hasattr(policy, "output_dtype"):
