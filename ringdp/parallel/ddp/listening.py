@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import ModelError
@@ -21,12 +22,55 @@ class Listens(Protocol):
         """A backward has come to what forward returned."""
 
 
-def listener(ref: weakref.ref[Listens], index: int) -> Callable[..., None]:
-    """A hook that does not keep the reducer alive."""
+class Ears:
+    """The hooks of one reducer."""
 
+    def __init__(self, reducer: Listens, parameters: Sequence[nn.Parameter]) -> None:
+        self._reducer, self._parameters = weakref.ref(reducer), parameters
+        self._nodes: dict[int, Any] = {}  # torch keeps one, and its hooks, only as long as others
+        self._handles: list[RemovableHandle] = []
+        self._leaves: list[RemovableHandle] = []
+        self.listen()
+
+    def listen(self) -> None:
+        """To gradients of the parameters as they are now: another dtype is made by another node."""
+        for index, p in enumerate(self._parameters):
+            trained = p.requires_grad
+            node = get_gradient_edge(p.requires_grad_()).node
+            p.requires_grad_(trained)  # a copy may be frozen before its first forward
+            if node is not self._nodes.get(index):
+                self._handles.append(node.register_hook(_listener(self._reducer, index)))
+                self._nodes[index] = node
+
+    def hears(self, index: int) -> bool:
+        return get_gradient_edge(self._parameters[index]).node is self._nodes[index]
+
+    def listen_to(self, outputs: Iterable[Tensor]) -> None:
+        """To gradients of what forward returns, until `let_go`."""
+        ref = self._reducer
+
+        def end(_: Tensor) -> None:
+            if (reducer := ref()) is not None:
+                reducer.end_later()
+
+        for t in outputs:
+            if t.requires_grad:
+                handle = t.register_hook(end)  # type: ignore[no-untyped-call]
+                if t.is_leaf:  # such as a parameter: no graph takes the hook with it
+                    self._leaves.append(handle)
+
+    def let_go(self) -> None:
+        while self._leaves:
+            self._leaves.pop().remove()
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _listener(ref: weakref.ref[Listens], index: int) -> Callable[..., None]:
     def made(*_: object) -> None:
-        reducer = ref()
-        if reducer is not None:
+        if (reducer := ref()) is not None:
             reducer.made(index)
 
     return made
@@ -41,20 +85,6 @@ def raiser(error: Exception) -> Callable[[], None]:
         raise error
 
     return end
-
-
-def enders(ref: weakref.ref[Listens], outputs: Iterable[Tensor]) -> list[RemovableHandle]:
-    """Hang hooks on what forward returns. Given are those that no graph takes with it: of leaves,
-    such as parameters."""
-
-    def end(_: Tensor) -> None:
-        reducer = ref()
-        if reducer is not None:
-            reducer.end_later()
-
-    trained = [t for t in outputs if t.requires_grad]
-    handles = [t.register_hook(end) for t in trained]  # type: ignore[no-untyped-call]
-    return [handle for t, handle in zip(trained, handles, strict=True) if t.is_leaf]
 
 
 def kept() -> ModelError | None:

@@ -138,7 +138,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         try:
             with span("DistributedDataParallel.forward"):
                 if lowered := self._mixed.lower():
-                    self.reducer.listen()
+                    self.reducer.ears.listen()
                 with self._mixed.inputs(args, kwargs, self._place) as given:
                     yield given
         finally:

@@ -24,26 +24,22 @@ Note [gradients that never come]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.advice import again, once_more, unfinished
-from ringdp.parallel.ddp.asked import Asked
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.buckets import Layout, buckets_of, layout_of
 from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
-from ringdp.parallel.ddp.listening import enders, kept, listener, raiser
+from ringdp.parallel.ddp.listening import Ears, kept, raiser
 from ringdp.parallel.ddp.mixed import Mixed, Reduction
 from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
@@ -54,7 +50,7 @@ from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.tape import recorder
 
 
-class Reducer(Asked, Taped):
+class Reducer(Taped):
     """Over a communicator of its own."""
 
     def __init__(
@@ -86,22 +82,8 @@ class Reducer(Asked, Taped):
         self.started = 0  # buckets, in the last backward
         self._users = [0] * len(parameters)  # ranks, of each parameter, when it was last asked
         self._build()
-        self._nodes: dict[int, Any] = {}
-        self._handles: list[RemovableHandle] = []
-        self._leaves: list[RemovableHandle] = []
-        self.listen()
+        self.ears = Ears(self, [t.parameter for t in parameters])
         recorder.join(self)
-
-    def listen(self) -> None:
-        """To gradients of the parameters as they are now: another dtype is made by another node."""
-        # torch keeps a node only as long as somebody else does, and its hooks with it.
-        for index, (_, p, _) in enumerate(self.parameters):
-            trained = p.requires_grad
-            node = torch.autograd.graph.get_gradient_edge(p.requires_grad_()).node
-            p.requires_grad_(trained)  # a copy may be frozen before its first forward
-            if node is not self._nodes.get(index):
-                self._handles.append(node.register_hook(listener(weakref.ref(self), index)))
-                self._nodes[index] = node
 
     def _build(self, order: Sequence[int] = ()) -> None:
         """`order`: that in which gradients come, once it is known."""
@@ -131,7 +113,7 @@ class Reducer(Asked, Taped):
 
     def prepare_for_forward(self) -> None:
         self.journal.begin()
-        self._let_go()
+        self.ears.let_go()
 
     def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
         if reduces:
@@ -173,12 +155,7 @@ class Reducer(Asked, Taped):
         for bucket in self.buckets:
             bucket.arm()
         if self._seeks_unused:
-            self._leaves += enders(weakref.ref(self), outputs)
-
-    def _let_go(self) -> None:
-        """Of what forward returned that is in no graph, such as a parameter."""
-        while self._leaves:
-            self._leaves.pop().remove()
+            self.ears.listen_to(outputs)
 
     # ---- backward
 
@@ -304,7 +281,7 @@ class Reducer(Asked, Taped):
                 bucket, place = self._places[index]
                 bucket.hand_out(place)
         step(self._stepping or ())
-        self._let_go()
+        self.ears.let_go()
         self._used.clear()
         self.state = RESTING
 
@@ -347,3 +324,17 @@ class Reducer(Asked, Taped):
             self.flights.append(self._ask_users(range(len(self.parameters))))
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
+
+    # ---- what torch's Reducer tells when it is asked
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks have used each parameter in the last backward that sought the unused."""
+        return torch.tensor(self._users, dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward so far has left the same parameters unused on this rank."""
+        return self._steady
+
+    def _remove_autograd_hooks(self) -> None:
+        """It hears of no gradient any more."""
+        self.ears.remove()

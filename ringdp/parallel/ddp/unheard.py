@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import ModelError
 from ringdp.parallel.ddp.reducer import Reducer
@@ -30,18 +29,13 @@ def check(model: nn.Module, reducer: Reducer) -> None:
                 "load_state_dict(assign=True): its gradient would not be reduced. Change the model "
                 "first, and wrap it then"
             )
-        if p is given and p.requires_grad and not _hears(reducer, index):
+        follows = reducer.mixed.dtype is not None  # every cast
+        if p is given and p.requires_grad and not (follows or reducer.ears.hears(index)):
             raise ModelError(
                 f"{name} has been cast since DistributedDataParallel was made, and is now of "
                 f"{p.dtype}: its gradient would not be reduced. Cast the model first, and wrap it "
                 "then"
             )
-
-
-def _hears(reducer: Reducer, index: int) -> bool:
-    """With mixed precision it follows every cast."""
-    node = get_gradient_edge(reducer.parameters[index].parameter).node
-    return reducer.mixed.dtype is not None or node is reducer._nodes[index]
 
 
 def check_autograd() -> None:
