@@ -66,22 +66,24 @@ class Reducer(Taped):
         self.uneven: Uneven | None = None  # a rank may have ended, and then reduces every bucket
         self.hook: CommHook | Reduction | BuiltIn | None = None
         self.layouts: list[Layout] = []  # at first, and rebuilt
+        self._build()
+        self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
+        # This backward, or the last.
         self.state = RESTING
+        self.flights: list[Callable[[], object]] = []  # what its end waits for
+        self.started = 0  # buckets
+        self.idle: set[int] = set()  # unused parameters that count as there
+        self._left: list[int] = []  # parts of each gradient that are still to come
+        self._order: dict[int, None] = {}  # parameters, as gradients came, if it is `_ordering`
         self._ordering = False
+        self._again = False  # another has come to outputs since
+        # What is learned of them.
         self._learning = settings.static_graph
         self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
-        self._left: list[int] = []  # of them, still to come in this backward
-        self._order: dict[int, None] = {}  # parameters, as gradients came in the first backward
-        self.flights: list[Callable[[], object]] = []  # what the end of this backward waits for
         self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
-        self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
+        self._users = [0] * len(parameters)  # ranks, of each parameter, when it was last asked
         self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
         self._steady = True  # the same ones in every backward
-        self._again = False  # a backward has come to outputs after that which reduced
-        self.idle: set[int] = set()  # unused parameters that count as there in this backward
-        self.started = 0  # buckets, in the last backward
-        self._users = [0] * len(parameters)  # ranks, of each parameter, when it was last asked
-        self._build()
         self.ears = Ears(self, [t.parameter for t in parameters])
         recorder.join(self)
 
@@ -176,10 +178,12 @@ class Reducer(Taped):
             self._order.pop(index, None)
             self._order[index] = None
         self._left[index] -= 1
-        if self._left[index] == 0 and not self._learning:
-            self._ready(index)
-        elif self._left[index] < 0 and not self._learning:
+        if self._learning:
+            return  # everything is reduced at the end
+        if self._left[index] < 0:
             raise self._failed(once_more(self.parameters[index].name, self.settings))
+        if self._left[index] == 0:
+            self._ready(index)
 
     def _begin(self, first: int) -> None:
         if self.parameters[first].parameter.grad is None and (error := kept()):
