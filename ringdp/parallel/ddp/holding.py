@@ -67,6 +67,6 @@ class Holding(Joins):
     def _make_reducer(self) -> Reducer:
         comm = self.comm.duplicate()
         made = Reducer(self._trainable, comm, self.settings, self._mixed, self._journal)
-        made.hook = self._hook or self._mixed.hook(comm)
+        made.hook = self._hook or self._mixed.hook
         self._reducer = made
         return made

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _recursive_to
 
-from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.profiled import all_reduce
@@ -33,17 +32,16 @@ FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 class Reduction(NamedTuple):
     """What a bucket goes through, in the place of a communication hook. See `hook.CommHook`."""
 
-    comm: Communicator
     dtype: torch.dtype | None
     name: str = "mixed precision"
 
     def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
         low = bucket.tensor().to(self.dtype)
-        work = all_reduce(self.comm, low, tag=bucket.index)
+        work = all_reduce(bucket.comm, low, tag=bucket.index)
 
         def finish() -> None:
             work.wait()
-            bucket.store(low.div_(self.comm.size))
+            bucket.store(low.div_(bucket.comm.size))
 
         return finish
 
@@ -53,8 +51,9 @@ class Mixed:
 
     def __init__(self, model: nn.Module, ignored: Set[str], config: Any) -> None:
         """`config`: torch's `_MixedPrecision`, or None. Casts buffers. Raises UsageError."""
-        self.model, self.ignored, self.config = model, ignored, config
-        self.dtype, self.reduce, buffer = dtypes(config)
+        self.model, self.ignored = model, ignored
+        self.dtype, reduce, buffer = dtypes(config)
+        self.hook = None if config is None else Reduction(reduce)
         self._rest: dict[nn.Parameter, Tensor] = {}  # p.data at rest, of those that are low
         for p in self._parameters():
             _show(p, p.data, p.new_empty(0, dtype=self.dtype))
@@ -64,9 +63,6 @@ class Mixed:
         sparse = [n for n, m in model.named_modules() if getattr(m, "sparse", False)]
         if config is not None and sparse:
             raise UsageError(f"{sparse[0]} makes sparse gradients: no mixed_precision with them")
-
-    def hook(self, comm: Communicator) -> Reduction | None:
-        return None if self.config is None else Reduction(comm, self.reduce)
 
     def lower(self) -> list[nn.Parameter]:
         """All of them; returned are those that were at rest."""
