@@ -76,16 +76,23 @@ def fails(_state: object, _bucket: object) -> Any:
     raise RuntimeError("the hook's own")
 
 
-def after_a_failure(comm: Communicator) -> str:
+def fails_later(_state: object, _bucket: object) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_exception(RuntimeError("the hook's own"))
+    return future
+
+
+def after_a_failure(comm: Communicator, hook: Any) -> str:
     net = DistributedDataParallel(mlp(), process_group=comm)
-    net.register_comm_hook(None, fails)
+    net.register_comm_hook(None, hook)
     with pytest.raises(RuntimeError, match="the hook's own"):
         loss(net(rows(0, comm.rank))).backward()
     return says(lambda: net(rows(1, comm.rank)))
 
 
-def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(ranks):
-    for text in ranks(2)(after_a_failure):
+@pytest.mark.parametrize("hook", [fails, fails_later])
+def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(ranks, hook):
+    for text in ranks(2)(after_a_failure, hook):
         assert text.startswith("Expected to have finished reduction in the prior iteration")
         assert "an error ended it" in text
         assert "find_unused_parameters" not in text
