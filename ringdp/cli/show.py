@@ -72,7 +72,7 @@ def show(
         raise UsageError(f"--ranks is {ranks}; allowed: a whole number from 1 to {MOST_RANKS}")
     if program is not None and not 0 <= program < ranks:
         raise UsageError(f"--program is {program}; allowed: a rank from 0 to {ranks - 1}")
-    if cost is not None and not all(0 <= term < inf for term in cost):
+    if cost is not None and not all(0 <= term < inf for term in cost[:-1]):
         raise UsageError(f"{cost} has a term that is no time; allowed: at least 0 s, finite")
     if collective not in COLLECTIVES:
         raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
@@ -131,7 +131,7 @@ def _cost(schedule: Schedule, machine: Machine) -> Iterator[str]:
         "by the slowest rank of each round"
     )
     terms = machine._asdict()
-    del terms["call"]  # which is not the schedule's
+    del terms["call"], terms["caches"]  # which are not the schedule's
     yield "   ".join(f"{k} {x:.3g} {'s' if k == 'alpha' else 's/B'}" for k, x in terms.items())
     yield f"{'bytes':>13} {'predicted µs':>14}"
     for size in SIZES:

@@ -1,15 +1,17 @@
 """What a schedule costs: α per message, β per byte moved, γ per byte reduced, and a shared bus.
 
     time = call + α · messages + S · (β · moved + γ · reduced + bus · crossing)
+         + Σ more · max(S · crossing - end, 0)    over the caches (end, more)
 
 for a buffer of S bytes. The four counts are exact fractions, summed over rounds; a round is as slow
 as its slowest rank, which sends and receives at once (Hockney 1994; Chan et al. 2007). `bus` is the
 time in which a byte crosses what all ranks share: the memory of one host, zero where links are
-separate. All chunks cross in one message between two ranks and in one round. `call` is what a call
-takes, whatever it moves: to be issued, taken up by every rank and waited for. Without it a fit to
+separate. There a byte costs `more` from where a cache ends; the last line goes on for ever. All
+chunks cross in one message between two ranks and in one round. `call` is what a call takes,
+whatever it moves: to be issued, taken up by every rank and waited for. Without it a fit to
 algorithms of many messages halves what those of one, as `doubling` on two ranks, take when small.
 
-Leaves out: local copies, caches, the overlap of rounds that streaming brings, contention of links.
+Leaves out: local copies, the overlap of rounds that streaming brings, contention of links.
 """
 
 from __future__ import annotations
@@ -57,16 +59,21 @@ class Machine(NamedTuple):
     gamma: float
     bus: float = 0.0
     call: float = 0.0
+    caches: tuple[tuple[float, float], ...] = ()  # bytes on the bus, s more for each after them
 
 
 FREE = Price(0, Fraction(0), Fraction(0), Fraction(0))
+LEAST_CACHE = 1 << 20  # bytes on the bus; below, the call takes most of the time
+LEAST_SHARE = 1e-9  # of any measured time; a term that explains less is noise of the arithmetic
 
 
 def seconds(price: Price, machine: Machine, size: int) -> float:
     """The time for a buffer of `size` bytes."""
     each = machine.beta, machine.gamma, machine.bus
     per_byte = sum(float(n) * m for n, m in zip(price[1:], each, strict=True))
-    return machine.call + price.messages * machine.alpha + size * per_byte
+    crossing = float(price.crossing) * size
+    missed = sum(more * max(crossing - end, 0.0) for end, more in machine.caches)
+    return machine.call + price.messages * machine.alpha + size * per_byte + missed
 
 
 def price(schedule: Schedule) -> Price:
@@ -117,7 +124,7 @@ def choose(collective: Collective, n: int, size: int, machine: Machine) -> str:
 
 
 def fit(measured: Iterable[tuple[Price, int, float]]) -> Machine:
-    """α, β, γ, the bus and a call from (price, bytes, seconds) of benchmark rows.
+    """α, β, γ, the bus, a call and the caches from (price, bytes, seconds) of benchmark rows.
 
     Least squares of the relative error, none negative: a term that would come out below zero is
     left out and the others are fitted again. Terms that the rows cannot tell apart (for two ranks
@@ -127,19 +134,37 @@ def fit(measured: Iterable[tuple[Price, int, float]]) -> Machine:
     rows = list(measured)
     if not rows:
         raise UsageError("fit() needs at least one measured row")
-    counts = [[p.messages, *(float(x) * size for x in p[1:]), 1.0] for p, size, _ in rows]
+    crossing = [float(p.crossing) * size for p, size, _ in rows]
+    ends = _ends(crossing)
+    counts = [
+        [p.messages, *(float(x) * size for x in p[1:]), 1.0, *(max(on - end, 0.0) for end in ends)]
+        for (p, size, _), on in zip(rows, crossing, strict=True)
+    ]
     relative = np.array(counts) / np.array([[t] for _, _, t in rows])
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
-    terms = list(range(len(Machine._fields)))
+    terms = list(range(relative.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(relative[:, terms] / scale[terms], np.ones(len(rows)))
-        if not (found < 0).any():
+        if not (found < LEAST_SHARE).any():
             break
         terms.pop(int(found.argmin()))
-    values = np.zeros(len(Machine._fields))
+    values = np.zeros(len(scale))
     values[terms] = found / scale[terms]
-    return Machine(*values.tolist())
+    each, more = np.split(values, [len(values) - len(ends)])
+    caches = tuple((e, m) for e, m in zip(ends, more.tolist(), strict=True) if m)
+    return Machine(*each.tolist())._replace(caches=caches)
+
+
+def _ends(crossing: Sequence[float]) -> list[float]:
+    """Where a cache may end: at bytes that were measured, with twice as many measured above, or
+    noise would say what all beyond it cost."""
+    found, above = list[float](), max(crossing)
+    for on in sorted(set(crossing), reverse=True):
+        if LEAST_CACHE <= on <= above / 2:
+            found.append(on)
+            above = on
+    return found[::-1]
 
 
 def _share(n: int) -> Fraction:

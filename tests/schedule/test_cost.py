@@ -62,8 +62,9 @@ def test_fit_finds_the_machine_that_made_the_times():
         for n in (2, 3, 5, 8)
         for size in (1 << 8, 1 << 14, 1 << 20, 1 << 24)
     ]
-    for found, exact in zip(fit(rows), machine, strict=True):
-        assert found == pytest.approx(exact, rel=1e-6)
+    *found, caches = fit(rows)
+    assert found == pytest.approx(machine[:-1], rel=1e-6)
+    assert caches == ()
 
 
 def test_what_a_call_takes_is_not_laid_to_its_messages():
@@ -82,9 +83,34 @@ def test_what_a_call_takes_is_not_laid_to_its_messages():
 def test_fit_keeps_every_term_at_zero_or_above():
     rows = [(closed("all_reduce", "ring", 2), size, 1e-5 + size * 1e-10) for size in (1, 1 << 20)]
     rows.append((closed("all_reduce", "ring", 4), 1 << 20, 2e-5))
-    assert all(term >= 0 for term in fit(rows))
+    assert all(term >= 0 for term in fit(rows)[:-1])
     with pytest.raises(UsageError, match="at least one"):
         fit([])
+
+
+CACHED = Machine(1e-6, 0.0, 0.0, bus=1e-11, call=1e-6, caches=((1 << 22, 4e-11), (1 << 25, 2e-11)))
+
+
+@pytest.mark.parametrize("ranks", [(2,), (2, 3)])
+def test_fit_finds_where_caches_end(ranks):
+    rows = [
+        (p := closed("all_reduce", "direct", n), size, seconds(p, CACHED, size))
+        for n in ranks
+        for size in (1 << k for k in range(10, 28))
+    ]
+    found = fit(rows)
+    assert [end for end, _ in found.caches] == [end for end, _ in CACHED.caches]
+    for p, size, _ in rows:
+        for larger in (size, 100 * size):  # beyond what was measured the last line goes on
+            assert seconds(p, found, larger) == pytest.approx(seconds(p, CACHED, larger), rel=1e-6)
+
+
+def test_a_size_measured_twice_says_nothing_of_what_is_beyond():
+    """1% of noise between two rows at the end is no cache that ends there."""
+    p = closed("all_gather", "direct", 2)
+    rows = [(p, 1 << k, 1e-6 + (1 << k) * 1e-10) for k in range(10, 25, 2)]
+    rows.append((p, (1 << 24) + 4096, 1.01 * rows[-1][2]))
+    assert seconds(p, fit(rows), 1 << 30) == pytest.approx(1e-10 * (1 << 30), rel=0.02)
 
 
 def test_an_unknown_price_says_what_there_is():

@@ -83,9 +83,12 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _terms(machine: Machine) -> str:
+    *each, caches = machine
     units = ("s", "s/B", "s/B", "s/B", "s")
-    named = zip(("α", "β", "γ", "bus", "call"), machine, units, strict=True)
-    return ", ".join(f"{name} {x:.3g} {unit}" for name, x, unit in named if x)
+    named = zip(("α", "β", "γ", "bus", "call"), each, units, strict=True)
+    found = [f"{name} {x:.3g} {unit}" for name, x, unit in named if x]
+    found += [f"{more:.3g} s/B more on the bus after {end:,.0f} B" for end, more in caches]
+    return ", ".join(found)
 
 
 def _not_beside(network: Network) -> str:

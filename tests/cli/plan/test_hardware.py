@@ -31,7 +31,7 @@ def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 
 
 def test_a_link_by_bits_and_by_bytes():
     found = network("400Gb", "h100", 16)
-    assert found.machine == (1e-5, 2e-11, pytest.approx(3 / 3.35e12), 0.0, 0.0)
+    assert found.machine == (1e-5, 2e-11, pytest.approx(3 / 3.35e12), 0.0, 0.0, ())
     assert network("50GB", "h100", 16).machine == found.machine
     assert network("50GB", "h100", 16, alpha=0.5).machine.alpha == 0.5
     within = network(None, "h100", 8)
