@@ -113,6 +113,16 @@ def test_a_size_measured_twice_says_nothing_of_what_is_beyond():
     assert seconds(p, fit(rows), 1 << 30) == pytest.approx(1e-10 * (1 << 30), rel=0.02)
 
 
+def test_buffers_that_take_turns_cost_what_one_of_their_bytes_does():
+    p, most = closed("all_reduce", "direct", 2), 1 << 28
+    once = CACHED.call + p.messages * CACHED.alpha
+    turns = [seconds(p, CACHED, most // 64, among=most) - once for _ in range(64)]
+    assert sum(turns) == pytest.approx(seconds(p, CACHED, most) - once)
+    assert sum(turns) > 2 * 64 * (seconds(p, CACHED, most // 64) - once)
+    assert seconds(p, CACHED, most, among=1) == seconds(p, CACHED, most)
+    assert seconds(p, CACHED, 0) == once
+
+
 def test_an_unknown_price_says_what_there_is():
     with pytest.raises(UsageError, match="ring, two_way_ring"):
         closed("all_reduce", "magic", 4)

@@ -69,7 +69,7 @@ class Network(NamedTuple):
             found.append(f"{n} ranks, measured {', '.join(map(str, sorted(m.ranks)))}")
         out = sorted(s for s in sizes if not m.least <= s <= m.most)
         if out:
-            found.append(f"buffers to {out[-1]:,} bytes, measured {m.least:,} to {m.most:,}")
+            found.append(f"{out[-1]:,} bytes of buffers, measured {m.least:,} to {m.most:,}")
         if more := sorted(collectives - m.collectives):
             found.append(f"{', '.join(more)}, measured {', '.join(sorted(m.collectives))}")
         if self.yields:

@@ -80,9 +80,16 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     def cost(collective: Collective, size: int) -> float:
         if not size:
             return 0.0  # it is not called
-        asked.add((collective, size))
+        among = 0
+        if setting.network.cores is not None:  # a step's buffers share the host's caches
+            gathers = collective == "all_gather"
+            among = sum(
+                (w.compute if gathers else w.reduce * w.trainable) * u.padded
+                for u, w in zip(units, widths, strict=True)
+            )
+        asked.add((collective, max(size, among)))
         price = closed(collective, setting.algorithm, setting.ranks)
-        return seconds(price, setting.network.of(collective), size)
+        return seconds(price, setting.network.of(collective), size, among=among)
 
     owned = sum(u.elements for u, w in zip(units, widths, strict=True) if w.trainable)
     if how.optimizer is Keep.SHARD:

@@ -99,7 +99,7 @@ def test_extrapolation_is_said(tmp_path):
     assert over_gpus.beyond({"all_reduce"}, 4, {1 << 10}) == []
     assert found.beyond({"reduce_scatter"}, 64, {1 << 30}) == [
         "64 ranks, measured 2, 4, 8",
-        "buffers to 1,073,741,824 bytes, measured 1,024 to 4,194,304",
+        "1,073,741,824 bytes of buffers, measured 1,024 to 4,194,304",
         "reduce_scatter, measured all_gather, all_reduce",
         optimizer,
     ]

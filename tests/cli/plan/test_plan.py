@@ -90,6 +90,22 @@ def test_a_larger_model_fits_where_gathers_yield():
     assert planned(**given, ranks=2)[3].endswith("would with 8 ranks")
 
 
+def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
+    """A byte costs no less than in one buffer of 64 MiB, even in 100 of 2.5 MB; on GPUs it does."""
+    report = json.loads(BENCH.read_text())
+    ours = [r for r in report["rows"] if r["transport"] == "shm" and r["registered"]]
+    most = max(ours, key=lambda r: r["bytes"])
+    for model in ("gpt2", "params=124e6/100"):
+        given = {"model": model, "ranks": 2, "flops": 1e11, "stages": (0,)}
+        found, _, (row_,), _ = planned(**given, network=str(BENCH))
+        least = 2 * found.elements * most["p50_us"] / 1e6 / most["bytes"]  # in bf16
+        assert row_.step.communication >= 0.9 * least
+    gpus = tmp_path / "gpus.json"
+    rows = [r | {"transport": "nccl"} for r in ours]
+    gpus.write_text(json.dumps(report | {"rows": rows}))
+    assert planned(**given, network=str(gpus))[2][0].step.communication < least / 2
+
+
 def test_json_says_what_the_tables_say(tmp_path, capsys):
     out = tmp_path / "plan.json"
     asked = [
