@@ -166,6 +166,15 @@ def test_why_there_is_no_prediction_and_no_chunk(
     assert dom.texts["title"].startswith(unmoved)
 
 
+@needs_browser
+def test_where_caches_end_is_said(browse, tmp_path: Path):
+    bench = Path(__file__).parents[3] / "bench/results/all_reduce.json"
+    found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
+    (end, more), *_ = found["model"]["caches"]
+    dom = browse(fill(found, "run"), script=DRIVE_ALONE)
+    assert f", {1e9 * more:.3f} more on the bus after {end:,.0f}" in dom.texts["model"]
+
+
 def contrast(*colors: list[int]) -> float:
     """As WCAG 2 defines it."""
     linear = [

@@ -81,12 +81,14 @@ function fillIn() {
     "waits for late ranks"], data.shares.map(({ rank, ...times }) =>
     [rank, ...Object.values(times).map(us)]));
   for (const m of data.memory) make("option", `rank ${m.rank}, stage ${m.stage}`, byId("engine"));
-  const model = data.model;
+  const model = data.model, perByte = (t) => (t * 1e9).toFixed(3);
   byId("model").textContent = model === null ? data.ranks === 1 ? "One rank moves nothing: nothing is predicted."
     : "Nothing is predicted: for that all ranks must have ended a collective that moves something, " +
       "of an algorithm that is known."
-    : `${us(model.call * 1e6)} a call; α ${us(model.alpha * 1e6)} a message; β ${(model.beta * 1e9).toFixed(3)}, ` +
-      `γ ${(model.gamma * 1e9).toFixed(3)}, bus ${(model.bus * 1e9).toFixed(3)} ns a byte; ${model.source}.`;
+    : `${us(model.call * 1e6)} a call; α ${us(model.alpha * 1e6)} a message; β ${perByte(model.beta)}, ` +
+      `γ ${perByte(model.gamma)}, bus ${perByte(model.bus)} ns a byte` +
+      model.caches.map(([end, more]) => `, ${perByte(more)} more on the bus after ${bytes(end)}`).join("") +
+      `; ${model.source}.`;
   data.collectives.forEach((c, i) => {
     make("option", `${c.name} · ${c.algorithm} · ${bytes(c.bytes)} B · at ${us(c.begin - first)}`,
       byId("which")).value = i;
