@@ -219,7 +219,8 @@ def plan(
     network: Annotated[
         str | None,
         typer.Option(
-            help="of a rank between nodes: 50GB, 400Gb (bits/s, if not given), or a bench's .json"
+            help="of a rank between nodes: 400Gb (bits a second, if not given), 50GB (bytes), or "
+            "with commas .json files of ringdp bench --json"
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="rows of one rank in a step")] = PlanOptions.batch,
@@ -282,7 +283,7 @@ def report(
     html: Annotated[Path, typer.Option(help="write the page here")],
     network: Annotated[
         str | None,
-        typer.Option(help="a bench's .json with α β γ for predictions; else fitted to the run"),
+        typer.Option(help="a bench's .json files, with commas, for α β γ; else fitted to the run"),
     ] = None,
 ) -> int:
     """Make one page of a trace: timeline, memory, predicted and measured collectives, replays."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ringdp.cli.bench.options import names
 from ringdp.cli.bench.rows import Row, priced, read
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, fit
@@ -85,7 +86,7 @@ def network(
     per_node: int | None = None,
     alpha: float | None = None,
 ) -> Network:
-    """`400Gb` (bits/s), `50GB` (bytes/s) or a file, whose ranks are where they were.
+    """`400Gb` (bits/s), `50GB` (bytes/s) or files, whose ranks are where they were.
 
     Raises UsageError for anything else, and for what would count for nothing.
     """
@@ -95,7 +96,7 @@ def network(
                 raise UsageError(
                     f"{option} is {value}; allowed: none with {given}, which says its own"
                 )
-        return from_file(Path(given))
+        return from_file(*files(given))
     node = PER_NODE if per_node is None else per_node
     within = ranks <= node
     if within and given is not None:
@@ -107,12 +108,13 @@ def network(
         raise UsageError(
             f"--ranks is {ranks}; allowed: a multiple of --per-node, which is {node}, or fewer"
         )
-    given = given or BETWEEN_NODES
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Gb|GB)", given.strip())
+    given = BETWEEN_NODES if given is None else given
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(Gb|GB)(?:/s|ps)?", given.strip())
     if match is None or not LEAST_RATE <= float(match[1]) <= MOST_RATE:
         raise UsageError(
-            f"--network is {given!r}; allowed: bits a second as in 400Gb, bytes as in 50GB, or a "
-            f".json file of `ringdp bench --json`; a rate from {LEAST_RATE:g} to {MOST_RATE:g}"
+            f"--network is {given!r}; allowed: bits a second as in 400Gb, bytes as in 50GB, or "
+            "with commas .json files of `ringdp bench --json`; a rate from "
+            f"{LEAST_RATE:g} to {MOST_RATE:g}"
         )
     has = DEVICES[device]
     rate = float(match[1]) * 1e9 / (8 if match[2] == "Gb" else 1)
@@ -122,22 +124,34 @@ def network(
         return Network(Machine(alpha, 1 / has.link, gamma), f"{device}'s links within its node")
     return Network(
         Machine(alpha, 1 / rate, gamma),
-        f"{given.strip()}/s a rank, as if all messages crossed nodes",
+        f"{match[1]}{match[2]}/s a rank, as if all messages crossed nodes",
     )
 
 
-def from_file(path: Path) -> Network:
+def files(given: str) -> list[Path]:
+    """A bench is of one collective; a step calls several."""
+    return [Path(name) for name in names(given)]
+
+
+def from_file(*paths: Path) -> Network:
     """α β γ fitted to the medians of our built-in algorithms; where some are of buffers in shared
     memory, to those, since such are the engine's; where some are of other transports, to the first
     one's. To each collective's own rows, and to all for one that is not there: in shared memory an
     all_reduce of 4 MiB takes less than the all_gather that its price contains."""
-    report = read(path)
-    rows = [row for row in report.rows if row.built_in]
+    reports = [read(path) for path in paths]
+    named = ", ".join(map(str, paths))
+    machines = [f"{r.machine.get('cpu')} of {r.machine.get('cores')} cores" for r in reports]
+    if len(set(machines)) > 1:
+        raise UsageError(
+            f"--network: {named} were measured on {', '.join(machines)}; allowed: files of one "
+            "machine"
+        )
+    rows = [row for report in reports for row in report.rows if row.built_in]
     rows = [row for row in rows if row.transport == rows[0].transport]
     rows = [row for row in rows if row.registered] or rows
     if not rows:
         raise UsageError(
-            f"--network: {path} holds no row of ringdp's own algorithms; allowed: at least one"
+            f"--network: {named} holds no row of ringdp's own algorithms; allowed: at least one"
         )
     of = {r.collective: [o for o in rows if o.collective == r.collective] for r in rows}
     sizes = [r.bytes for r in rows]
@@ -148,10 +162,10 @@ def from_file(path: Path) -> Network:
         max(sizes),
     )
     transport = rows[0].transport
-    said = str(report.machine.get("cores"))
+    said = str(reports[0].machine.get("cores"))
     cores = None if transport == "nccl" else int(said) if said.isdecimal() else 0
     fitted = {collective: _fit(own) for collective, own in of.items()}
-    source = f"fitted to {len(rows)} {transport} rows of {path}"
+    source = f"fitted to {len(rows)} {transport} rows of {named}"
     return Network(_fit(rows), source, covers, cores, fitted, transport in HOSTS_MEMORY)
 
 

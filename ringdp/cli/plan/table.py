@@ -87,7 +87,7 @@ def _terms(machine: Machine) -> str:
     units = ("s", "s/B", "s/B", "s/B", "s")
     named = zip(("α", "β", "γ", "bus", "call"), each, units, strict=True)
     found = [f"{name} {x:.3g} {unit}" for name, x, unit in named if x]
-    found += [f"{more:.3g} s/B more on the bus after {end:,.0f} B" for end, more in caches]
+    found += [f"bus +{more:.3g} s/B past {end / 1e6:.3g} MB" for end, more in caches]
     return ", ".join(found)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringdp.cli.plan.hardware import from_file
+from ringdp.cli.plan.hardware import files, from_file
 from ringdp.cli.timeline import collectives
 from ringdp.cli.timeline.collectives import Key, Kind, Model, Whole, end
 from ringdp.cli.timeline.read import Run
@@ -45,14 +44,14 @@ class Share(NamedTuple):
 
 
 def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str, Any]:
-    """`bench`: a file with α β γ, instead of those that `collectives.model` finds."""
+    """`bench`: files with α β γ, instead of those that `collectives.model` finds."""
     tell("matching collectives")
     wholes = collectives.match(run)
     told = collectives.schedules(run)
     priced = collectives.prices({w.kind for w in wholes}, told)
     model = collectives.model(run, wholes, priced)
     if bench is not None:
-        measured = from_file(Path(bench))
+        measured = from_file(*files(bench))
         model = Model(measured.machine, measured.source, measured.fitted)
     names = Names()
     tell("laying out lanes")

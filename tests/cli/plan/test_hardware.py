@@ -63,6 +63,23 @@ def test_collectives_are_fitted_apart(tmp_path):
     assert found.of("reduce_scatter") == found.machine
 
 
+def test_benches_of_several_collectives_are_read_together(tmp_path):
+    """As `ringdp bench` writes them: each of one."""
+    both = json.loads(rows(tmp_path / "both.json").read_text())
+    paths = []
+    for collective in ("all_reduce", "all_gather"):
+        own = [r for r in both["rows"] if r["collective"] == collective]
+        paths.append(tmp_path / f"{collective}.json")
+        paths[-1].write_text(json.dumps(both | {"rows": own}))
+    given = " ,".join(map(str, paths))
+    found, together = network(given, "h100", 2), from_file(tmp_path / "both.json")
+    assert found.measured == together.measured
+    assert found.fitted == together.fitted
+    paths[1].write_text(json.dumps(json.loads(paths[1].read_text()) | {"machine": {"cpu": "two"}}))
+    with pytest.raises(UsageError, match=r"were measured on None .*, two .*; allowed: files of"):
+        network(given, "h100", 2)
+
+
 def test_one_transport_is_fitted(tmp_path):
     """The first of a file: rows of another, ten times as slow, change nothing."""
     path = rows(tmp_path / "b.json")
@@ -107,7 +124,16 @@ def test_extrapolation_is_said(tmp_path):
     assert named.beyond({"all_reduce"}, 2, {1}) != []
 
 
-@pytest.mark.parametrize("given", ["400", "fast", "0Gb", "-1Gb", "nanGb", "400GiB"])
+@pytest.mark.parametrize("given", ["400Gb", "400Gb/s", "400Gbps", "400 Gb", "50GB/s", " 50 GB/s "])
+def test_a_rate_may_be_said_as_it_is_shown(given):
+    found = network(given, "h100", 16)
+    assert found.machine.beta == 2e-11
+    assert found.source.startswith(("400Gb/s a rank", "50GB/s a rank"))
+
+
+@pytest.mark.parametrize(
+    "given", ["", "400gb", "400Gbit", "400", "fast", "0Gb", "-1Gb", "nanGb", "400GiB"]
+)
 def test_what_is_no_network_is_refused(given):
     with pytest.raises(UsageError, match=f"--network is '{given}'; allowed: bits"):
         network(given, "h100", 16)
