@@ -85,7 +85,7 @@ def check(options: Options) -> Setting:
         tokens=options.batch * options.context,
         memory=memory,
         flops=options.flops or (share or UTILISATION) * peak,
-        bandwidth=has.bandwidth,
+        bandwidth=over.bandwidth or has.bandwidth,
         network=over,
         algorithm=options.algorithm,
     )

@@ -53,6 +53,7 @@ class Network(NamedTuple):
     cores: int | None = None  # of the host, where they move the bytes; None: something else does
     fitted: Mapping[str, Machine] = {}  # by collective, to its own rows
     yields: bool = False  # see Note [gathers yield to reductions]: so they do in a host's memory
+    bandwidth: float | None = None  # bytes/s of a rank's memory, where that is the host's
 
     def beside(self, n: int) -> bool:
         """Whether collectives of n ranks go on while they compute: each with a core of its own."""
@@ -74,7 +75,7 @@ class Network(NamedTuple):
         if more := sorted(collectives - m.collectives):
             found.append(f"{', '.join(more)}, measured {', '.join(sorted(m.collectives))}")
         if self.yields:
-            found.append("the optimizer, at the bandwidth of a GPU's memory")
+            found.append("the optimizer, at the bytes/s of the largest collective")
         return found
 
 
@@ -166,7 +167,15 @@ def from_file(*paths: Path) -> Network:
     cores = None if transport == "nccl" else int(said) if said.isdecimal() else 0
     fitted = {collective: _fit(own) for collective, own in of.items()}
     source = f"fitted to {len(rows)} {transport} rows of {named}"
-    return Network(_fit(rows), source, covers, cores, fitted, transport in HOSTS_MEMORY)
+    yields = transport in HOSTS_MEMORY
+    bandwidth = _bandwidth(rows) if yields else None
+    return Network(_fit(rows), source, covers, cores, fitted, yields, bandwidth)
+
+
+def _bandwidth(rows: Sequence[Row]) -> float:
+    """Of the slowest of the largest collectives, as if a rank read and wrote each byte once."""
+    most = max(r.bytes for r in rows)
+    return 2 * most / max(r.p50_us / 1e6 for r in rows if r.bytes == most)
 
 
 def _fit(rows: Sequence[Row]) -> Machine:

@@ -110,7 +110,7 @@ def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
 
 def test_extrapolation_is_said(tmp_path):
     found = from_file(rows(tmp_path / "b.json"))
-    optimizer = "the optimizer, at the bandwidth of a GPU's memory"
+    optimizer = "the optimizer, at the bytes/s of the largest collective"
     assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == [optimizer]
     over_gpus = from_file(rows(tmp_path / "b.json", transport="nccl"))
     assert over_gpus.beyond({"all_reduce"}, 4, {1 << 10}) == []
