@@ -3,7 +3,7 @@
 ZeRO counts 2Ψ of parameters, 2Ψ of gradients and K = 12 bytes an element for the optimizer (master,
 momentum, variance). That is the engine's formula for parameters at rest in two bytes, with 12 bytes
 of state an element. With Precision(param=bfloat16) the engine holds more: gradients for the
-optimizer in the masters' dtype, and in stages 0 and 1 the reduced bucket as well.
+optimizer in the masters' dtype, and in stage 1 the whole ones in bfloat16 as well.
 
 DeepSpeed's estimator has whole parameters and gradients of two bytes each in stage 2 (4Ψ), 16Ψ/n
 with gradients and masters of four bytes, in stage 3 18Ψ/n and 4 bytes an element of the largest

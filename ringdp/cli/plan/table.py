@@ -118,8 +118,8 @@ def show_published(console: Console) -> int:
     say(
         console,
         "ZeRO's formula is the engine's for 2-byte parameters with 12 bytes of state an element. "
-        "In bf16 the engine holds gradients for its optimizer in float32, and in stages 0 and 1 "
-        "the reduced bucket too. DeepSpeed's stage 2 counts every gradient whole, the engine's "
+        "In bf16 the engine holds gradients for its optimizer in float32, and in stage 1 the "
+        "whole ones in bf16 too. DeepSpeed's stage 2 counts every gradient whole, the engine's "
         "two buckets; in stage 3 both hold 18 bytes an element over n, DeepSpeed and one layer, "
         "the engine and two units gathered, two buckets. ZeRO's rows leave these out.",
     )
