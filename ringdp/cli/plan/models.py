@@ -172,8 +172,9 @@ def _sized(given: str, precision: Precision) -> Model:
     units = int(match[2] or DEFAULT_UNITS) if match else 0
     if not (1 <= units <= MOST_UNITS and units <= elements <= MOST_PARAMETERS):
         raise UsageError(
-            f"--model is {given!r}; allowed: params=NUMBER or params=NUMBER/UNITS, at most "
-            f"{MOST_PARAMETERS:.0e} parameters in at most {MOST_UNITS} units of at least one each"
+            f"--model is {given!r}; allowed: params=7e9, which is in {DEFAULT_UNITS} units, or "
+            f"params=7e9/48; at most {MOST_PARAMETERS:.0e} parameters in at most {MOST_UNITS} "
+            "units of at least one each"
         )
     ends = [i * int(elements) // units for i in range(units + 1)]
     each = [(("weight", b - a),) for a, b in pairwise(ends)]

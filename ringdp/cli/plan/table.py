@@ -56,7 +56,8 @@ def show(
     of_bytes = _unit(BYTES, max(r.total for r in rows))
     of_sent = _unit(BYTES, max(r.sent for r in rows))
     of_times = _unit(SECONDS, max(r.step.total for r in rows))
-    say(console, f"\nHeld by a rank, {of_bytes.name}; parameters of the largest model that fits")
+    heading = f"\nHeld by a rank beside activations, {of_bytes.name}; "
+    say(console, heading + "parameters of the largest model that fits")
     categories = ("params", "gathered", "grads", "buckets", "optimizer")
     held = table("stage", *categories, "total", "fits", "largest")
     for r in rows:

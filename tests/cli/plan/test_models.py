@@ -64,8 +64,8 @@ def test_scaling_keeps_the_layout():
     ("given", "says"),
     [
         ("gpt3", "--model is 'gpt3'; allowed: gpt2, "),
-        ("params=many", "allowed: params=NUMBER or params=NUMBER/UNITS"),
-        ("params=7e9/0", "allowed: params=NUMBER"),
+        ("params=many", "allowed: params=7e9, which is in 32 units, or params=7e9/48; at most"),
+        ("params=7e9/0", "allowed: params=7e9, which"),
         ("params=3/4", "of at least one each"),
         ("params=7e9/1001", "in at most 1000 units"),
         ("params=1e20", "at most 1e+14 parameters"),

@@ -164,7 +164,9 @@ def test_a_small_model_is_shown_in_small_units(capsys):
     assert main(asked) == 0
     shown = capsys.readouterr().out
     total = sum(held(planned(model=f"{HERE}:net", ranks=2)[0], 3, 2))
-    assert "Held by a rank, kB; parameters of the largest model that fits" in shown
+    assert (
+        "Held by a rank beside activations, kB; parameters of the largest model that fits" in shown
+    )
     assert f" {total / 1e3:,.3f} " in shown
     assert "µs predicted" in shown
 
