@@ -32,6 +32,7 @@ from ringdp.cli.bench.machine import describe, load
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import of_module
 from ringdp.cli.plan.stages import FLOPS, Setting, row
+from ringdp.cli.plan.table import terms
 from ringdp.parallel.stages import STAGES
 from ringdp.schedule import Collective
 from ringdp.schedule.cost import Machine, closed, fit, seconds
@@ -230,8 +231,7 @@ def one(
 
 def show(host: dict[str, Machine], collectives: list[Timed], runs: list[Run]) -> None:
     for name, machine in host.items():
-        values = ", ".join(f"{term} {x:.3g}" for term, x in machine._asdict().items())
-        print(f"{name}: {values} (s, s/B)")
+        print(f"{name}: {terms(machine)}")
     for c in collectives:
         print(
             f"{c.ranks} ranks {c.collective:<14} {c.bytes:>10,} bytes "

@@ -42,7 +42,7 @@ def show(
     share = options.utilisation or UTILISATION
     rate = "given" if options.flops else f"{options.device} × {share:g}, assumed"
     network = setting.network
-    fits = [f"{name}: {_terms(machine)}" for name, machine in network.fitted.items()]
+    fits = [f"{name}: {terms(machine)}" for name, machine in network.fitted.items()]
     hides = "" if network.beside(setting.ranks) else _not_beside(network)
     for line in (
         f"{model.name}: {model.elements:,} parameters in {_counted(len(model.parts), 'unit')}, "
@@ -50,7 +50,7 @@ def show(
         f"{_counted(setting.ranks, 'rank')}, {setting.tokens:,} tokens each; "
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
         f"{setting.algorithm}; {network.source}{hides}",
-        *(fits or [_terms(network.machine)]),
+        *(fits or [terms(network.machine)]),
     ):
         say(console, line)
     of_bytes = _unit(BYTES, max(r.total for r in rows))
@@ -83,7 +83,8 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def _terms(machine: Machine) -> str:
+def terms(machine: Machine) -> str:
+    """α β γ and the rest, in words."""
     *each, caches = machine
     units = ("s", "s/B", "s/B", "s/B", "s")
     named = zip(("α", "β", "γ", "bus", "call"), each, units, strict=True)
