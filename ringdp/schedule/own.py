@@ -15,7 +15,7 @@ from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
 
-from ringdp.errors import UsageError
+from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule.algorithms import Collective, check_asked, rooted, schedule
 from ringdp.schedule.contracts import contract
 from ringdp.schedule.ir import Schedule, Transfer
@@ -40,7 +40,13 @@ def proved(algorithm: str | Builder, collective: Collective, n: int, root: int =
         builder = load(algorithm) if isinstance(algorithm, str) else algorithm
         made = _made(builder, name_of(algorithm), n)
         made = rooted(made, root)
-    verify(made, contract(collective, n, made.chunks, root))
+    promise = contract(collective, n, made.chunks, root)
+    try:
+        verify(made, promise)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"{name_of(algorithm)} is no {collective} on {n} ranks: {error}"
+        ) from None
     return made
 
 
