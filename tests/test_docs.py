@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codeop
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,20 @@ def test_blocks_print_what_is_shown(chapter, ranks):
 def test_a_block_is_compiled_as_a_readers_file_would_be():
     block = "```python\ndef f(n: int): ...\nprint(f.__annotations__)\n```\n"
     assert "{'n': <class 'int'>}" in docs.render(block, docs.jobs.run)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_blocks_can_be_typed_at_the_prompt(chapter):
+    """Where a blank line ends what is indented, and nothing else does."""
+    for block in re.findall(r"```python\n(.*?)```", chapter.read_text(), re.DOTALL):
+        if re.match(r"# \S+\.py\n", block):
+            continue
+        typed: list[str] = []
+        for line in [*block.splitlines(), ""]:
+            typed.append(line)
+            if codeop.compile_command("\n".join(typed), symbol="single"):  # or SyntaxError
+                typed = []
+        assert not typed
 
 
 def test_there_are_five_and_each_leads_to_the_next():
