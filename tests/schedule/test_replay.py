@@ -165,6 +165,61 @@ def test_it_fits_narrow_and_wide_windows(browse):
     assert large >= 28
 
 
+@needs_browser
+def test_every_digit_can_be_read_on_its_chunks_color(browse):
+    """At the contrast that WCAG asks of text, in light and in dark."""
+    script = """
+        const g = document.createElement("canvas").getContext("2d");
+        const light = (color) => {
+            g.fillStyle = color;
+            g.fillRect(0, 0, 1, 1);
+            const [r, green, b] = [...g.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) =>
+                v <= 10 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+            return 0.05 + 0.2126 * r + 0.7152 * green + 0.0722 * b;
+        };
+        const contrasts = () => cells.flatMap(({ parts }) => parts.flat()).filter((shape) =>
+            shape.matches(".digit.lit")).map((digit) => {
+                const [ink, back] = [digit, digit.previousElementSibling].map((shape) =>
+                    light(getComputedStyle(shape).fill));
+                return Math.max(ink, back) / Math.min(ink, back);
+            });
+        const found = contrasts();
+        for (const rule of document.styleSheets[0].cssRules) {
+            if (rule.media) rule.media.mediaText = "all"; // as a dark screen has it
+        }
+        found.push(...contrasts());
+        document.title = `${found.length} ${Math.min(...found)}`;"""
+    dom = browse(html(schedule("all_reduce", "ring", 8), "all_reduce"), "#round=13", script=script)
+    digits, worst = dom.texts["title"].split()
+    assert int(digits) == 2 * 8 * 8 * 8
+    assert float(worst) >= 4.5
+
+
+@needs_browser
+def test_what_is_said_of_a_chunk_is_in_sight_however_tall_the_grid(browse):
+    script = """
+        for (const { cell } of cells) cell.focus();
+        const edges = [cells.at(-1).cell, byId("says")].map((it) => it.getBoundingClientRect());
+        const [cell, box] = edges;
+        document.title = [cell.bottom, box.top, box.bottom, innerHeight].join(" ");"""
+    page = html(schedule("all_reduce", "direct", 16), "all_reduce")
+    title = browse(page, "#round=0", script=script).texts["title"]
+    cell, top, bottom, window = map(float, title.split())
+    assert cell <= top < bottom <= window
+
+
+@needs_browser
+def test_where_nothing_moves_there_is_nothing_to_play(browse):
+    dom = browse(html(schedule("all_reduce", "ring", 1), "all_reduce"))
+    assert dom.texts["round"] == "nothing moves"
+    assert [a["id"] for _, a in dom.elements if "disabled" in a] == [
+        "back",
+        "play",
+        "forward",
+        "slider",
+    ]
+
+
 def test_it_needs_nothing_from_elsewhere():
     text = PAGE.read_text()
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(|<link", text)
