@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
+from colorsys import hls_to_rgb
 from math import cos, pi, sin
 
 from ringdp.schedule.ir import Schedule, Transfer
@@ -22,13 +23,13 @@ def grid(schedule: Schedule, *, here: tuple[int, Transfer] | None = None) -> str
     """
     first = max(0, here[0] - AROUND) if here else 0
     last = here[0] + AROUND + 1 if here else len(schedule.rounds)
-    lines = [f"... {first} rounds before"] if first else []
+    lines = [f"... {first} round{'s' * (first > 1)} before"] if first else []
     for r, transfers in list(enumerate(schedule.rounds))[first:last]:
         lines += _line(r, transfers)
         if here and here[0] == r:
             lines.append(f"{'':9}{here[1]}  <-- here")
-    if last < len(schedule.rounds):
-        lines.append(f"... {len(schedule.rounds) - last} rounds after")
+    if (rest := len(schedule.rounds) - last) > 0:
+        lines.append(f"... {rest} round{'s' * (rest > 1)} after")
     return "\n".join(lines)
 
 
@@ -57,7 +58,7 @@ def svg(schedule: Schedule, *, columns: int = 3) -> str:
     """
     radius = max(62.0, 32 / sin(pi / max(2, schedule.ranks)))
     loops = any(t.src == t.dst for transfers in schedule.rounds for t in transfers)
-    size = round(2 * radius) + (90 if loops else 66)
+    size = round(2 * radius) + (90 if loops else 78)
     panels = [_panel(r, schedule, radius, size) for r in range(len(schedule.rounds))]
     columns = max(1, min(columns, len(panels)))
     width, height = size * columns, (size + 20) * max(1, -(-len(panels) // columns))
@@ -80,8 +81,11 @@ def svg(schedule: Schedule, *, columns: int = 3) -> str:
 
 
 def colour(chunk: int, chunks: int) -> str:
-    """Evenly spread hues, one a chunk."""
-    return f"hsl({360 * chunk // chunks},70%,38%)"
+    """Evenly spread hues, one a chunk; light ones are darker, so that text can be read in them."""
+    hue = 360 * chunk // chunks
+    red, green, blue = (x**2.2 for x in hls_to_rgb(hue / 360, 0.38, 0.7))
+    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue  # of white's, as WCAG weighs it
+    return f"hsl({hue},70%,{38 * min(1.0, (0.17 / light) ** (1 / 2.2)):.0f}%)"
 
 
 def _panel(r: int, schedule: Schedule, radius: float, size: int) -> str:
@@ -112,20 +116,21 @@ def _arrow(
 ) -> tuple[str, str]:
     """All that one rank adds to, or all that it copies to, another in a round: one arrow, and its
     label."""
-    first = transfers[0]
+    first, chunks = transfers[0], ranges(t.read for t in transfers)
     x0, y0 = _place(first.src, schedule.ranks, radius)
     if first.src == first.dst:
         path, at = _loop(x0, y0, radius)
     else:
         near = (first.src - first.dst) % schedule.ranks in (1, schedule.ranks - 1)
-        path, at = _bow(x0, y0, *_place(first.dst, schedule.ranks, radius), near=near)
+        place = _place(first.dst, schedule.ranks, radius)
+        path, at = _bow(x0, y0, *place, near=near, wide=len(chunks) > 2)
     # Scratch has no colour of its own: it wears that of the chunk at the arrow's other end.
     chunk = (first.read if first.read < schedule.chunks else first.write) % schedule.chunks
     dash = "" if first.reduce else ' stroke-dasharray="5 3"'
     stroke = colour(chunk, schedule.chunks)
     label = (
         f'<text x="{at[0]:.1f}" y="{at[1] + 4:.1f}" fill="{stroke}" stroke="#fff" stroke-width="4" '
-        f'paint-order="stroke">{ranges(t.read for t in transfers)}</text>'
+        f'paint-order="stroke">{chunks}</text>'
     )
     line = (
         f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{2 if labels else 1}"{dash} '
@@ -135,7 +140,7 @@ def _arrow(
 
 
 def _bow(
-    x0: float, y0: float, x1: float, y1: float, *, near: bool
+    x0: float, y0: float, x1: float, y1: float, *, near: bool, wide: bool
 ) -> tuple[str, tuple[float, float]]:
     """From circle to circle, bent so that a pair's two directions stay apart; and where its label
     goes."""
@@ -147,7 +152,8 @@ def _bow(
     mx, my = (x0 + x1) / 2 + (y1 - y0) * bend, (y0 + y1) / 2 - (x1 - x0) * bend
     path = f"M{x0 + ux:.1f} {y0 + uy:.1f}Q{mx:.1f} {my:.1f} {x1 - ux:.1f} {y1 - uy:.1f}"
     if near:
-        return path, (mx, my)
+        aside = 0.2 if wide and turn > 1 else 0.0  # outside, it need not cover its arrow
+        return path, (mx + (y1 - y0) * aside, my - (x1 - x0) * aside)
     # Others cross each other in their middle, so they carry the label nearer to the source.
     s, m, d = 0.68**2, 2 * 0.68 * 0.32, 0.32**2  # the curve's point at 0.32
     return path, (s * (x0 + ux) + m * mx + d * (x1 - ux), s * (y0 + uy) + m * my + d * (y1 - uy))

@@ -1,13 +1,16 @@
-"""Drawings: the SVG is well-formed and whole, the grid shows every round."""
+"""Drawings: the SVG is well-formed, whole and legible, the grid shows every round."""
 
 from __future__ import annotations
 
 import re
+from colorsys import hls_to_rgb
+from math import hypot
 from xml.etree import ElementTree
 
 import pytest
 
 from ringdp.schedule import ALGORITHMS, grid, schedule, svg
+from ringdp.schedule.draw import colour
 
 by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
 
@@ -30,3 +33,29 @@ def test_the_grid_shows_every_round(algorithm):
     for r, transfers in enumerate(plan.rounds):
         assert f"round {r}" in text
         assert all(str(t) in text for t in transfers[:8])
+
+
+def test_labels_can_be_read_in_every_chunks_color():
+    """At the contrast to white that WCAG asks of text."""
+    for chunk in range(64):
+        hue, saturation, lightness = map(int, re.findall(r"\d+", colour(chunk, 64)))
+        rgb = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+        red, green, blue = (
+            x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in rgb
+        )
+        assert 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) >= 4.5
+
+
+def test_a_wide_label_lies_in_its_panel_beside_its_short_arrow():
+    first = svg(schedule("all_reduce", "hierarchical:4", 16)).split("<g ")[2]
+    circle = max(float(y) for y in re.findall(r'cy="([\d.-]+)"', first))
+    (middle,) = re.findall(r"translate\(([\d.]+),", first)
+    number = r"([\d.-]+)"
+    labels = re.findall(rf'<text x="{number}" y="{number}"[^>]*paint-order[^>]*>{number}<', first)
+    assert len(labels) == 16
+    outside = [(float(x), float(y) - 4, text) for x, y, text in labels]
+    outside = [(x, y, text) for x, y, text in outside if hypot(x, y) > circle]
+    assert len(outside) == 12  # but the one that goes back, in each of four nodes
+    for x, y, text in outside:
+        assert hypot(x, y) > circle + 15  # a circle's radius
+        assert abs(x) + 7.3 * len(text) / 2 <= float(middle)
