@@ -200,6 +200,7 @@ class Engine(Taped):
             after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
             self._trained = self._trains()
+            self.gathering.amid = [] if self._trained else [*self.gathering.in_use]
             torch.autograd.Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
         owed = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
@@ -264,7 +265,8 @@ class Engine(Taped):
     def _end_backward(self, *, learn: bool) -> None:
         self.reducing.finish()
         self._awaiting.clear()
-        self._rest(learn=learn)
+        if not self.gathering.resume():
+            self._rest(learn=learn)
 
     def _rest(self, *, learn: bool) -> None:
         """Between iterations: every unit sharded, nothing in flight."""

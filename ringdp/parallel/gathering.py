@@ -46,6 +46,7 @@ class Gathering:
         self._sizes = [u.bytes if u.freed else 0 for u in units]
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
+        self.amid: list[int] = []  # those whose forward has a backward within it, which runs
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
@@ -103,15 +104,26 @@ class Gathering:
     def leave(self, indices: Sequence[int]) -> None:
         """A forward of theirs, or backward, runs no more."""
         for index in indices:
-            if index in self.in_use:
-                self.in_use.remove(index)
+            for running in (self.in_use, self.amid):
+                if index in running:
+                    running.remove(index)
 
     def free_before(self, index: int, are_nested: Callable[[int, int], bool]) -> None:
         """The backward of a unit starts, or a forward again within it: those before it are through.
         See Note [nodes run in reverse]."""
         for other in list(self.in_use):
-            if not are_nested(index, other):
+            if not (other in self.amid or are_nested(index, other)):
                 self.done_with(other, free=True)
+
+    def resume(self) -> bool:
+        """Whether forwards go on around a backward that is over: what it alone used is freed."""
+        goes_on = bool(self.amid)
+        if goes_on:
+            self.in_use, self.amid = self.amid, []
+            for unit in self.units:
+                if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
+                    unit.reshard()
+        return goes_on
 
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""

@@ -16,6 +16,7 @@ from tests.parallel.loop_models import (
     Checkpointed,
     CheckpointedWhole,
     Detached,
+    Guided,
     Leaves,
     Objects,
     Outer,
@@ -173,6 +174,8 @@ CASES = {
     "tiny": Case(Tiny),
     "one parameter": Case(lambda: nn.Linear(WIDTH, 1, bias=False)),
     "unequal": Case(Unequal),
+    "gradients amid a forward": Case(Guided),
+    "gradients amid a forward, micro-batches": Case(Guided, micro_batches),
     "buffers": Case(buffered),
     "channels last": Case(
         lambda: nn.Sequential(

@@ -258,6 +258,17 @@ class Tiny(nn.Module):
         return y
 
 
+class Guided(Chain):
+    """Takes gradients amid its forward, of a block's output by its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for b in self.blocks:
+            (by_input,) = torch.autograd.grad(b(x).square().sum(), x)
+            x = x + b(x - by_input)
+        return x * self.scale
+
+
 class Unequal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
