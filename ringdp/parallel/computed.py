@@ -25,9 +25,10 @@ class Gathered(nn.Parameter):
 
 
 class Computed(Gathered):
-    """Where it has no gradient of its own, it shows its master's, and clears that with its own.
+    """Where it has no gradient of its own, it shows its master's, and clears that with its own. It
+    is frozen with its master, too.
 
-    A model's zero_grad, called between forward and backward, meets these.
+    A model's zero_grad or requires_grad_, called between forward and backward, meets these.
     """
 
     _master: nn.Parameter | None = None  # a copy has none
@@ -50,9 +51,24 @@ class Computed(Gathered):
         if value is None and self._master is not None:
             self._master.grad = None
 
+    @property
+    def requires_grad(self) -> Any:
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        super().requires_grad_(requires_grad)
+        if self._master is not None:
+            self._master.requires_grad_(requires_grad)
+        return self
+
 
 set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
 _COMPUTED: Any = WeakIdKeyDictionary()  # by master, weak references
 
 

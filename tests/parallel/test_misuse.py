@@ -74,7 +74,10 @@ def calls_blocks(model: nn.Module, optimizer: Any) -> None:
 
 def freezes_for_a_while(model: nn.Module, optimizer: Any) -> None:
     for step in range(STEPS):
+        if step == 1:
+            loss(model)  # of which no backward comes
         model.get_submodule("1").requires_grad_(step != 1)
+        model.get_parameter("0.0.bias").requires_grad = step != 1
         loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
