@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import ringdp
 from ringdp import Communicator
@@ -54,6 +55,11 @@ def refused(comm: Communicator, stage: int) -> list[str]:
         (g,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
         (loss(model(x)) + g.square().sum()).backward()
 
+    def normed() -> None:
+        model = net_of(nn.Sequential(weight_norm(linear())))
+        with torch.no_grad():
+            model[0].weight  # noqa: B018, which a parametrization makes
+
     engines: list[ringdp.Engine] = []
 
     def net_of(model: Any) -> Any:
@@ -61,7 +67,7 @@ def refused(comm: Communicator, stage: int) -> list[str]:
         return model
 
     said = []
-    for attempt in (opaque, twice_reentrant, within, sharded_twice, second_order):
+    for attempt in (opaque, twice_reentrant, within, sharded_twice, second_order, normed):
         try:
             attempt()
             said.append("")
@@ -74,12 +80,13 @@ def refused(comm: Communicator, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_wrong_use_is_told(ranks, stage):
-    for opaque, reentrant, within, twice, second_order in ranks(2)(refused, stage):
+    for opaque, reentrant, within, twice, second_order, normed in ranks(2)(refused, stage):
         assert ("unit '' returns an iterator" in opaque) == (stage == 3)
         assert "Pass use_reentrant=False" in reentrant
         assert "full_parameters" in within
         assert "sharded already" in twice
         assert ("create_graph" in second_order) == (stage == 3)
+        assert ("outside the forward of its unit" in normed) == (stage > 0)
 
 
 def disagree(comm: Communicator, stage: int) -> str:
