@@ -157,11 +157,13 @@ class Dying:
 
 def lasting(output: Any, dies: Dying, unit: str) -> Any:
     """What a unit may return in place of `output`: what dies as a copy. And a leaf that is trained
-    as a view, whose hooks go with the graph. Raises UsageError for what may die and cannot be found
-    or copied."""
+    as a view, whose hooks go with the graph; without gradients a parameter, soon a slice. Raises
+    UsageError for what may die and cannot be found or copied."""
 
     def is_leaf(t: Tensor) -> bool:
-        return t.is_leaf and t.requires_grad and torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return isinstance(t, nn.Parameter)
+        return t.is_leaf and t.requires_grad
 
     def changes(t: Tensor) -> bool:
         return dies(t) or is_leaf(t)

@@ -152,16 +152,17 @@ class Whole(nn.Module):
         super().__init__()
         self.table, self.linear = nn.Parameter(torch.ones(ROWS, WIDTH)), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x), self.table[1:]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.table[1:], self.table
 
 
 def outlives(comm: Communicator, stage: int) -> None:
     net = Whole()
     engine = ringdp.shard(net, stage=stage, comm=comm)
     with torch.inference_mode():
-        _, part = net(batch(0))
+        _, part, table = net(batch(0))
     assert part.tolist() == [[1.0] * WIDTH] * (ROWS - 1)
+    assert table.tolist() == [[1.0] * WIDTH] * ROWS
     with engine.full_parameters():
         state = net.state_dict()
         twin = {k: v.clone() for k, v in state.items()}
