@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -71,6 +72,7 @@ def check(optimizer: Optimizer, stage: Stage) -> None:
     if stage.optimizer is Keep.SHARD:
         check_slices(optimizer, f"in stage {stage.number}", "or stage 0")
         if optimizer not in _REFUSING:
+            _check_state(optimizer)
             _REFUSING.add(optimizer)
             optimizer.register_state_dict_pre_hook(_refuse)
             optimizer.register_load_state_dict_pre_hook(_refuse)
@@ -81,6 +83,18 @@ def _refuse(*_: object) -> NoReturn:
         "state_dict or load_state_dict of a sharded model's optimizer: what it keeps is of this "
         "rank's flat slices. Use ringdp.save and ringdp.load, which take the optimizer, too."
     )
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    """Raises UsageError for state of whole parameters, as a load_state_dict has put there."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != p.shape:
+                raise UsageError(
+                    f"the {type(optimizer).__name__} has state {name!r} of shape "
+                    f"{list(value.shape)} for a slice of {list(p.shape)}: load_state_dict has put "
+                    "there what is of whole parameters. Load what ringdp.save wrote, by ringdp.load"
+                )
 
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:

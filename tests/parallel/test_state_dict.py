@@ -102,6 +102,25 @@ def of_an_optimizer(comm: Communicator, path: str, stage: int) -> None:
         e.close()
 
 
+def of_whole_parameters(comm: Communicator, stage: int) -> None:
+    twin, model = net(), net()
+    theirs = torch.optim.Adam(twin.parameters())
+    loss(twin).backward()
+    theirs.step()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    loss(model).backward()
+    with pytest.raises(UsageError, match=r"state 'exp_avg' of shape \[6, 6\] for a slice of"):
+        optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_of_whole_parameters_is_told(ranks, stage):
+    ranks(3)(of_whole_parameters, stage)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(ranks, tmp_path, stage):
     ranks(2)(of_an_optimizer, str(tmp_path), stage)
