@@ -84,6 +84,7 @@ class Engine(Taped):
         self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._trained: dict[int, FlatUnit] = {}  # by it
+        self._second = False  # whether a second is to come, through weights that its graph holds
         self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
         me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
@@ -144,7 +145,8 @@ class Engine(Taped):
                 self.gathering.done_with(index, free=free)
         for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
-        if not starts and not self._held and (indices is self.roots or self._is_alone()):
+        ends = indices is self.roots or self._is_alone()
+        if ends and not (starts or self._held or self._second):
             self._rest(learn=False)
         return output
 
@@ -200,6 +202,7 @@ class Engine(Taped):
             after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
             self._trained = self._trains()
+            self._second = torch.is_grad_enabled() and not self._trained
             self.gathering.amid = [] if self._trained else [*self.gathering.in_use]
             torch.autograd.Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
@@ -265,11 +268,12 @@ class Engine(Taped):
     def _end_backward(self, *, learn: bool) -> None:
         self.reducing.finish()
         self._awaiting.clear()
-        if not self.gathering.resume():
+        if not (self.gathering.resume() or self._second):
             self._rest(learn=learn)
 
     def _rest(self, *, learn: bool) -> None:
         """Between iterations: every unit sharded, nothing in flight."""
+        self._second = False
         self.gathering.end(learn=learn)
         if not self._held:
             self.gathering.reshard_all()

@@ -117,13 +117,11 @@ class Gathering:
 
     def resume(self) -> bool:
         """Whether forwards go on around a backward that is over: what it alone used is freed."""
-        goes_on = bool(self.amid)
-        if goes_on:
-            self.in_use, self.amid = self.amid, []
-            for unit in self.units:
-                if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
-                    unit.reshard()
-        return goes_on
+        self.in_use, self.amid = self.amid, []
+        for unit in self.units if self.in_use else ():
+            if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
+                unit.reshard()
+        return bool(self.in_use)
 
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""
