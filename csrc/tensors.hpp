@@ -60,26 +60,34 @@ class Tensors {
 
   // Nothing for what is no such tensor: others may still be flattened, slowly.
   std::optional<Plain> plain(PyObject* object) {
-    const auto found = contiguous(object);
-    if (!found || found->device != kCpu) return std::nullopt;
-    if (found->elements && !trusted(object, *found)) return std::nullopt;
-    return *found;
+    const auto seen = viewed(object);
+    if (!seen || seen->device != kCpu) return std::nullopt;
+    std::int64_t elements = 1;
+    for (int d = seen->dimensions - 1; d >= 0; --d) {
+      if (seen->shape[d] != 1 && seen->strides && seen->strides[d] != elements) return std::nullopt;
+      elements *= seen->shape[d];
+    }
+    auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
+    const Plain found{data, code(*seen), elements, std::size_t(elements) * seen->bits / 8};
+    if (elements && !trusted(object, found)) return std::nullopt;
+    return found;
   }
 
-  // Where each of a list lies, what it is, and its offset (None: there are none), as bytes that are equal
-  // where all of that is. None if one is not contiguous, not of a real dtype or of another class, and may
-  // be so although it is all of that.
+  // How each of a list lies, what it is, and its offset (None: there are none), as bytes that are equal
+  // where all of that is. None if one is not of a real dtype or of another class.
   PyObject* seen(PyObject* tensors, PyObject* offsets) {
-    static constexpr std::int64_t kDtypes = 16;
     if (!PyList_CheckExact(tensors) || (offsets != Py_None && !PyList_CheckExact(offsets))) Py_RETURN_NONE;
     const auto count = PyList_Size(tensors), places = offsets == Py_None ? 0 : PyList_Size(offsets);
     numbers_.clear();
     numbers_.push_back(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
-      const auto found = contiguous(PyList_GetItem(tensors, i));
-      if (!found) Py_RETURN_NONE;
-      numbers_.push_back(reinterpret_cast<std::intptr_t>(found->data));
-      numbers_.push_back(found->elements * kDtypes + found->dtype);
+      const auto found = viewed(PyList_GetItem(tensors, i));
+      if (!found || !found->strides) Py_RETURN_NONE;
+      numbers_.push_back(reinterpret_cast<std::intptr_t>(found->data) + std::int64_t(found->byte_offset));
+      numbers_.push_back(std::int64_t(code(*found)) << 48 | std::int64_t(found->dimensions) << 32 |
+                         std::int64_t(found->device) << 16 | found->device_number);
+      numbers_.insert(numbers_.end(), found->shape, found->shape + found->dimensions);
+      numbers_.insert(numbers_.end(), found->strides, found->strides + found->dimensions);
     }
     for (Py_ssize_t i = 0; i < places; ++i) {
       numbers_.push_back(PyLong_AsLongLong(PyList_GetItem(offsets, i)));
@@ -93,11 +101,8 @@ class Tensors {
   }
 
  private:
-  struct Contiguous : Plain {  // wherever it is
-    std::int32_t device;
-  };
-
-  std::optional<Contiguous> contiguous(PyObject* object) {
+  // What is of another class, or of no dtype of ours, is none.
+  std::optional<DlTensor> viewed(PyObject* object) {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (!exchange_ || (type != tensor_ && type != parameter_)) return std::nullopt;
     DlTensor seen;
@@ -105,15 +110,8 @@ class Tensors {
       PyErr_Clear();
       return std::nullopt;
     }
-    const int dtype = code(seen);
-    if (dtype < 0) return std::nullopt;
-    std::int64_t elements = 1;
-    for (int d = seen.dimensions - 1; d >= 0; --d) {
-      if (seen.shape[d] != 1 && seen.strides && seen.strides[d] != elements) return std::nullopt;
-      elements *= seen.shape[d];
-    }
-    auto* data = static_cast<std::byte*>(seen.data) + seen.byte_offset;
-    return Contiguous{{data, dtype, elements, std::size_t(elements) * seen.bits / 8}, seen.device};
+    if (code(seen) < 0) return std::nullopt;
+    return seen;
   }
 
   struct Asked {  // a tensor that is trusted

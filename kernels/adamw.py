@@ -24,6 +24,7 @@ the caches [measured: 64 and 2 MiB]. Reference: `adamw_torch`.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,8 +34,9 @@ from torch.autograd.graph import increment_version
 from ringdp import _core
 
 from .address import address
-from .jit import jit, sixteens
+from .jit import Launch, jit, sixteens
 from .precision import HALF
+from .repeats import Repeats, key
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -53,6 +55,28 @@ class Factors(NamedTuple):
     size: float  # −lr/(1 − β1^t)
     correction: float  # √(1 − β2^t)
     eps: float
+
+
+@lru_cache(maxsize=8)  # every unit of a step asks
+def factors_of(
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> Factors:
+    if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(
+            f"step counts from 1 and betas are in [0, 1), not {step} and {(beta1, beta2)}"
+        )
+    return Factors(
+        decay=1 - lr * weight_decay,
+        fresh1=1 - beta1,
+        beta2=beta2,
+        fresh2=1 - beta2,
+        size=-lr / (1 - beta1**step),
+        correction=math.sqrt(1 - beta2**step),
+        eps=eps,
+    )
+
+
+_repeats = Repeats()
 
 
 def adamw(
@@ -75,6 +99,22 @@ def adamw(
     Raises ValueError on another dtype, number, layout or device, on memory that was freed, and on
     step < 1.
     """
+    factors = factors_of(step, float(lr), *betas, eps, weight_decay)
+    written = [param, exp_avg, exp_avg_sq] if copy is None else [param, exp_avg, exp_avg_sq, copy]
+    place = key([grad, *written]) if param.is_cuda else None
+    if not _repeats.again(place, *factors):
+        _check(param, grad, exp_avg, exp_avg_sq, copy)
+        if param.is_cuda:
+            _repeats.keep(place, adamw_triton(param, grad, exp_avg, exp_avg_sq, copy, factors))
+        else:
+            launch = adamw_cpp if param.device.type == "cpu" else adamw_torch
+            launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
+    increment_version(written)
+
+
+def _check(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None
+) -> None:
     for name, x in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if x.numel() != param.numel() or x.device != param.device:
             raise ValueError(
@@ -97,23 +137,6 @@ def adamw(
             f"copy must be contiguous, of {HALF}, {list(param.shape)} on {param.device}, not "
             f"{copy.dtype}{list(copy.shape)} with strides {copy.stride()} on {copy.device}"
         )
-    if step < 1 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"step counts from 1 and betas are in [0, 1), not {step} and {betas}")
-    factors = Factors(
-        decay=1 - lr * weight_decay,
-        fresh1=1 - betas[0],
-        beta2=betas[1],
-        fresh2=1 - betas[1],
-        size=-lr / (1 - betas[0] ** step),
-        correction=math.sqrt(1 - betas[1] ** step),
-        eps=eps,
-    )
-    launch = {"cuda": adamw_triton, "cpu": adamw_cpp}.get(param.device.type, adamw_torch)
-    if launch is not adamw_cpp:
-        param, grad, exp_avg, exp_avg_sq = map(_flat, (param, grad, exp_avg, exp_avg_sq))
-        copy = None if copy is None else _flat(copy)
-    launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
-    increment_version([param, exp_avg, exp_avg_sq, *([] if copy is None else [copy])])
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -138,6 +161,8 @@ def adamw_torch(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
     """Uses no operation of torch that rounds twice, fuses, or treats a SIMD tail differently."""
+    param, grad, avg, avg_sq = map(_flat, (param, grad, avg, avg_sq))
+    copy = None if copy is None else _flat(copy)
     size = CACHED * torch.get_num_threads()
     scratch = torch.empty(2, min(size, param.numel()))
     double = torch.empty(min(size, param.numel()), dtype=torch.float64)
@@ -153,7 +178,7 @@ def adamw_torch(
             copy[first : first + size].copy_(p)
 
 
-@jit(num_warps=4)
+@jit(num_warps=4, unspecialized=Factors._fields)
 def adamw_kernel(
     param: tl.tensor,
     grad: tl.tensor,
@@ -161,13 +186,13 @@ def adamw_kernel(
     exp_avg_sq: tl.tensor,
     copy: tl.tensor,  # not looked at unless COPIES
     elems: tl.tensor,
-    decay: tl.tensor,
-    fresh1: tl.tensor,
-    beta2: tl.tensor,
-    fresh2: tl.tensor,
-    size: tl.tensor,
-    correction: tl.tensor,
-    eps: tl.tensor,
+    decay: tl.float32,
+    fresh1: tl.float32,
+    beta2: tl.float32,
+    fresh2: tl.float32,
+    size: tl.float32,
+    correction: tl.float32,
+    eps: tl.float32,
     COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -190,9 +215,11 @@ def adamw_kernel(
 
 def adamw_triton(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
-) -> None:
-    # See Note [16-byte accesses]
-    for _, elems, parts in sixteens(param, grad, avg, avg_sq, param if copy is None else copy):
+) -> list[Launch | None]:
+    whole = map(_flat, (param, grad, avg, avg_sq, param if copy is None else copy))
+    return [
         adamw_kernel.launch(
             -(-elems // BLOCK), *parts, elems, *k, COPIES=copy is not None, BLOCK=BLOCK
         )
+        for _, elems, parts in sixteens(*whole)  # See Note [16-byte accesses]
+    ]

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .jit import jit
-from .precision import check_scale, wide_dtype
-from .spans import BLOCK, check, check_flat, tables
+from .precision import ANY_SCALE, check_scale, wide_dtype
+from .repeats import Repeats, key
+from .spans import BLOCK, check, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-@jit(num_warps=8)
+@jit(num_warps=8, unspecialized=("scale",))
 def copy_kernel(
     chunks: tl.tensor,  # int64[programs, 3], rows are Spans of at most BLOCK elements
     flat: tl.tensor,
@@ -60,28 +61,26 @@ def copy(
     name: str,
     *,
     into_flat: bool,
-    seen: bytes | None,
-) -> None:
-    """Contiguous tensors into their places in `flat`, with zeros elsewhere, or back from there.
+    repeats: Repeats,
+) -> bool:
+    """Tensors into their places in `flat`, with zeros elsewhere, or back from there; False, and
+    nothing, unless all are contiguous.
 
-    Raises ValueError as `check` and `check_scale`. `name` is the user's for `flat`.
+    Raises ValueError as `check` and `check_scale`, and RuntimeError in the capture of a CUDA graph.
+    `name` is the user's for `flat`.
     """
-    check_flat(flat, name)
-    made = tables(
-        tensors,
-        flat.device,
-        offsets,
-        elems=flat.numel(),
-        padding=flat.dtype if into_flat else None,
-        check=lambda: check(tensors, flat, offsets, name),
-        seen=seen,
-    )
+    place = key([*tensors, flat], offsets)
+    if abs(scale) <= ANY_SCALE and repeats.again(place, scale):
+        return True
+    if not all(map(Tensor.is_contiguous, tensors)):  # what is kept were
+        return False
+    check(tensors, flat, offsets, name)
+    padding = flat.dtype if into_flat else None
+    made = tables(tensors, flat.device, offsets, elems=flat.numel(), padding=padding)
     casts = {d: (d, flat.dtype) if into_flat else (flat.dtype, d) for d in made}
     for cast in casts.values():
         check_scale(scale, *cast)
-    for dtype, chunks in made.items():  # one launch, unless dtypes are mixed
-        if not len(chunks):
-            continue
+    launches = [
         copy_kernel.launch(
             len(chunks),
             chunks,
@@ -92,3 +91,8 @@ def copy(
             INTO_FLAT=into_flat,
             BLOCK=BLOCK,
         )
+        for dtype, chunks in made.items()  # one, unless dtypes are mixed
+        if len(chunks)
+    ]
+    repeats.keep(place, launches, held=list(made.values()))
+    return True

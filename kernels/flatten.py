@@ -19,7 +19,10 @@ from torch import Tensor
 from .batches import batches
 from .copying import copy
 from .precision import check_scale, scaled_copy
-from .spans import check, gaps, seen
+from .repeats import Repeats
+from .spans import check, gaps
+
+_repeats = Repeats()
 
 
 def flatten(
@@ -54,7 +57,5 @@ def flatten_torch(
 def flatten_triton(
     tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
 ) -> None:
-    found = seen(tensors, offsets)
-    if found is None:
-        tensors = [x.contiguous() for x in tensors]
-    copy(tensors, out, scale, offsets, "out", into_flat=True, seen=found)
+    if not copy(tensors, out, scale, offsets, "out", into_flat=True, repeats=_repeats):
+        flatten_triton([x.contiguous() for x in tensors], out, scale, offsets)

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Launch(NamedTuple):
+    """`run(*before, *late, *after)` repeats it with other values of `unspecialized`."""
+
+    run: Callable[..., None]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
 class Kernel:
     """`launch(...)` launches it; `function` is Triton's own object, for compilers.
 
-    `unspecialized`: integers that get no variant of their own where they are multiples of 16.
+    `unspecialized`: the last arguments, no value of which gets a variant of its own. Numbers among
+    them are annotated with their dtype.
     `capturable`: whether a CUDA graph may hold it, which repeats the arguments of today.
     `options`: those of the compiler, `num_warps` for one. It fuses nothing that the references
     round one by one.
@@ -47,39 +56,48 @@ class Kernel:
         self.fn.__globals__["tl"] = tl
         return triton.jit(self.fn, do_not_specialize=self.unspecialized)
 
-    def launch(self, programs: int, *args: Any, **constants: Any) -> None:
+    def launch(self, programs: int, *args: Any, **constants: Any) -> Launch | None:
         """On the first argument's device, whichever is the current one, and its current stream.
 
         `args` begin with a tensor; integers are not negative. `constants` are all the `constexpr`
-        parameters in order, a dtype being torch's. Raises RuntimeError in the capture of a CUDA
+        parameters in order, a dtype being torch's. Returns what repeats it while that device and
+        that stream are the current ones and the tensors are where they are; None in the interpreter
+        and where the device is not the current one. Raises RuntimeError in the capture of a CUDA
         graph that may not hold it.
         """
         device = args[0].get_device()  # -1: the interpreter
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self.launch(programs, *args, **constants)
-            return
+            return None
         if device >= 0 and not self.capturable and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.fn.__name__} was launched in the capture of a CUDA graph, which would "
                 "repeat its step, its seed or its table of addresses; call it outside the graph"
             )
         values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
-        key = (device, *map(_variant, args, values), *constants.values())
-        found = self._compiled.get(key)
-        if found is not None:  # as Triton's own dispatch does, but for hooks; tensors are addresses
-            what = found.function, found.packed_metadata, None, None, None
-            found.run(programs, 1, 1, raw_stream(device), *what, *values, *constants.values())
-            return
-        named = {name: triton_dtype(x) for name, x in constants.items()}
-        launched = self.function[(programs,)](*args, **named, **self.options)
-        if launched is not None:  # not the interpreter
-            self._compiled[key] = launched
+        late = len(args) - len(self.unspecialized)
+        key = (device, *map(_variant, args[:late], values), *constants.values())
+        found: Any = self._compiled.get(key)
+        first = found is None
+        if first:
+            named = {name: triton_dtype(x) for name, x in constants.items()}
+            found = self.function[(programs,)](*args, **named, **self.options)
+            if found is None:  # the interpreter
+                return None
+            self._compiled[key] = found
+        # As Triton's own dispatch does, but for hooks; tensors are addresses.
+        what = found.function, found.packed_metadata, None, None, None
+        before = programs, 1, 1, raw_stream(device), *what, *values[:late]
+        after = tuple(constants.values())
+        if not first:
+            found.run(*before, *values[late:], *after)
+        return Launch(found.run, before, after)
 
 
 def raw_stream(device: int) -> int:
     """The handle of the current one; `torch.cuda.current_stream` would make an object for it."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0
 
 
 def jit(

@@ -27,9 +27,10 @@ from torch import Tensor
 from ringdp import _core
 
 from .address import address
-from .jit import jit
+from .jit import jit, raw_stream
 from .precision import FLOATS
-from .spans import BLOCK, seen, stream_of, tables
+from .repeats import Repeats, key
+from .spans import BLOCK, tables
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # registers a thread [Triton 3.6 to 3.9 take 40 to 64 for float32 and bfloat16], and none waits for
 # another to end. Fewer registers would let more run, and some of these versions spill.
 PROGRAMS = 528
+_repeats = Repeats()
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -79,7 +81,7 @@ def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
-@jit(num_warps=8)
+@jit(num_warps=8, unspecialized=("total",))
 def squared_norm_kernel(
     chunks: tl.tensor,  # int64[count, 3], rows are Spans of at most BLOCK elements
     count: tl.tensor,
@@ -120,24 +122,26 @@ def _scratch(device: torch.device, stream: int) -> Tensor:
 
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
-    found = seen(tensors)
-    if found is None:
-        tensors = [x.contiguous() for x in tensors]
-    totals = []
-    made = tables(tensors, device, check=lambda: check(tensors), seen=found)
-    for dtype, chunks in made.items():
-        if not len(chunks):
-            continue
-        totals.append(torch.empty((), dtype=torch.float64, device=device))
-        squared_norm_kernel.launch(
-            min(len(chunks), PROGRAMS),
-            chunks,
-            len(chunks),
-            _scratch(*stream_of(device)),
-            totals[-1],
-            SOURCE=dtype,
-            BLOCK=BLOCK,
-        )
-    if not totals:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return sum(totals[1:], totals[0])  # several only where dtypes are mixed
+    total = torch.empty((), dtype=torch.float64, device=device)
+    place = key(list(tensors)) if tensors else None
+    if _repeats.again(place, total.data_ptr()):
+        return total
+    check(tensors)
+    if not all(map(Tensor.is_contiguous, tensors)):  # what is kept were
+        return squared_norm_triton([x.contiguous() for x in tensors])
+    alike = [[x for x in tensors if x.dtype == dtype and x.numel()] for dtype in FLOATS]
+    parts = list(filter(None, alike))
+    if len(parts) != 1:
+        return sum(map(squared_norm_triton, parts), total.zero_())
+    (chunks,) = tables(parts[0], device).values()
+    launch = squared_norm_kernel.launch(
+        min(len(chunks), PROGRAMS),
+        chunks,
+        len(chunks),
+        _scratch(device, raw_stream(total.get_device())),
+        total,
+        SOURCE=parts[0][0].dtype,
+        BLOCK=BLOCK,
+    )
+    _repeats.keep(place, [launch], held=[chunks])
+    return total

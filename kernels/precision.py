@@ -9,6 +9,7 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
+ANY_SCALE = torch.finfo(torch.float32).max  # one that is not more is fine for all dtypes
 
 
 @cache  # every launch asks

@@ -6,21 +6,15 @@ program, and a table says of each where it lies. The table is small: 24 bytes a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringdp import _core
-
-from .jit import raw_stream
-
 BLOCK = 4096  # elements per program
-_dtype = attrgetter("dtype")
 
 
 class Span(NamedTuple):
@@ -31,16 +25,6 @@ class Span(NamedTuple):
     elems: int
 
 
-Tables = dict[torch.dtype, Tensor]  # see `tables`
-
-KEPT = 64  # tables
-KEPT_BYTES = 16 << 20  # of their memory on devices; the one made last is kept in any case
-_tensors = _core.Tensors(
-    getattr(Tensor, "__dlpack_c_exchange_api__", None), Tensor, torch.nn.Parameter
-)
-_kept: dict[tuple[Any, ...], Tables] = {}  # the one made last is last
-
-
 def tables(
     tensors: Sequence[Tensor],
     device: torch.device,
@@ -48,62 +32,16 @@ def tables(
     *,
     elems: int = 0,
     padding: torch.dtype | None = None,
-    check: Callable[[], None] = lambda: None,
-    seen: bytes | None = None,
-) -> Tables:
+) -> dict[torch.dtype, Tensor]:
     """A chunk table for each dtype among contiguous tensors, on the device: one launch each.
 
     `padding`: what no tensor covers of the flat buffer's `elems` becomes chunks of the first table,
-    or of one for this dtype. `check` is called once for the same addresses, sizes, dtypes, offsets
-    and elems; `seen`: all but elems, as the function says it. To be read by kernels on the current
-    stream only. Raises RuntimeError in the capture of a CUDA graph, where the upload of what is
-    kept would not take place.
+    or of one for this dtype. To be read by kernels on the current stream only. Raises RuntimeError
+    in the capture of a CUDA graph, where the upload would not take place.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("tables of addresses cannot be made in the capture of a CUDA graph")
-    # An allocator gives gradients the same addresses step after step.
-    key = seen or _key(tensors, offsets), elems, padding, stream_of(device)
-    made = _kept.get(key)
-    if made is None:
-        check()
-        made = _made(tensors, offsets or [0] * len(tensors), elems, padding, device)
-        _make_room(_bytes(made))
-        _kept[key] = made
-    return made
-
-
-def seen(tensors: Sequence[Tensor], offsets: Sequence[int] | None = None) -> bytes | None:
-    """Equal for the same addresses, sizes, dtypes and offsets; None if not all are contiguous, or
-    that must be asked of them one by one, which takes 15 µs of 64 more [measured]."""
-    return _tensors.seen(tensors, offsets)
-
-
-def _key(tensors: Sequence[Tensor], offsets: Sequence[int] | None) -> tuple[Any, ...]:
-    """The same, of contiguous ones."""
-    asked = (Tensor.data_ptr, Tensor.numel, _dtype)
-    return *(tuple(map(ask, tensors)) for ask in asked), None if offsets is None else tuple(offsets)
-
-
-def _make_room(needed: int) -> None:
-    """What is dropped goes back to the allocator of the stream that its kernels are on."""
-    for count, (key, made) in enumerate(reversed(list(_kept.items())), start=1):
-        needed += _bytes(made)
-        if count >= KEPT or needed > KEPT_BYTES:
-            _kept.pop(key, None)
-
-
-def stream_of(device: torch.device) -> tuple[torch.device, int]:
-    """What is kept for kernels on this stream may be written to by them: they run by turns."""
-    return device, raw_stream(device.index) if device.type == "cuda" else 0
-
-
-def _made(
-    tensors: Sequence[Tensor],
-    offsets: Sequence[int],
-    elems: int,
-    padding: torch.dtype | None,
-    device: torch.device,
-) -> Tables:
+    offsets = offsets or [0] * len(tensors)
     spans: dict[torch.dtype, list[Span]] = {x.dtype: [] for x in tensors}
     if padding is not None:
         first = spans.setdefault(next(iter(spans), padding), [])
@@ -121,10 +59,6 @@ def _upload(table: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or not len(table):
         return table
     return table.pin_memory().to(device, non_blocking=True)
-
-
-def _bytes(made: Tables) -> int:
-    return sum(table.nbytes for table in made.values())
 
 
 def chunk_table(spans: Sequence[Span], itemsize: int) -> Tensor:

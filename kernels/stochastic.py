@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import jit, sixteens
+from .jit import Launch, jit, sixteens
+from .repeats import Repeats, key
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -31,6 +32,8 @@ BLOCK = 1024  # elements per program
 CACHED = 65536  # elements per torch call and thread
 HIGH, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B  # odd multipliers
 NAN = 0x7FC0  # torch's bfloat16
+MOST = (1 << 63) - 1  # elements
+_repeats = Repeats()
 
 
 def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
@@ -39,6 +42,10 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     `offset` is the place of x[0] in the whole that x is a shard of. Take another `seed`, from
     [0, 2^64), for every step. Raises ValueError on another dtype, shape, layout, device or seed.
     """
+    place = key([x, out]) if x.is_cuda else None
+    valid = 0 <= seed < 1 << 64 and 0 <= offset <= MOST - x.numel()
+    if valid and _repeats.again(place, offset, *keys(seed)):
+        return
     for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.bfloat16)):
         if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
@@ -49,10 +56,14 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
         raise ValueError(
             f"x is {list(x.shape)} on {x.device}, out {list(out.shape)} on {out.device}"
         )
-    if not 0 <= seed < 1 << 64 or not 0 <= offset <= (1 << 63) - 1 - x.numel():
+    if not valid:
         raise ValueError(f"seed is in [0, 2^64) and offset in [0, 2^63), not {seed} and {offset}")
-    launch = stochastic_round_triton if x.is_cuda else stochastic_round_torch
-    launch(x, out, keys(seed), offset)
+    if x.is_cuda:
+        launches = stochastic_round_triton(x, out, keys(seed), offset)
+        if len(launches) == 1:  # each has an offset of its own
+            _repeats.keep(place, launches)
+    else:
+        stochastic_round_torch(x, out, keys(seed), offset)
 
 
 def keys(seed: int) -> tuple[int, int]:
@@ -128,8 +139,10 @@ def stochastic_round_kernel(
     tl.store(out + where, bits.to(tl.bfloat16, bitcast=True), mask=inside)
 
 
-def stochastic_round_triton(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
-    for first, elems, (source, target) in sixteens(x, out):  # See Note [16-byte accesses]
+def stochastic_round_triton(
+    x: Tensor, out: Tensor, key: tuple[int, int], offset: int
+) -> list[Launch | None]:
+    return [
         stochastic_round_kernel.launch(
             -(-elems // BLOCK),
             source,
@@ -143,3 +156,5 @@ def stochastic_round_triton(x: Tensor, out: Tensor, key: tuple[int, int], offset
             NAN=NAN,
             BLOCK=BLOCK,
         )
+        for first, elems, (source, target) in sixteens(x, out)  # See Note [16-byte accesses]
+    ]

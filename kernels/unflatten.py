@@ -17,7 +17,10 @@ from torch import Tensor
 from .batches import batches
 from .copying import copy
 from .precision import check_scale, scaled_copy
-from .spans import check, seen
+from .repeats import Repeats
+from .spans import check
+
+_repeats = Repeats()
 
 
 def unflatten(
@@ -55,12 +58,10 @@ def unflatten_torch(
 def unflatten_triton(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
-    found = seen(tensors, offsets)
-    if found is not None or all(map(Tensor.is_contiguous, tensors)):
-        copy(tensors, flat, scale, offsets, "flat", into_flat=False, seen=found)
+    if copy(tensors, flat, scale, offsets, "flat", into_flat=False, repeats=_repeats):
         return
     dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-    copy(dense, flat, scale, offsets, "flat", into_flat=False, seen=None)
+    unflatten_triton(flat, dense, scale, offsets)
     with torch.no_grad():
         for x, filled in zip(tensors, dense, strict=True):
             x.copy_(filled)

@@ -11,6 +11,7 @@ import torch
 
 import ringdp.kernels
 from ringdp.kernels.jit import Kernel
+from tests.kernels.dispatch import Dispatch
 
 KERNELS = [
     found
@@ -49,3 +50,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in KERNELS:
         assert kernel.function is not None  # the first use puts `tl` where the kernel finds it
         monkeypatch.setitem(vars(kernel), "function", interpreter.InterpretedFunction(kernel.fn))
+
+
+@pytest.fixture
+def dispatch(monkeypatch: pytest.MonkeyPatch) -> Dispatch:
+    pytest.importorskip("triton")
+    return Dispatch(monkeypatch)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from ringdp.kernels import flatten, spans
+from ringdp.kernels import flatten
 from ringdp.kernels.flatten import flatten_torch, flatten_triton
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import Span, chunk_table
@@ -120,80 +118,6 @@ def test_chunk_table() -> None:
         [0, 12299, 1],
         [64, 0, 1],
     ]
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tables that were made, none being kept before."""
-    found = []
-
-    def noted(*args: Any) -> torch.Tensor:
-        found.append(chunk_table(*args))
-        return found[-1]
-
-    monkeypatch.setattr(spans, "chunk_table", noted)
-    monkeypatch.setattr(spans, "_kept", {})
-    return found
-
-
-def test_the_same_tensors_need_their_table_once(
-    interpreted: None, made: list[torch.Tensor]
-) -> None:
-    """It is on the device then: an upload is a copy ahead of every launch."""
-    x, out = torch.ones(5000), torch.empty(6000)
-    for times in range(3):
-        flatten_triton([x.fill_(times)], out, 1.0, [3])
-        assert out.tolist() == [0.0] * 3 + [times] * 5000 + [0.0] * 997
-    assert len(made) == 1
-    flatten_triton([x], out, 1.0, [4])
-    flatten_triton([x], out[:5500], 1.0, [4])
-    assert len(made) == 3
-
-
-def test_tensors_are_seen_at_once() -> None:
-    flat = torch.zeros(64)
-    parts = [flat[:16].view(4, 4), torch.nn.Parameter(flat[16:32]), flat[32:32]]
-    first = spans.seen(parts, [0, 16, 32])
-    assert first == spans.seen([x.view_as(x) for x in parts], [0, 16, 32])
-    others = {
-        spans.seen(parts),
-        spans.seen(parts, [0, 16, 33]),
-        spans.seen(parts[:2], [0, 16]),
-        spans.seen([flat[:15], *parts[1:]], [0, 16, 32]),
-        spans.seen([flat[1:17], *parts[1:]], [0, 16, 32]),
-        spans.seen([flat[:16].view(torch.int32), *parts[1:]], [0, 16, 32]),
-    }
-    assert len(others) == 6
-    assert not others & {first, None}
-    slow = [[flat.view(8, 8).t()], [flat.view(8, 8)[:, :4]], [flat.as_subclass(Other)], (flat,)]
-    slow += [[flat.cfloat()], [torch.empty(4, device="meta")], [None]]
-    assert {spans.seen(x) for x in slow} == {None}
-    assert spans.seen(parts, [0, 16, 1 << 70]) is None
-
-
-class Other(torch.Tensor): ...
-
-
-def test_tables_are_kept_up_to_a_number_and_a_size(
-    monkeypatch: pytest.MonkeyPatch, made: list[torch.Tensor]
-) -> None:
-    tensors = [torch.ones(1) for _ in range(6)]
-    place = {spans.tables([x], x.device)[x.dtype].data_ptr(): i for i, x in enumerate(tensors)}
-
-    def kept() -> list[int]:
-        return [
-            place[table.data_ptr()] for found in spans._kept.values() for table in found.values()
-        ]
-
-    assert kept() == [0, 1, 2, 3, 4, 5]
-    large = torch.ones(2 * spans.BLOCK)  # two rows
-    place[spans.tables([large], large.device)[large.dtype].data_ptr()] = 6
-    monkeypatch.setattr(spans, "KEPT", 3)
-    place[spans.tables([large[1:]], large.device)[large.dtype].data_ptr()] = 7
-    assert kept() == [5, 6, 7]
-    monkeypatch.setattr(spans, "KEPT_BYTES", made[0].nbytes)
-    place[spans.tables([large[2:]], large.device)[large.dtype].data_ptr()] = 8
-    assert kept() == [8]
 
 
 def test_parameters_that_require_grad() -> None:

@@ -187,8 +187,8 @@ def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
         "x": f"*{SHORT[source]}",
         "out": f"*{SHORT[target]}",
         "found": "*fp32",
-        "scale": "fp64",
         "elems": "i32",
+        "scale": "fp64",
     }
     constants = {"WIDE": wide_dtype(source, target), "BLOCK": UNSCALE_BLOCK}
     code = compiled(unscale_kernel, arch, tmp_path, arguments, constants)

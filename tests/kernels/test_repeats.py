@@ -1,0 +1,280 @@
+"""A call whose tensors lie as those of an earlier one: the same launch, and the same refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ringdp.kernels import adamw, flatten, fold, repeats, stochastic_round, unflatten, unscale
+from ringdp.kernels.jit import Kernel, Launch
+from ringdp.kernels.norm import squared_norm_triton
+from ringdp.kernels.repeats import Repeats, key, seen
+from tests.kernels.conftest import KERNELS
+from tests.kernels.dispatch import Dispatch
+
+ELEMS = 4096
+FLAT, GRAD, AVG, AVG_SQ = torch.zeros(4, ELEMS)
+HALF, FOUND, PARTS = FLAT.bfloat16(), torch.zeros(1), torch.zeros(8, ELEMS)
+LIST, PLACES = list(torch.zeros(4, 1024).unbind()), [0, 1024, 2048, 3072]
+step = partial(adamw, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+
+
+class Call(NamedTuple):
+    module: str
+    call: Callable[[Any], object]  # with some value
+    values: tuple[Any, Any]
+    wrong: tuple[Any, ...]  # that are refused
+
+
+CALLS = {
+    "fold": Call("fold", lambda rows: fold(PARTS[:rows], FLAT), (8, 8), (0,)),
+    "unscale": Call(
+        "unscale",
+        lambda scale: unscale(FLAT, HALF, FOUND, scale=scale),
+        (1.0, 0.5),
+        (float("nan"), 1e39),
+    ),
+    "stochastic_round": Call(
+        "stochastic",
+        lambda seed: stochastic_round(FLAT, HALF, seed=seed, offset=seed),
+        (1, 16),
+        (-1, 1 << 63),
+    ),
+    "adamw": Call(
+        "adamw", lambda t: step(FLAT, GRAD, AVG, AVG_SQ, step=t, copy=HALF), (1, 2), (0,)
+    ),
+    "flatten": Call(
+        "copying",
+        lambda scale: flatten(LIST, FLAT, scale=scale, offsets=PLACES),
+        (1.0, -1.0),
+        (float("inf"),),
+    ),
+    "unflatten": Call(
+        "copying",
+        lambda scale: unflatten(FLAT, LIST, scale=scale, offsets=PLACES),
+        (1.0, -1.0),
+        (-1e39,),
+    ),
+}
+OF_ALL = pytest.mark.parametrize("name", CALLS)
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[Repeats]:
+    """Those of all functions, empty; and all tensors pass for CUDA's."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    modules = {call.module for call in CALLS.values()} - {"copying"} | {"flatten", "unflatten"}
+    made = [Repeats() for _ in modules | {"norm"}]
+    for module, fresh in zip(modules | {"norm"}, made, strict=True):
+        monkeypatch.setattr(import_module(f"ringdp.kernels.{module}"), "_repeats", fresh)
+    return made
+
+
+def over(dispatch: Dispatch, module: str) -> None:
+    module = f"ringdp.kernels.{module}"
+    (kernel,) = (x for x in KERNELS if x.fn.__module__ == module)
+    dispatch.over(kernel, module)
+
+
+@OF_ALL
+def test_a_second_call_launches_what_the_first_did(
+    dispatch: Dispatch, memories: list[Repeats], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module, call, (first, second), _ = CALLS[name]
+    over(dispatch, module)
+    call(first)  # by Triton
+    for memory in memories:
+        memory.__init__()  # type: ignore[misc]
+    call(second)  # worked out
+    monkeypatch.setattr(Kernel, "launch", None)
+    call(second)
+    call(first)
+    _, worked_out, again, other = dispatch.launched
+    if "flatten" in name:  # by a table of its own
+        worked_out, again, other = (x[:1] + x[2:] for x in (worked_out, again, other))
+    assert again == worked_out
+    assert (other == again) == (first == second)
+
+
+@OF_ALL
+def test_what_was_launched_once_is_refused_as_before(
+    dispatch: Dispatch, memories: list[Repeats], name: str
+) -> None:
+    module, call, (value, _), wrong = CALLS[name]
+    over(dispatch, module)
+    for _ in range(2):
+        call(value)
+    for bad in wrong:
+        with pytest.raises(ValueError, match=r"."):
+            call(bad)
+    assert len(dispatch.launched) == 2
+
+
+def refused() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """A call, and one that must not pass for it: where it lies is the same."""
+    square, row = PARTS[0].view(64, 64), FLAT[:64]
+    yield partial(fold, square[:4], row), partial(fold, square.view(32, 128)[:2], row)
+    yield partial(fold, square[:4], row), partial(fold, square.t()[:4], row)
+    scaled = partial(unscale, FLAT, scale=1.0)
+    yield partial(scaled, HALF, FOUND), partial(scaled, HALF, FOUND.view(()))
+    yield partial(scaled, HALF, FOUND), partial(scaled, HALF.view(64, 64), FOUND)
+    rounded = partial(stochastic_round, FLAT, seed=1)
+    yield partial(rounded, HALF), partial(rounded, HALF.view(torch.float16))
+    stepped = partial(step, FLAT, step=1)
+    whole = (GRAD, AVG, AVG_SQ)
+    yield partial(stepped, *whole), partial(stepped, GRAD[:64], *whole[1:])
+    yield partial(stepped, *whole), partial(stepped, GRAD.view(torch.int32), *whole[1:])
+    put = partial(flatten, LIST, FLAT)
+    yield partial(put, offsets=PLACES), partial(put, offsets=[0, 1024, 2048, 3073])
+    yield partial(put, offsets=PLACES), partial(flatten, LIST, FLAT[:64], offsets=PLACES)
+
+
+@pytest.mark.parametrize(("call", "wrong"), list(refused()))
+def test_tensors_that_were_never_checked_are(
+    dispatch: Dispatch,
+    memories: list[Repeats],
+    call: Callable[[], object],
+    wrong: Callable[[], object],
+) -> None:
+    for module in ("fold", "unscale", "stochastic", "adamw", "copying"):
+        over(dispatch, module)
+    for _ in range(2):
+        call()
+    with pytest.raises(ValueError, match=r"."):
+        wrong()
+
+
+def test_a_norm_is_another_tensor_each_time(dispatch: Dispatch, memories: list[Repeats]) -> None:
+    over(dispatch, "norm")
+    totals = [squared_norm_triton(LIST) for _ in range(3)]
+    places = [x.data_ptr() for x in totals]
+    assert len(set(places)) == 3
+    assert [launched[4] for launched in dispatch.launched[1:]] == places[1:]
+    mixed = [*LIST, HALF]
+    for _ in range(2):
+        squared_norm_triton(mixed)
+    assert dispatch.asked == 2
+    assert len(dispatch.launched) == 7
+
+
+def test_tables_live_as_long_as_what_reads_them(
+    dispatch: Dispatch, memories: list[Repeats]
+) -> None:
+    over(dispatch, "copying")
+    over(dispatch, "norm")
+    for _ in range(2):
+        flatten(LIST, FLAT, offsets=PLACES)
+        unflatten(FLAT, LIST, offsets=PLACES)
+        squared_norm_triton(LIST)
+    held = {x.data_ptr() for memory in memories for _, kept in memory._kept.values() for x in kept}
+    assert {launched[1] for launched in dispatch.launched[3:]} == held
+
+
+def test_the_pieces_of_an_odd_length(dispatch: Dispatch, memories: list[Repeats]) -> None:
+    """Two launches, each with an offset of its own where they round at random."""
+    for module in ("fold", "stochastic"):
+        over(dispatch, module)
+    odd = ELEMS - 1
+    for _ in range(3):
+        fold(PARTS[:, :odd], FLAT[:odd])
+        stochastic_round(FLAT[:odd], HALF[:odd], seed=1, offset=100)
+    grids = [launched[3:5] for launched in dispatch.launched]
+    assert (
+        grids == [(ELEMS - 16, ELEMS), (15, ELEMS), (ELEMS - 16, 100), (15, 100 + ELEMS - 16)] * 3
+    )
+
+
+def test_a_key_is_of_all_that_is_asked_of_tensors() -> None:
+    flat = torch.zeros(64)
+    parts = [flat[:16].view(4, 4), torch.nn.Parameter(flat[16:32]), flat[32:32]]
+    places = [0, 16, 32]
+    same = [x.view_as(x) for x in parts]
+    others = [
+        (parts, None),
+        (parts, [0, 16, 33]),
+        (parts[:2], [0, 16]),
+        ([flat[:16], *parts[1:]], places),
+        ([flat[:16].view(4, 4).t(), *parts[1:]], places),
+        ([flat[:15], *parts[1:]], places),
+        ([flat[1:17], *parts[1:]], places),
+        ([flat[:16].view(torch.int32).view(4, 4), *parts[1:]], places),
+    ]
+    for ask in (seen, repeats._asked):
+        assert ask(parts, places) == ask(same, places)
+        assert len({ask(parts, places), None, *(ask(*other) for other in others)}) == 10
+
+
+def test_what_is_not_seen_at_once_is_asked() -> None:
+    flat = torch.zeros(64)
+    slow = [[flat.as_subclass(Elsewhere)], [flat.cfloat()], [None]]
+    assert {seen(x, None) for x in slow} == {None}  # type: ignore[arg-type]
+    assert seen([flat], [1 << 70]) is None
+    complex_ = [flat.cfloat()]
+    assert key(complex_) == key(complex_) != key([complex_[0][1:]])
+
+
+class Elsewhere(torch.Tensor):
+    """As if on the second GPU."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+def test_no_key_on_another_device_nor_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, current, stream, capturing = torch.zeros(4).as_subclass(Elsewhere), [1], [5], [False]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(repeats, "raw_stream", lambda device: stream[0])
+    assert key([there]) is not None
+    capturing[0] = True
+    assert key([there]) is None
+    stream[0] = 0  # nothing is captured on the default stream
+    assert key([there]) is not None
+    current[0] = 0
+    assert key([there]) is None
+
+
+def test_a_launch_on_another_device_is_not_kept() -> None:
+    launch, memory = Launch(print, (), ()), Repeats()
+    for launches in ([None], [launch, None]):
+        memory.keep((1,), launches)
+        assert not memory.again((1,))
+    memory.keep(None, [launch])
+    assert not memory.again(None)
+
+
+def test_calls_are_kept_up_to_a_number_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Repeats()
+
+    def kept() -> list[int]:
+        return [i for i in range(10) if memory.again((i,))]
+
+    for i in range(6):
+        memory.keep((i,), [], [torch.zeros(1)])
+    assert kept() == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(repeats, "KEPT", 3)
+    memory.keep((6,), [], [torch.zeros(1)])
+    assert kept() == [4, 5, 6]
+    monkeypatch.setattr(repeats, "KEPT_BYTES", 12)
+    memory.keep((7,), [], [torch.zeros(2)])
+    assert kept() == [6, 7]
+    memory.keep((8,), [], [torch.zeros(100)])
+    assert kept() == [8]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
+def test_unspecialized_arguments_are_the_last(kernel: Kernel) -> None:
+    """A repetition puts other values between those before them and the constants."""
+    kinds = {name: str(x.annotation) for name, x in signature(kernel.fn).parameters.items()}
+    arguments = [name for name, kind in kinds.items() if kind != "tl.constexpr"]
+    last = arguments[len(arguments) - len(kernel.unspecialized) :]
+    assert tuple(last) == kernel.unspecialized
+    assert list(kinds)[: len(arguments)] == arguments
+    of_one_type = {"tl.float32", "tl.float64", "tl.int64", "tl.uint32"}
+    assert {kinds[name] for name in last} <= of_one_type or last == ["total"]  # a float64[]
