@@ -56,8 +56,8 @@ def pytested(name: str, limit: float, *where: str, needs: str = "") -> Part:
     return Part(name, command, limit, tests=True, needs=needs)
 
 
-def over_nccl(least: str, most: str) -> tuple[str, ...]:
-    options = ("--transport", "nccl", "--algorithm", "ring,direct,nccl", "--rounds", "2")
+def over_nccl(least: str, most: str, *beside: str) -> tuple[str, ...]:
+    options = ("--transport", "nccl", *beside, "--rounds", "2")
     sizes = ("--min", least, "--max", most, "--json", "{out}")
     return (*MAIN, "bench", "all_reduce", *options, *sizes)
 
@@ -81,17 +81,24 @@ PARTS = (
         tests=False,
     ),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 30, False),
-    pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
+    pytested(MEETING, 25, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 90, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     *(  # two processes take turns on one GPU, so large sizes may take long
         Part(
             f"bench of NCCL: our schedules beside its own, to {most}",
-            over_nccl(least, most),
-            30,
+            over_nccl(least, most, "--algorithm", "ring,direct,nccl"),
+            25,
             False,
             MEETING,
         )
         for least, most in (("64K", "1M"), ("4M", "16M"))
+    ),
+    Part(
+        "bench of NCCL: ours beside torch's",
+        over_nccl("64K", "1M", "--peer", "torch-nccl"),
+        15,
+        False,
+        MEETING,
     ),
 )
 

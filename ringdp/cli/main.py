@@ -168,7 +168,7 @@ def bench(
     registered: Annotated[
         bool, typer.Option("--registered", help="our inputs lie in shared memory (comm.empty)")
     ] = False,
-    peer: Annotated[str, typer.Option(help="also time some of gloo,mpich,openmpi")] = "",
+    peer: Annotated[str, typer.Option(help="also time some of gloo,mpich,openmpi,torch-nccl")] = "",
     rounds: Annotated[
         int, typer.Option(help="of each contender, interleaved")
     ] = BenchOptions.rounds,

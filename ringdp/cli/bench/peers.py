@@ -15,6 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from ringdp.cli.bench.gpus import TORCHS
 from ringdp.errors import UsageError
 
 MPI_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")  # as numpy's
@@ -40,7 +44,7 @@ MPIS = {
         {"OMPI_MCA_mpi_yield_when_idle": "1"},
     ),
 }
-PEERS = ("gloo", *MPIS)
+PEERS = ("gloo", *MPIS)  # of tensors on the CPU
 
 
 class Launch(NamedTuple):
@@ -53,8 +57,14 @@ class Launch(NamedTuple):
 
 def check(name: str, dtype: str) -> None:
     """Raise UsageError for a peer that is unknown, cannot do it, or is not installed."""
-    if name not in PEERS:
-        raise UsageError(f"--peer is {name!r}; allowed: {', '.join(PEERS)}, between commas")
+    if name not in (*PEERS, TORCHS):
+        allowed = ", ".join((*PEERS, TORCHS))
+        raise UsageError(f"--peer is {name!r}; allowed: {allowed}, between commas")
+    if name == TORCHS and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise UsageError(
+            f"--peer {name} needs a CUDA GPU and a torch built with NCCL, and torch "
+            f"{torch.__version__} lacks one here; allowed: {', '.join(PEERS)}"
+        )
     if name in MPIS:
         if dtype not in MPI_DTYPES:
             raise UsageError(f"--peer {name} has no {dtype}; allowed: {', '.join(MPI_DTYPES)}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from ringdp.cli.bench import gpus
 from ringdp.cli.bench.bound import LEAST, Speeds, bound
 from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
 from ringdp.cli.bench.contender import Round
@@ -142,7 +143,7 @@ def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples
             task.dtype,
             found.seconds,
             case.bus(options.ranks),
-            None if entry.group == "nccl" else least,
+            None if entry.group in gpus.CONTENDERS else least,
             found.wrong,
         )
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import Client, Connection
 
 import torch
 
+from ringdp.cli.bench import gpus
 from ringdp.cli.bench.cases import (
     CASES,
     PROBES,
@@ -33,6 +34,7 @@ from ringdp.cli.bench.cases import (
     wrong_pattern,
 )
 from ringdp.cli.bench.contender import Buffers, Contender, Failure, Hello, Round, Times
+from ringdp.cli.bench.peers import MPIS
 from ringdp.cli.bench.rows import OURS
 
 LAST_WORDS = 1.0  # s for the others, once a rank has ended with an error
@@ -67,7 +69,9 @@ def _parent_of(ranks: int) -> bool:
 def be_rank(name: str, address: str, cores: str) -> None:
     rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
     choice = [int(core) for core in cores.split(",")]
-    if name != "nccl":  # whose own threads, where it goes over sockets, need cores beside ours
+    if (
+        name not in gpus.CONTENDERS
+    ):  # whose own threads, where it goes over sockets, need cores beside ours
         os.sched_setaffinity(0, {choice[rank % len(choice)]})
     torch.set_num_threads(1)
     with Client(address, "AF_UNIX") as pipe:
@@ -81,8 +85,8 @@ def be_rank(name: str, address: str, cores: str) -> None:
 
 
 def connect(name: str) -> Contender:
-    module = {"mpich": "mpi", "openmpi": "mpi"} | dict.fromkeys(OURS, "ours")
-    made: Contender = import_module(f"ringdp.cli.bench.{module.get(name, name)}").connect(name)
+    module = dict.fromkeys(OURS, "ours") | dict.fromkeys(MPIS, "mpi") | {"probe": "probe"}
+    made: Contender = import_module(f"ringdp.cli.bench.{module.get(name, 'torchs')}").connect(name)
     return made
 
 

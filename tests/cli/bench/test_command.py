@@ -53,10 +53,14 @@ REFUSED = {
         ["all_reduce", "--transport", "shm,c10d", "--algorithm", "nccl"],
         "no all_reduce algorithm 'nccl'",
     ),
-    "peer": (["all_reduce", "--peer", "mpi"], "--peer is 'mpi'; allowed: gloo, mpich, openmpi"),
+    "peer": (["all_reduce", "--peer", "mpi"], "allowed: gloo, mpich, openmpi, torch-nccl"),
     "peer dtype": (
         ["all_reduce", "--peer", "mpich", "--dtype", "bfloat16"],
         "--peer mpich has no bfloat16; allowed: float32, ",
+    ),
+    "peer on a GPU": (
+        ["all_reduce", "--peer", "gloo,torch-nccl"],
+        "--peer torch-nccl needs a CUDA GPU and a torch built with NCCL, and torch ",
     ),
     "rounds": (["all_reduce", "--rounds", "0"], "--rounds is 0; allowed"),
     "json": (["all_reduce", "--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import Communicator
-from ringdp.cli.bench.ours import SOCKETS
+from ringdp.cli.bench.gpus import SOCKETS
 from ringdp.comm import rendezvous
 from tests.parallel.test_engine import BATCH, STEPS, WIDTH, batch, model
 from tests.transport.test_conformance import ALGORITHMS, Case, digest, expected, given

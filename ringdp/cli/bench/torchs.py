@@ -1,4 +1,4 @@
-"""torch.distributed over gloo as a contender: one thread a rank, as torchrun sets it."""
+"""torch.distributed as a contender: over gloo, with one thread a rank as torchrun has, or NCCL."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp.cli.bench import gpus
 from ringdp.cli.bench.cases import Case, Task
 from ringdp.cli.bench.contender import Buffers, plain_buffers
 
@@ -34,24 +35,34 @@ def _at_root(whole: Tensor) -> list[Tensor] | None:
     return None if dist.get_rank() else list(whole.chunk(dist.get_world_size()))
 
 
-class Gloo:
-    version = f"gloo of torch {torch.__version__}"
-
-    def __init__(self, _: str) -> None:
-        dist.init_process_group("gloo")
+class Torchs:
+    def __init__(self, name: str) -> None:
+        self._device = "cpu"
+        if name == gpus.TORCHS:
+            self._device, among = gpus.take()
+            dist.init_process_group("nccl", device_id=torch.device(self._device))
+            version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+            self.version = f"NCCL {version} of torch {torch.__version__}{among}"
+        else:
+            dist.init_process_group("gloo")
+            self.version = f"gloo of torch {torch.__version__}"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def buffers(self, task: Task, case: Case) -> Buffers:
-        return plain_buffers(task, case, self.ranks)
+        return plain_buffers(task, case, self.ranks, self._device)
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
-        return CALLS[task.collective](buffers, task.op)
+        call = CALLS[task.collective](buffers, task.op)
+        return call if self._device == "cpu" else partial(gpus.ended, call)
 
     def barrier(self) -> None:
-        dist.barrier()
+        if self._device == "cpu":
+            dist.barrier()
+        else:
+            gpus.ended(dist.barrier)
 
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-connect = Gloo
+connect = Torchs

@@ -1,0 +1,76 @@
+"""Contenders over NCCL without a GPU: which device a rank takes, what torch is asked, refusals."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringdp.cli.bench import gpus, peers, worker
+from ringdp.cli.bench.cases import CASES, Task
+from ringdp.cli.bench.torchs import Torchs
+from ringdp.errors import UsageError
+
+TASK = Task("all_reduce", "torch-nccl", False, "float32", "sum", 16)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Rank 3 of 4 on two GPUs: what it asks of torch, in order."""
+    said: list[Any] = []
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: said.append(index))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: said.append((a, k)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for call in ("barrier", "all_reduce"):
+        monkeypatch.setattr(dist, call, lambda *_, call=call: said.append(call))
+    return said
+
+
+def test_ranks_that_share_a_gpu_say_they_are_hosts(asked: list[Any]) -> None:
+    assert gpus.take() == ("cuda:1", ", 2 GPUs: through sockets")
+    assert asked == [1]
+    assert os.environ["NCCL_HOSTID"] == "ringdp-3"
+    assert gpus.SOCKETS.items() <= os.environ.items()
+
+
+def test_a_rank_with_a_gpu_of_its_own_uses_all_of_nccl(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    before = dict(os.environ)
+    assert gpus.take() == ("cuda:3", "")
+    assert os.environ == before
+
+
+def test_torchs_nccl_is_timed_to_its_end(asked: list[Any]) -> None:
+    contender = worker.connect("torch-nccl")
+    assert isinstance(contender, Torchs)
+    assert contender.version == f"NCCL 2.28.9 of torch {torch.__version__}, 2 GPUs: through sockets"
+    assert asked == [1, (("nccl",), {"device_id": torch.device("cuda:1")})]
+    contender._device = "meta"  # there is no other
+    buffers = contender.buffers(TASK, CASES["all_reduce"])
+    assert buffers.input.device.type == "meta"
+    contender.barrier()
+    contender.call(TASK, buffers)()
+    assert asked[2:] == ["barrier", "synchronize", "all_reduce", "synchronize"]
+
+
+def test_torchs_nccl_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, nccl in ((False, True), (True, False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=cuda: found)
+        monkeypatch.setattr(dist, "is_nccl_available", lambda found=nccl: found)
+        with pytest.raises(UsageError, match="--peer torch-nccl needs a CUDA GPU and a torch bui"):
+            peers.check("torch-nccl", "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    peers.check("torch-nccl", "bfloat16")
