@@ -80,8 +80,8 @@ PARTS = (
         70,
         tests=False,
     ),
-    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 30, False),
-    pytested(MEETING, 25, "tests/transport/nccl/test_meeting.py"),
+    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
+    pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 90, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     *(  # two processes take turns on one GPU, so large sizes may take long
         Part(

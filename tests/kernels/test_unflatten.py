@@ -129,6 +129,8 @@ def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype) -> None:
     want, offsets, elems = targets(target)
     got, _, _ = targets(target, "cuda")
     flat = some(elems, source)
-    unflatten(flat, want, scale=0.1, offsets=offsets)
-    unflatten(flat.cuda(), got, scale=0.1, offsets=offsets)
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(want, got, strict=True))
+    there = flat.cuda()
+    for scale in (0.1, 0.2):  # the second time as the first was launched
+        unflatten(flat, want, scale=scale, offsets=offsets)
+        unflatten(there, got, scale=scale, offsets=offsets)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(want, got, strict=True))

@@ -107,8 +107,9 @@ def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) ->
     for special in (False, True) if elems > 15 else (False,):
         x = some(elems, source, special=special)
         want, flag = torch.empty(elems, dtype=target), torch.zeros(1)
-        unscale(x, want, flag, scale=0.1)
-        got, found = torch.empty(elems, dtype=target, device="cuda"), torch.zeros(1, device="cuda")
-        unscale(x.cuda(), got, found, scale=0.1)
-        assert found.item() == flag.item()
-        assert torch.equal(got.cpu().nan_to_num(), want.nan_to_num())
+        there, got, found = x.cuda(), want.cuda(), flag.cuda()
+        for scale in (0.1, 0.2):  # the second time as the first was launched
+            unscale(x, want, flag, scale=scale)
+            unscale(there, got, found, scale=scale)
+            assert found.item() == flag.item()
+            assert torch.equal(got.cpu().nan_to_num(), want.nan_to_num())
