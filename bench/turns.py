@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -45,6 +46,8 @@ def interleaved(
             ways[way]()
             if round_ >= WARMUPS:
                 times[way].append(time.perf_counter() - start)
+        if dist.get_rank() == 0:
+            _progress("turns", round_, rounds)
     return {way: slowest(seconds) for way, seconds in times.items()}
 
 
@@ -56,20 +59,23 @@ def between_jobs(
     In each of them its function, one of a module's, makes what a turn calls, and a process group.
     """
     times: dict[Way, list[float]] = {way: [] for way in ways}
-    for _ in range(STARTS):
-        for way, seconds in _started(ranks, ways, rounds).items():
+    for start in range(STARTS):
+        what = f"start {start + 1} of {STARTS}"
+        for way, seconds in _started(ranks, ways, rounds, what).items():
             times[way] += seconds
     return times
 
 
 def _started(
-    ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int
+    ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int, what: str
 ) -> dict[Way, list[float]]:
     store = loopback_store()
     store.set("0", "")
     with ThreadPoolExecutor(len(ways)) as threads:
         found = [
-            threads.submit(jobs.run, ranks, _turns, make, place, len(ways), rounds, store.port)
+            threads.submit(
+                jobs.run, ranks, _turns, make, place, len(ways), rounds, store.port, what
+            )
             for place, make in enumerate(ways.values())
         ]
         ended, _ = wait(found, return_when=FIRST_EXCEPTION)
@@ -80,7 +86,12 @@ def _started(
 
 
 def _turns(
-    make: Callable[[], Callable[[], object]], place: int, ways: int, rounds: int, port: int
+    make: Callable[[], Callable[[], object]],
+    place: int,
+    ways: int,
+    rounds: int,
+    port: int,
+    what: str,
 ) -> list[float]:
     """Those of one job. The store says whose turn it is: a key for each that has come."""
     store = dist.TCPStore(HOST, port, is_master=False)
@@ -94,10 +105,16 @@ def _turns(
         start = time.perf_counter()
         act()
         seconds.append(time.perf_counter() - start)
+        if order[-1] == place and dist.get_rank() == 0:
+            _progress(what, round_, rounds)  # before another's turn begins
         if store.add(f"ended {turn}", 1) == dist.get_world_size():
             store.set(f"{turn + 1}", "")
     store.wait([f"{ways * (rounds + WARMUPS)}"])  # what comes now would disturb others' turns
     return slowest(seconds[WARMUPS:])
+
+
+def _progress(what: str, round_: int, rounds: int) -> None:
+    print(f"{what}: round {round_ + 1} of {rounds + WARMUPS}", file=sys.stderr, flush=True)
 
 
 def timed(
