@@ -20,7 +20,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import product
@@ -34,6 +33,7 @@ from bench.overlay import SECONDS
 from bench.part import GRACE, ROOT, Outcome, Part, run
 from bench.results import RESULTS
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
+from ringdp.cli.options import write_json
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer import CudaKernels, VirtualRanks
 
@@ -131,7 +131,7 @@ def peer(file: Path) -> None:
             rows.append(row | _timed(n, algorithm, size, kernels))
         except Exception as e:  # the other rows are worth having
             rows.append(row | {"error": f"{type(e).__name__}: {e}"})
-        file.write_text(json.dumps(rows))  # what comes next may hang
+        write_json(file, rows)  # what comes next may hang
     if bad := [row for row in rows if row.get("wrong") or "error" in row]:
         sys.exit("\n".join(["wrong elements, or an error:", *map(json.dumps, bad)]))
 
@@ -191,8 +191,7 @@ def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS, copy: Path | N
 
 
 def write(gpu: str, outcomes: Sequence[Outcome], copy: Path | None) -> None:
-    report = {"gpu": gpu, "versions": versions(), "parts": [asdict(o) for o in outcomes]}
-    result_file(gpu).write_text(json.dumps(report, indent=1) + "\n")
+    write_json(result_file(gpu), {"gpu": gpu, "versions": versions(), "parts": outcomes})
     if copy is not None:
         copy.mkdir(parents=True, exist_ok=True)
         for file in (result_file(gpu), LOG):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ringdp.cli.options import check_writable
+from ringdp.cli.options import check_writable, write_json
 from ringdp.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,5 +47,4 @@ def load(name: str) -> Any:
 def write(path: Path | None, found: object) -> None:
     """`found`: what JSON has, and dataclasses. Without a path, nothing is written."""
     if path:
-        text = json.dumps(found, indent=1, ensure_ascii=False, default=asdict)
-        path.write_text(f"{text}\n", encoding="utf-8")
+        write_json(path, found)

@@ -1,6 +1,5 @@
 """`ringdp train`: run the single process and the stages, compare them, and say what was found."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from ringdp.cli.console import say
 from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
-from ringdp.cli.options import Options, check, write
+from ringdp.cli.options import Options, check, write_json
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
 from ringdp.cli.runs import Job, run_single, run_stages, text_digest
@@ -49,12 +48,12 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     if options.modes:
         problems = mode_report.complaints(modes, reference, options)
         if options.json is not None:
-            _write_json(options.json, [mode_report.to_json(run) for run in modes])
+            write_json(options.json, _whole([mode_report.to_json(run) for run in modes]))
         mode_report.show(console, modes, reference, problems)
         return 1 if problems else 0
     problems = complaints(ranks, reference)
     if options.json is not None:
-        _write_json(options.json, [to_json(run) for run in ranks[0]])
+        write_json(options.json, _whole([to_json(run) for run in ranks[0]]))
     show(console, ranks[0], reference, problems)
     return 1 if problems else 0
 
@@ -75,7 +74,6 @@ def _changed(path: Path | None) -> int | None:
     return path.stat().st_mtime_ns if path is not None and path.exists() else None
 
 
-def _write_json(path: Path, objects: Sequence[dict[str, Any]]) -> None:
-    """An object for one stage or mode, a list for several."""
-    whole = objects[0] if len(objects) == 1 else objects
-    write(path, json.dumps(whole, indent=2) + "\n")
+def _whole(objects: Sequence[dict[str, Any]]) -> object:
+    """What is written: an object for one stage or mode, a list for several."""
+    return objects[0] if len(objects) == 1 else objects

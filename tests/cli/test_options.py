@@ -1,8 +1,14 @@
-"""Stages and defaults."""
+"""Stages and defaults, and the files that a command writes."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from ringdp.cli.options import Options, check, default_batch, parse_stages
+from ringdp.cli.options import Options, check, default_batch, parse_stages, write, write_json
+from ringdp.errors import RingdpError
 
 
 @pytest.mark.parametrize(
@@ -17,3 +23,38 @@ def test_stages(given: str, stages: tuple[int, ...]) -> None:
 def test_the_default_batch_suits_every_number_of_ranks(ranks: int) -> None:
     check(Options(ranks=ranks, batch=default_batch(ranks)))
     assert default_batch(ranks) >= 16
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is killed half-way would leave it."""
+    file, link = tmp_path / "found.json", tmp_path / "link.json"
+    file.write_text("before")
+    file.chmod(0o600)
+    link.symlink_to(file)
+
+    def half(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text.encode()[:1])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(RingdpError, match="No space left"):
+            write(link, "after")
+    assert file.read_text() == "before"
+    write_json(link, [Options(ranks=3)])
+    assert json.loads(file.read_text())[0]["ranks"] == 3
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert sorted(tmp_path.iterdir()) == [file, link]
+
+
+def test_what_cannot_be_replaced_is_written_where_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)
+        write(pipe, "found")
+        assert read.result(60) == "found"
+    assert pipe.is_fifo()

@@ -13,9 +13,8 @@ measured on two kinds of inputs:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -24,7 +23,7 @@ from torch import Tensor
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, only
 from ringdp.cli.console import say, show_table, table
-from ringdp.cli.options import check_writable, write
+from ringdp.cli.options import check_writable, write_json
 from ringdp.comm.programs import program
 from ringdp.errors import UsageError
 from ringdp.schedule import ALGORITHMS
@@ -82,7 +81,7 @@ def bench(options: Options, console: Console) -> int:
         say(console, f"adding by {algorithm}")
         rows += [row for n in RANKS for row in measure(algorithm, n)]
     if options.json is not None:
-        write(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(options.json, rows)
     show(rows, console)
     return 0
 

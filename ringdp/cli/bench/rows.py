@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -142,7 +142,7 @@ class Report:
 
 
 def write(path: Path, report: Report) -> None:
-    options.write(path, json.dumps(asdict(report), indent=1) + "\n")
+    options.write_json(path, report)
 
 
 def read(path: Path) -> Report:
