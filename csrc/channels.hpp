@@ -19,7 +19,7 @@ struct alignas(kLine) Envelope {
 class Channels {
  public:
   static std::size_t size(int ranks, int depth, std::size_t slab) {
-    return std::size_t(ranks) * ranks * channel_size(depth, slab);
+    return std::size_t(ranks) * ranks * Fifo<Envelope>::size(depth, slab);
   }
 
   // Keeps a duplicate of `fd`.
@@ -46,9 +46,9 @@ class Channels {
   void reserve(int peer) {
     if (!base_) base_ = mapped_.emplace(fd_, size(ranks_, depth_, slab_), "the file for messages").base();
     if (reserved_[peer]) return;
-    for (std::byte* at : {channel(rank_, peer), channel(peer, rank_)}) {
+    for (const auto at : {place(rank_, peer), place(peer, rank_)}) {
       int error;
-      do error = posix_fallocate(fd_, at - base_, channel_size(depth_, slab_));
+      do error = posix_fallocate(fd_, at, Fifo<Envelope>::size(depth_, slab_));
       while (error == EINTR);
       if (error)
         throw std::runtime_error(std::string("no shared memory for messages: ") + std::strerror(error));
@@ -61,50 +61,37 @@ class Channels {
   // Opens what has come, in order: `open(envelope, payload)`. Whether there was any.
   template <class Open>
   bool take(int from, Open open) {
-    Cursors& c = cursors(from, rank_);
-    auto tail = c.tail.load(std::memory_order_relaxed);  // only we write it
-    const auto first = tail;
-    // acquire: the slots' contents, written before the release of `head`, are visible now
-    for (const auto head = c.head.load(std::memory_order_acquire); tail != head; ++tail) {
-      const Envelope e = slot(from, rank_, tail);  // a copy: what is checked is what is used
-      open(e, reinterpret_cast<const std::byte*>(&slot(from, rank_, tail) + 1));
-      // release: our reads of the slot come before the sender's next write to it
-      c.tail.store(tail + 1, std::memory_order_release);
+    const auto incoming = channel(from, rank_);
+    const auto come = incoming.waiting();
+    for (auto left = come; left > 0; --left) {
+      Envelope& slot = incoming.front();
+      const Envelope e = slot;  // a copy: what is checked is what is used
+      open(e, incoming.data(slot));
+      incoming.pop();
     }
-    return tail != first;
+    return come > 0;
   }
 
   // Whether all that has come was taken.
-  bool empty(int from) {
-    Cursors& c = cursors(from, rank_);
-    // acquire: what its sender has done before it ended
-    return c.head.load(std::memory_order_acquire) == c.tail.load(std::memory_order_relaxed);
-  }
+  bool empty(int from) const { return channel(from, rank_).empty(); }
 
   // False: there is no free slot.
   bool push(int to, const Envelope& envelope, const std::byte* payload) {
-    Cursors& c = cursors(rank_, to);
-    const auto head = c.head.load(std::memory_order_relaxed);  // only we write it
-    // acquire: pairs with `take`, so that the receiver has done with the slot that we refill
-    if (head - c.tail.load(std::memory_order_acquire) >= std::uint64_t(depth_)) return false;
-    Envelope& e = slot(rank_, to, head);
-    e = envelope;
-    put_(&e + 1, payload, e.size);
-    c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
+    const auto outgoing = channel(rank_, to);
+    if (outgoing.full()) return false;
+    Envelope& slot = outgoing.back();
+    slot = envelope;
+    put_(outgoing.data(slot), payload, envelope.size);
+    outgoing.push();
     return true;
   }
 
  private:
-  static std::size_t channel_size(int depth, std::size_t slab) {
-    return sizeof(Cursors) + depth * (sizeof(Envelope) + slab);
+  std::size_t place(int src, int dst) const {
+    return (std::size_t(src) * ranks_ + dst) * Fifo<Envelope>::size(depth_, slab_);
   }
-  std::byte* channel(int src, int dst) {
-    return base_ + (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
-  }
-  Cursors& cursors(int src, int dst) { return *reinterpret_cast<Cursors*>(channel(src, dst)); }
-  Envelope& slot(int src, int dst, std::uint64_t message) {
-    return *reinterpret_cast<Envelope*>(channel(src, dst) + sizeof(Cursors) +
-                                        message % depth_ * (sizeof(Envelope) + slab_));
+  Fifo<Envelope> channel(int src, int dst) const {
+    return {base_ + place(src, dst), depth_, slab_};
   }
 
   int rank_, ranks_, depth_;

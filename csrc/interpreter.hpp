@@ -84,7 +84,7 @@ class Interpreter {
     peers_.round(row.round);
     const auto size = dtype_.size;
     const bool receives = row.recv_peer >= 0, sends = row.send_peer >= 0;
-    std::byte* out = sends ? outgoing(row.send_peer) : nullptr;
+    std::byte* out = sends ? room(row.send_peer) : nullptr;
     Piece target = row.dst_chunk >= 0 ? piece(row.dst_chunk) : Piece{};
     Piece value{};
     if (receives) {
@@ -97,8 +97,7 @@ class Interpreter {
           stamp.bytes != expected.bytes || stamp.more != expected.more ||
           stamp.bytes > segment_.slab() || stamp.bytes % size)
         throw Failed{Failure::mismatch, row.recv_peer, expected, stamp};
-      value = {reinterpret_cast<std::byte*>(&slot + 1), stamp.bytes / size, stamp.more != 0,
-               row.recv_peer};
+      value = {Fifo<Stamp>::data(slot), stamp.bytes / size, stamp.more != 0, row.recv_peer};
     } else {
       round(row.src_chunk);
       value = piece(row.src_chunk);
@@ -114,8 +113,8 @@ class Interpreter {
       if (row.flags & kStore) store(row.dst_chunk, target, value);
       if (sends) put_(out, value.data, value.count * size);
     }
-    if (sends) publish(row.send_peer, value.count * size, value.more);
-    if (receives) release(row.recv_peer);
+    if (sends) send(row.send_peer, value.count * size, value.more);
+    if (receives) segment_.channel(row.recv_peer, rank_).pop();
     if (peers_.tape.active) note(row, value.count * size);
     return value.more;
   }
@@ -175,45 +174,32 @@ class Interpreter {
   }
 
   Stamp& receive(int peer) {
-    Cursors& c = segment_.cursors(peer, rank_);
-    const auto tail = c.tail.load(std::memory_order_relaxed);  // only we write it
+    const auto incoming = segment_.channel(peer, rank_);
     const auto began = !link_.is_none() ? now() - late_ : 0;
-    // acquire: the slot's contents, written before the release of `head`, are visible now
-    peers_.await(peer, [&] { return c.head.load(std::memory_order_acquire) > tail; });
-    Stamp& stamp = segment_.slot(peer, rank_, tail);
+    peers_.await(peer, [&] { return !incoming.empty(); });
+    Stamp& stamp = incoming.front();
     if (!link_.is_none()) {
-      const auto due = std::max(began, now() < stamp.arrival ? await_arrival(peer, tail) : stamp.arrival);
+      const auto due = std::max(began, now() < stamp.arrival ? await_arrival(incoming) : stamp.arrival);
       late_ = now() - due;
     }
     return stamp;
   }
   // One nap for all that is under way to this row: each costs the rank that computes a core.
-  std::uint64_t await_arrival(int peer, std::uint64_t tail) {
-    const auto sent = segment_.cursors(peer, rank_).head.load(std::memory_order_acquire) - tail;
-    const auto last = tail + std::min<std::uint64_t>(sent, stride_ - turn_) - 1;
-    const auto moment = segment_.slot(peer, rank_, last).arrival;
+  std::uint64_t await_arrival(Fifo<Stamp> incoming) {
+    const auto last = std::min<std::uint64_t>(incoming.waiting(), stride_ - turn_) - 1;
+    const auto moment = incoming.front(last).arrival;
     peers_.await_time(moment);
     return moment;
   }
-  void release(int peer) {
-    Cursors& c = segment_.cursors(peer, rank_);
-    // release: our reads of the slot come before the producer's next write to it
-    c.tail.store(c.tail.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  std::byte* room(int peer) {
+    const auto outgoing = segment_.channel(rank_, peer);
+    peers_.await(peer, [&] { return !outgoing.full(); });
+    return outgoing.data(outgoing.back());
   }
-  std::byte* outgoing(int peer) {
-    Cursors& c = segment_.cursors(rank_, peer);
-    const auto head = c.head.load(std::memory_order_relaxed);  // only we write it
-    // acquire: pairs with `release`, so that the consumer has done with the slot that we refill
-    peers_.await(peer, [&] {
-      return head - c.tail.load(std::memory_order_acquire) < std::uint64_t(segment_.depth());
-    });
-    return reinterpret_cast<std::byte*>(&segment_.slot(rank_, peer, head) + 1);
-  }
-  void publish(int peer, std::size_t bytes, bool more) {
-    Cursors& c = segment_.cursors(rank_, peer);
-    const auto head = c.head.load(std::memory_order_relaxed);
-    segment_.slot(rank_, peer, head) = {number_, bytes, digest_, arrival(bytes), more};
-    c.head.store(head + 1, std::memory_order_release);  // release: the slot before its count
+  void send(int peer, std::size_t bytes, bool more) {
+    const auto outgoing = segment_.channel(rank_, peer);
+    outgoing.back() = {number_, bytes, digest_, arrival(bytes), more};
+    outgoing.push();
     peers_.count_sent(bytes);
   }
 

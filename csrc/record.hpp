@@ -10,18 +10,15 @@
 #include <time.h>
 
 #include <array>
-#include <atomic>
-#include <cstdint>
 #include <cstring>
 #include <optional>
 
+#include "fifo.hpp"
+
 namespace ringdp {
 
-constexpr std::size_t kLine = 64;        // bytes of a cache line
-constexpr std::size_t kSite = 96;        // bytes of "file:line" of the user's call, the rest zeros
-constexpr std::uint64_t kCalls = 32;     // how many calls a rank remembers: more than fit its FIFOs
-
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // else not valid across processes
+constexpr std::size_t kSite = 96;     // bytes of "file:line" of the user's call, the rest zeros
+constexpr std::uint64_t kCalls = 32;  // how many calls a rank remembers: more than fit its FIFOs
 
 // What a message belongs to; the receiver compares it with what it expects.
 struct alignas(kLine) Stamp {

@@ -2,7 +2,7 @@
 // so nothing is left behind however the ranks end.
 //
 //   Header | RankRecord[ranks] | desk 0 ... ranks-1 | channel (0,0) (0,1) ... (ranks-1, ranks-1)
-//   channel = Cursors | Slot[depth],  Slot = Stamp | slab bytes
+//   channel = Fifo<Stamp>
 //   desk    = Board | Line[2][kLines] | messages[kRoom] | parts[kTiles][ranks] | result[kTiles]
 //
 // A channel is between two ranks, for the row interpreter; the diagonal ones are unused: 1/ranks of
@@ -17,10 +17,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <csignal>
-#include <cstdint>
 #include <cstring>
 #include <new>
 #include <optional>
@@ -43,13 +41,6 @@ struct alignas(kLine) Header {
   std::uint64_t slab;
   // What failed first, packed, or 0; everyone gives up then. The reporter's `finding` says more.
   std::atomic<std::uint64_t> failed;
-};
-
-// Single producer, single consumer. `head` counts messages written, `tail` messages read; each has a
-// line of its own, since each is written by another core.
-struct Cursors {
-  alignas(kLine) std::atomic<std::uint64_t> head;
-  alignas(kLine) std::atomic<std::uint64_t> tail;
 };
 
 constexpr std::size_t kTiny = 256;    // bytes of the longest message sent in lines
@@ -93,7 +84,7 @@ class Segment {
  public:
   static std::size_t size(int ranks, int depth, std::size_t slab) {
     return sizeof(Header) + ranks * (sizeof(RankRecord) + desk_size(ranks, slab)) +
-           std::size_t(ranks) * ranks * channel_size(depth, slab);
+           std::size_t(ranks) * ranks * Fifo<Stamp>::size(depth, slab);
   }
 
   // Maps `fd`. Rank 0 writes the header; the others check that it is the one they were told of.
@@ -151,10 +142,9 @@ class Segment {
   RankRecord& record(int rank) {
     return reinterpret_cast<RankRecord*>(base_ + sizeof(Header))[rank];
   }
-  Cursors& cursors(int src, int dst) { return *reinterpret_cast<Cursors*>(channel(src, dst)); }
-  Stamp& slot(int src, int dst, std::uint64_t message) {
-    return *reinterpret_cast<Stamp*>(channel(src, dst) + sizeof(Cursors) +
-                                     (message % depth_) * (sizeof(Stamp) + slab_));
+  Fifo<Stamp> channel(int src, int dst) {
+    const auto place = std::size_t(src) * ranks_ + dst;
+    return {desk(ranks_) + place * Fifo<Stamp>::size(depth_, slab_), depth_, slab_};
   }
   Board& board(int rank) { return *reinterpret_cast<Board*>(desk(rank)); }
   Line* lines(int rank, std::uint64_t message) {
@@ -184,12 +174,6 @@ class Segment {
     return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) + rank * desk_size(ranks_, slab_);
   }
   std::byte* tiles(int rank) { return messages(rank) + kRoom; }
-  static std::size_t channel_size(int depth, std::size_t slab) {
-    return sizeof(Cursors) + depth * (sizeof(Stamp) + slab);
-  }
-  std::byte* channel(int src, int dst) {
-    return desk(ranks_) + (std::size_t(src) * ranks_ + dst) * channel_size(depth_, slab_);
-  }
 
   int ranks_, depth_;
   std::size_t slab_, part_, bytes_;  // part_: of a tile, for one owner

@@ -22,63 +22,53 @@ struct Message {
   int peer;
   std::byte* data;
   Label label;
-  std::uint64_t done = 0;   // bytes
-  bool begun = false;       // a message of no bytes takes a slot, too
-  std::uint64_t last = 0;   // of a send: `head` after its last slot
+  std::uint64_t done = 0;  // bytes
+  bool begun = false;      // a message of no bytes takes a slot, too
 
-  Channel& channel() {
+  Channel channel() {
     const int me = comm->rank;
     return sends ? comm->shared.channel(lane, me, peer) : comm->shared.channel(lane, peer, me);
   }
 
   // Moves what can be moved. Returns whether it moved anything; sets `over` at its end.
   bool advance(bool* over, ncclResult_t* result) {
-    Channel& way = channel();
     if (comm->shared.header().refused.load(std::memory_order_relaxed)) {
       *result = ncclInvalidUsage;
       return false;
     }
-    return sends ? send(way, over) : receive(way, over, result);
+    return sends ? send(channel(), over) : receive(channel(), over, result);
   }
 
  private:
   bool whole() const { return begun && done == label.bytes; }
 
-  bool send(Channel& way, bool* over) {
-    const auto head = way.head.load(std::memory_order_relaxed);
-    const auto tail = way.tail.load(std::memory_order_acquire);
-    if (whole()) {
-      *over = tail >= last;
-      return *over;
-    }
-    if (head - tail == kSlots) return false;
-    Slot& slot = way.slots[head % kSlots];
-    const std::size_t some = std::min<std::uint64_t>(kSlab, label.bytes - done);
-    slot.label = label;
-    if (some) std::memcpy(slot.data, data + done, some);
-    done += some;
-    begun = true;
-    last = head + 1;
-    way.head.store(last, std::memory_order_release);
+  bool send(Channel way, bool* over) {
+    if (whole()) return *over = way.unread() == 0;
+    if (way.full()) return false;
+    way.back() = label;
+    pass(way.data(way.back()), data + done);
+    way.push();
     return true;
   }
 
-  bool receive(Channel& way, bool* over, ncclResult_t* result) {
-    const auto tail = way.tail.load(std::memory_order_relaxed);
-    if (way.head.load(std::memory_order_acquire) == tail) return false;
-    Slot& slot = way.slots[tail % kSlots];
-    if (!(slot.label == label)) {
+  bool receive(Channel way, bool* over, ncclResult_t* result) {
+    if (way.empty()) return false;
+    if (!(way.front() == label)) {
       comm->shared.header().refused.store(true, std::memory_order_relaxed);
       *result = ncclInvalidUsage;
       return false;
     }
-    const std::size_t some = std::min<std::uint64_t>(kSlab, label.bytes - done);
-    if (some) std::memcpy(data + done, slot.data, some);
-    done += some;
-    begun = true;
-    way.tail.store(tail + 1, std::memory_order_release);
+    pass(data + done, way.data(way.front()));
+    way.pop();
     *over = whole();
     return true;
+  }
+
+  void pass(std::byte* to, const std::byte* from) {
+    const std::size_t some = std::min<std::uint64_t>(kSlab, label.bytes - done);
+    ringdp::copy_bytes(to, from, some);
+    done += some;
+    begun = true;
   }
 };
 
@@ -130,26 +120,22 @@ inline bool paired_with_itself(const std::vector<Message>& messages) {
 }
 
 inline ncclResult_t run(std::vector<Message>& messages, const std::vector<Comm>& comms) {
-  std::map<Channel*, std::pair<std::deque<Message*>, std::deque<Message*>>> ways;
-  for (Message& m : messages) {
-    auto& [sends, receives] = ways[&m.channel()];
-    (m.sends ? sends : receives).push_back(&m);
-  }
+  std::map<std::tuple<ncclComm*, Lane, bool, int>, std::deque<Message*>> lines;
+  for (Message& m : messages) lines[{m.comm.get(), m.lane, m.sends, m.peer}].push_back(&m);
   std::size_t left = messages.size();
   for (Pause pause; left;) {
     bool moved = false;
-    for (auto& [channel, ends] : ways)
-      for (auto* line : {&ends.first, &ends.second}) {
-        if (line->empty()) continue;
-        bool over = false;
-        ncclResult_t result = ncclSuccess;
-        moved |= line->front()->advance(&over, &result);
-        if (result != ncclSuccess) return result;
-        if (over) {
-          line->pop_front();
-          --left;
-        }
+    for (auto& [_, line] : lines) {
+      if (line.empty()) continue;
+      bool over = false;
+      ncclResult_t result = ncclSuccess;
+      moved |= line.front()->advance(&over, &result);
+      if (result != ncclSuccess) return result;
+      if (over) {
+        line.pop_front();
+        --left;
       }
+    }
     for (const Comm& comm : comms)
       if (comm->aborted.load(std::memory_order_relaxed)) return ncclInternalError;
     if (moved) pause.reset();

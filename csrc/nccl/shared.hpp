@@ -1,7 +1,7 @@
 // What the ranks of a communicator share: one anonymous file without a name in any file system.
 //
 //   Header | channel (lane, src, dst) for every lane and pair, the pair of a rank with itself too
-//   channel = Cursors | Slot[kSlots],  Slot = Label | kSlab bytes
+//   channel = Fifo<Label> of kSlots slots of kSlab bytes
 //
 // Whoever makes the unique id makes the file; the others open it by way of /proc, which lets in the
 // same user only.
@@ -13,26 +13,24 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <random>
 
+#include "../fifo.hpp"
 #include "types.hpp"
 
 namespace hostnccl {
 
-constexpr int kMost = 64;                   // ranks of a communicator
-constexpr std::size_t kSlab = 64 << 10;     // bytes of a message that are under way at once
-constexpr std::uint64_t kSlots = 2;
-constexpr std::size_t kApart = 64;          // bytes of a cache line
+constexpr int kMost = 64;                // ranks of a communicator
+constexpr int kSlots = 2;                // of a channel
+constexpr std::size_t kSlab = 64 << 10;  // bytes of a slot
 
 enum Lane { messages, collectives, lanes };  // which never pair with one another
 
-struct Header {
+struct alignas(ringdp::kLine) Header {
   std::uint64_t token;
   std::atomic<int> ranks;     // 0 until the first rank says how many there are
   std::atomic<int> attached;
@@ -41,7 +39,7 @@ struct Header {
 };
 
 // What both ends of a message must agree on. Of one between two ranks, only its length.
-struct Label {
+struct alignas(ringdp::kLine) Label {
   std::uint64_t bytes;
   std::int32_t collective, type, op, root;
   bool operator==(const Label& o) const {
@@ -50,18 +48,7 @@ struct Label {
   }
 };
 
-struct Slot {
-  Label label;
-  std::byte data[kSlab];
-};
-
-// Single producer, single consumer: `head` counts slots written, `tail` slots read. Written with
-// release and read with acquire, so that a slot's content is there with its count.
-struct alignas(kApart) Channel {
-  alignas(kApart) std::atomic<std::uint64_t> head;
-  alignas(kApart) std::atomic<std::uint64_t> tail;
-  alignas(kApart) Slot slots[kSlots];
-};
+using Channel = ringdp::Fifo<Label>;
 
 // Where the file is, inside a unique id.
 struct Place {
@@ -78,7 +65,7 @@ inline Place place_of(const ncclUniqueId& id) {
 
 class Shared {
  public:
-  static std::size_t size(int ranks) { return kFirst + lanes * ranks * ranks * sizeof(Channel); }
+  static std::size_t size(int ranks) { return sizeof(Header) + lanes * ranks * ranks * kChannel; }
 
   Shared(int fd, int ranks) : ranks_(ranks), bytes_(size(ranks)) {
     void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -92,12 +79,12 @@ class Shared {
 
   bool mapped() const { return base_ != nullptr; }
   Header& header() { return *reinterpret_cast<Header*>(base_); }
-  Channel& channel(Lane lane, int src, int dst) {
-    return reinterpret_cast<Channel*>(base_ + kFirst)[(lane * ranks_ + src) * ranks_ + dst];
+  Channel channel(Lane lane, int src, int dst) {
+    return {base_ + sizeof(Header) + ((lane * ranks_ + src) * ranks_ + dst) * kChannel, kSlots, kSlab};
   }
 
  private:
-  static constexpr std::size_t kFirst = (sizeof(Header) + kApart - 1) / kApart * kApart;
+  static constexpr std::size_t kChannel = Channel::size(kSlots, kSlab);
   int ranks_;
   std::size_t bytes_;
   std::byte* base_ = nullptr;

@@ -74,11 +74,9 @@ void messages(int n) {
   std::byte* base = nullptr;
   for (auto& [_, at] : mapped)
     if (*static_cast<std::uint64_t*>(at) != kMagic) base = static_cast<std::byte*>(at);
-  auto* channel = base + 1 * (sizeof(Cursors) + kDepth * (kLine + kSlab));  // from 0 to 1
-  auto& head = reinterpret_cast<Cursors*>(channel)->head;
-  auto* slot = channel + sizeof(Cursors) + head % kDepth * (kLine + kSlab);
-  std::memset(slot, 0x5a, kLine);
-  head.store(head + 1);
+  const Fifo<Envelope> channel{base + Fifo<Envelope>::size(kDepth, kSlab), kDepth, kSlab};  // from 0 to 1
+  std::memset(&channel.back(), 0x5a, sizeof(Envelope));
+  channel.push();
   check(mail[1]->wait(receive(), 30), "a message that came, with one that is none behind it");
   check(!mail[1]->wait(receive(), 30), "a message that is none");
   check(ranks[1]->failed()->failure == Failure::damaged && ranks[1]->failed()->rank == 0, "refused");

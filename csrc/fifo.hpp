@@ -1,0 +1,82 @@
+// A FIFO from one rank to another, in memory that both have mapped.
+//
+//   Cursors | Slot[depth],  Slot = Label | slab bytes
+//
+//   writer   until not full()    fill back()    push()
+//   reader   until not empty()   read front()   pop()
+//
+// `head` counts messages written, `tail` messages read. Message k lies in slot k % depth; it is there
+// from head > k on, and its slot is free again from tail > k on. Each rank writes one counter, with
+// release, after what it did to the slot, and reads the other's, with acquire, before it does anything
+// to one: so it finds a message whole, and writes over none that is still being read. Its own counter
+// nobody else writes, so it is read relaxed.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace ringdp {
+
+constexpr std::size_t kLine = 64;  // bytes of a cache line
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // else not valid across processes
+
+// Each has a line of its own, since each is written by another core.
+struct Cursors {
+  alignas(kLine) std::atomic<std::uint64_t> head;
+  alignas(kLine) std::atomic<std::uint64_t> tail;
+};
+
+// One end of one: where it is, and nothing else.
+template <class Label>
+class Fifo {
+ public:
+  static constexpr std::size_t size(int depth, std::size_t slab) {
+    return sizeof(Cursors) + depth * (sizeof(Label) + slab);
+  }
+  Fifo(std::byte* at, int depth, std::size_t slab)
+      : cursors_(*reinterpret_cast<Cursors*>(at)), slots_(at + sizeof(Cursors)), depth_(depth),
+        slab_(slab) {}
+
+  // The slab behind a label.
+  static std::byte* data(Label& slot) { return reinterpret_cast<std::byte*>(&slot + 1); }
+
+  // The writer's.
+  std::uint64_t unread() const {
+    // acquire: pairs with `pop`
+    return head(std::memory_order_relaxed) - tail(std::memory_order_acquire);
+  }
+  bool full() const { return unread() >= depth_; }
+  Label& back() const { return slot(head(std::memory_order_relaxed)); }
+  void push() const {
+    // release: the slot before its count
+    cursors_.head.store(head(std::memory_order_relaxed) + 1, std::memory_order_release);
+  }
+
+  // The reader's. `next`: behind how many others, of those that wait.
+  std::uint64_t waiting() const {
+    // acquire: pairs with `push`
+    return head(std::memory_order_acquire) - tail(std::memory_order_relaxed);
+  }
+  bool empty() const { return waiting() == 0; }
+  Label& front(std::uint64_t next = 0) const { return slot(tail(std::memory_order_relaxed) + next); }
+  void pop() const {
+    // release: our reads of the slot before the writer's next write to it
+    cursors_.tail.store(tail(std::memory_order_relaxed) + 1, std::memory_order_release);
+  }
+
+ private:
+  std::uint64_t head(std::memory_order order) const { return cursors_.head.load(order); }
+  std::uint64_t tail(std::memory_order order) const { return cursors_.tail.load(order); }
+  Label& slot(std::uint64_t message) const {
+    return *reinterpret_cast<Label*>(slots_ + message % depth_ * (sizeof(Label) + slab_));
+  }
+
+  Cursors& cursors_;
+  std::byte* slots_;
+  std::uint64_t depth_;
+  std::size_t slab_;
+};
+
+}  // namespace ringdp
