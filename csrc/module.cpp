@@ -17,12 +17,10 @@ using namespace ringdp;
 
 namespace {
 
-// The same two questions to a communicator's own segment and to one seen from outside.
-template <class Source>
-const RankRecord& record_of(Source& source, int rank) {
-  if (rank < 0 || rank >= source.ranks())
-    throw nb::index_error(("rank " + std::to_string(rank) + " of " + std::to_string(source.ranks())).c_str());
-  return source.record(rank);
+const RankRecord& record_of(const Records& records, int rank) {
+  if (rank < 0 || rank >= records.ranks())
+    throw nb::index_error(("rank " + std::to_string(rank) + " of " + std::to_string(records.ranks())).c_str());
+  return records.record(rank);
 }
 
 Prepared::Buffer buffer_of(nb::handle tensor) {
@@ -84,7 +82,14 @@ NB_MODULE(_core, m) {
   m.attr("CALLS") = kCalls;
   m.attr("CALL_CELLS") = kCallCells;
 
-  nb::class_<Progress>(m, "Progress")
+  nb::class_<Records>(m, "Records")
+      .def("record", [](Records& self, int rank) { return where(record_of(self, rank)); })
+      .def("call", [](Records& self, int rank, std::uint64_t number) {
+             return told(record_of(self, rank).call(number));
+           })
+      .def("message", [](Records& self, int rank) { return told(record_of(self, rank).message.read()); });
+
+  nb::class_<Progress, Records>(m, "Progress")
       .def(
           "__init__",
           [](Progress* self, int fd, int rank, int ranks, int depth, std::size_t slab,
@@ -110,12 +115,6 @@ NB_MODULE(_core, m) {
       .def("fail", [](Progress& self, int kind, int rank) { self.fail({Failure(kind), rank}); })
       .def("finished", &Progress::finished)
       .def("left_alone", &Progress::left_alone)
-      .def("record", [](Progress& self, int rank) { return where(record_of(self.segment(), rank)); })
-      .def("call", [](Progress& self, int rank, std::uint64_t number) {
-             return told(record_of(self.segment(), rank).call(number));
-           })
-      .def("message",
-           [](Progress& self, int rank) { return told(record_of(self.segment(), rank).message.read()); })
       .def("waits_for_message",
            [](Progress& self, std::uint64_t number, std::uint64_t kind, std::uint64_t elements,
               nb::bytes site) {
@@ -207,19 +206,14 @@ NB_MODULE(_core, m) {
            })
       .def("close", &Mailbox::close, nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<Watch>(m, "Watch")
+  nb::class_<Watch, Records>(m, "Watch")
       .def(nb::init<int>(), nb::arg("fd"))
       .def_prop_ro("ranks", &Watch::ranks)
       .def_prop_ro("failed",
                    [](Watch& self) {
                      const Failed f = unpacked(self.header().failed.load());
                      return nb::make_tuple(int(f.failure), f.rank, f.reporter);
-                   })
-      .def("record", [](Watch& self, int rank) { return where(record_of(self, rank)); })
-      .def("message", [](Watch& self, int rank) { return told(record_of(self, rank).message.read()); })
-      .def("call", [](Watch& self, int rank, std::uint64_t number) {
-        return told(record_of(self, rank).call(number));
-      });
+                   });
   m.def(
       "adamw",
       [](const std::array<std::uintptr_t, 5>& buffers, bool bfloat, std::size_t elems,

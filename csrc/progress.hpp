@@ -37,7 +37,7 @@ struct Shape {
   std::size_t slab;
 };
 
-class Progress {
+class Progress final : public Records {
  public:
   Progress(int fd, int rank, Shape shape, std::uint64_t token, Arena arena, Link link)
       : segment_(fd, rank, shape.ranks, shape.depth, shape.slab, token),
@@ -157,6 +157,8 @@ class Progress {
   std::uint64_t sent() const { return peers_.sent() + messages_sent.load(std::memory_order_relaxed); }
 
   int rank() const { return rank_; }
+  int ranks() const override { return segment_.ranks(); }
+  const RankRecord& record(int rank) const override { return segment_.record(rank); }
   Segment& segment() { return segment_; }
   Peers& peers() { return peers_; }
 

@@ -110,4 +110,10 @@ struct alignas(kLine) RankRecord {
   }
 };
 
+// Those of all ranks: in a communicator's own segment, or in one seen from outside.
+struct Records {
+  virtual int ranks() const = 0;
+  virtual const RankRecord& record(int rank) const = 0;
+};
+
 }  // namespace ringdp

@@ -139,7 +139,7 @@ class Segment {
   }
 
   Header& header() { return *reinterpret_cast<Header*>(base_); }
-  RankRecord& record(int rank) {
+  RankRecord& record(int rank) const {
     return reinterpret_cast<RankRecord*>(base_ + sizeof(Header))[rank];
   }
   Fifo<Stamp> channel(int src, int dst) {

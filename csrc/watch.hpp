@@ -6,7 +6,7 @@
 
 namespace ringdp {
 
-class Watch {
+class Watch final : public Records {
  public:
   explicit Watch(int fd) {
     struct stat status;
@@ -30,9 +30,9 @@ class Watch {
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  int ranks() const { return ranks_; }
+  int ranks() const override { return ranks_; }
   const Header& header() const { return *reinterpret_cast<const Header*>(base_); }
-  const RankRecord& record(int rank) const {
+  const RankRecord& record(int rank) const override {
     return reinterpret_cast<const RankRecord*>(base_ + sizeof(Header))[rank];
   }
 

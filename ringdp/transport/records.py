@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ringdp._core import CALLS as CALLS  # how many calls a rank remembers
 from ringdp._core import SITE_BYTES as SITE_BYTES
-from ringdp._core import Progress, Watch
+from ringdp._core import Records
 
 CLOSED = -1  # for a pid: the rank has closed its communicator
 ELSEWHERE = -2  # for a pid: the process cannot be seen from here, as on another host
@@ -53,9 +53,8 @@ class Observed(Protocol):
         ...
 
 
-def read_record(segment: Progress | Watch, rank: int) -> RankRecord:
-    """Of a communicator's own segment, or of one seen from outside."""
-    pid, begun, finished, round_, waits_for, changed = segment.record(rank)
+def read_record(records: Records, rank: int) -> RankRecord:
+    pid, begun, finished, round_, waits_for, changed = records.record(rank)
     seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - changed / 1e9 if changed else 0.0
     return RankRecord(pid, begun, finished, round_, waits_for, max(0.0, seconds))
 
