@@ -16,8 +16,8 @@ namespace ringdp {
 class Mapped {
  public:
   // `what`: as an error calls it.
-  Mapped(int fd, std::size_t bytes, const char* what) : bytes_(bytes) {
-    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  Mapped(int fd, std::size_t bytes, const char* what, int access = PROT_READ | PROT_WRITE) : bytes_(bytes) {
+    void* at = mmap(nullptr, bytes, access, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED)
       throw std::runtime_error(std::string("mmap of ") + what + ": " + std::strerror(errno));
     base_ = static_cast<std::byte*>(at);

@@ -4,7 +4,7 @@
 //              | Call[kCalls], call k in place k % kCalls
 //
 // Only numbers and text of a fixed size: whoever reads it checks every one, and trusts none. Single
-// writer. Nothing but `pid` and a Call's `count` orders anything; the rest informs people.
+// writer. Nothing but `pid`, `begun` and a Call's parts orders anything; the rest informs people.
 #pragma once
 
 #include <time.h>

@@ -16,24 +16,14 @@ class Watch final : public Records {
     if (seals < 0 || !(seals & F_SEAL_SHRINK)) refuse("it is not sealed against truncation");
     bytes_ = std::size_t(status.st_size);
     if (bytes_ < sizeof(Header)) refuse("its " + std::to_string(bytes_) + " bytes hold no header");
-    void* at = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd, 0);
-    if (at == MAP_FAILED) refuse("it cannot be mapped: " + std::string(std::strerror(errno)));
-    base_ = static_cast<const std::byte*>(at);
-    try {
-      check();
-    } catch (...) {
-      munmap(at, bytes_);
-      throw;
-    }
+    mapped_.emplace(fd, bytes_, "a segment", PROT_READ);
+    check();
   }
-  ~Watch() { munmap(const_cast<std::byte*>(base_), bytes_); }
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
 
   int ranks() const override { return ranks_; }
-  const Header& header() const { return *reinterpret_cast<const Header*>(base_); }
+  const Header& header() const { return *reinterpret_cast<const Header*>(mapped_->base()); }
   const RankRecord& record(int rank) const override {
-    return reinterpret_cast<const RankRecord*>(base_ + sizeof(Header))[rank];
+    return reinterpret_cast<const RankRecord*>(mapped_->base() + sizeof(Header))[rank];
   }
 
  private:
@@ -57,7 +47,7 @@ class Watch final : public Records {
     throw std::runtime_error("not a segment to read: " + why);
   }
 
-  const std::byte* base_ = nullptr;
+  std::optional<Mapped> mapped_;
   std::size_t bytes_ = 0;
   int ranks_ = 0;
 };
