@@ -55,7 +55,7 @@ class Mailbox {
       // only asks whether it has come does not rest at all.
       auto& looked = request->looked;
       if (looked == Clock::time_point{}) looked = at;
-      if (at - looked >= kLook) {
+      if (at - looked >= Peers::kLook) {
         looked = at;
         attempt([&] { look(request->peer); });
         continue;
@@ -87,8 +87,7 @@ class Mailbox {
   }
 
  private:
-  static constexpr int kSpins = 2000, kYields = 2200;
-  static constexpr std::chrono::milliseconds kLook{10};
+  static constexpr int kSpins = Peers::kSpins, kYields = kSpins + Peers::kYields;
 
   // Who moves bytes lets those go first who ask for a turn: a mutex alone would not see to that.
   std::unique_lock<std::mutex> turn() {
@@ -147,7 +146,7 @@ class Mailbox {
     lock.unlock();
     if (idle == 0) {
       while (asking_.load(std::memory_order_relaxed) > 0) sched_yield();
-    } else if (idle < kSpins && ranks_ <= cores_) {
+    } else if (idle < kSpins && !progress_.peers().crowded()) {
       pause();
     } else if (idle < kYields) {
       sched_yield();
@@ -182,7 +181,6 @@ class Mailbox {
   Segment& segment_;
   Matching messages_;
   int rank_, ranks_;
-  const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
 
   std::mutex mutex_;
   std::atomic<int> asking_{0};  // threads that ask for a turn

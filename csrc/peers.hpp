@@ -83,6 +83,10 @@ void ensure(std::thread& thread, Loop loop) {
 
 class Peers {
  public:
+  // Who waits spins so often, yields so often, and looks around every so often.
+  static constexpr int kSpins = 2000, kYields = 200;
+  static constexpr std::chrono::milliseconds kLook{10};
+
   Peers(Segment& segment, int rank, const std::atomic<bool>& stop)
       : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {
     // More ranks than cores: whoever spins keeps the core from the rank that it waits for.
@@ -181,8 +185,6 @@ class Peers {
   }
 
  private:
-  static constexpr int kSpins = 2000, kYields = 200;
-  static constexpr std::chrono::milliseconds kLook{10};
   static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
 
   // Its lifetime, however it ends.
