@@ -21,7 +21,7 @@ Loop = Callable[[nn.Module, Any], None]
 
 
 def critic() -> nn.Sequential:
-    """Its last unit's slice is empty on one rank. A norm's graph holds its weight, no view of it."""
+    """Its last unit's slice is empty on one rank. A norm's graph holds its weight itself."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2))
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
