@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringdp.errors import ScheduleError
+from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule.program import NONE, Program, Row
 from ringdp.transport.base import Op, chunk_bounds
 from ringdp.transport.rows import Rows
@@ -28,9 +28,19 @@ def simulate(
 ) -> None:
     """Run one program per rank on one flat buffer per rank, in place.
 
-    `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`. Raises
+    `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`. Raises UsageError
+    where a rank's program or buffer is missing, or buffers differ in length without bounds, and
     ScheduleError, naming each rank's row, if the programs stall at this FIFO depth.
     """
+    n = programs[0].ranks if programs else 0
+    if not len(programs) == len(buffers) == n:
+        raise UsageError(
+            f"simulate() got {len(programs)} programs over {n} ranks and {len(buffers)} buffers; "
+            "allowed: one of each for every rank"
+        )
+    lengths = [buffer.numel() for buffer in buffers]
+    if bounds is None and len(set(lengths)) > 1:
+        raise UsageError(f"simulate() got buffers of {lengths} elements; allowed: one length")
     channels: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
     cuts = bounds or [chunk_bounds(b.numel(), p) for p, b in zip(programs, buffers, strict=True)]
     ranks = [

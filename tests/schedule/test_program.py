@@ -54,6 +54,17 @@ def test_fused_equals_plain_and_needs_the_predicted_depth(algorithm, n):
         assert torch.equal(results[0][rank][piece], results[1][rank][piece])
 
 
+def test_the_simulator_says_which_rank_lacks_something():
+    plain, _ = programs(schedule("all_reduce", "ring", 4), "all_reduce")
+    missing = r"{} programs over 4 ranks and {} buffers; allowed: one of each for every rank"
+    for these, those in ((plain[:3], 3), (plain, 3), (plain[:3], 4)):
+        with pytest.raises(UsageError, match=missing.format(len(these), those)):
+            simulate(these, buffers(those, 8))
+    uneven = [*buffers(3, 8), torch.zeros(5)]
+    with pytest.raises(UsageError, match=r"buffers of \[8, 8, 8, 5\] elements; allowed: one len"):
+        simulate(plain, uneven)
+
+
 @by_name
 def test_sent_chunks_are_the_transfers_that_leave(algorithm):
     for n in range(1, 9):
