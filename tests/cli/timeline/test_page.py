@@ -22,6 +22,7 @@ DRIVE = """(async () => {
     const cells = (id) => [...byId(id).querySelectorAll("tbody tr")].map(
         (row) => [...row.children].map((cell) => cell.textContent));
     found.state = text("state");
+    found.idle = text("timelineSays");
     found.short = us(1.234);
     found.opened = [chosen, ...[3999, 4001].map((size) => {
         data.collectives[0].bytes = size;
@@ -193,6 +194,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
     dom = browse(fill(digest(run, None, lambda _: None), "<b>{{data}}"), script=DRIVE)
     found = json.loads(dom.texts["found"])
+    assert found["idle"] == "Nothing is pointed at."
     assert found["short"] == "1.23 µs"
     assert found["state"] == "2 ranks, 3.80 ms, 2 collectives, 12 chunks."
     assert dom.texts["notes"] == "rank 2 (process 9) ended"
@@ -227,7 +229,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert found["bar"] == found["expected"]
     colors = [color for color, _ in found["colors"]]
     assert min(math.dist(*pair) for pair in itertools.combinations(colors, 2)) > 50  # of 442
-    assert min(contrast(*pair) for pair in found["colors"]) > 3.5
+    assert min(contrast(*pair) for pair in found["colors"]) >= 4.5
     assert found["exposed"] == [[1100, 1300]]
     steps = ["forward root", "backward root", "forward root", "all_reduce #0", "backward root"]
     assert found["walked"] == steps

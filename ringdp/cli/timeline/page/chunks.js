@@ -16,7 +16,7 @@ function choose(i) {
   byId("noReplay").hidden = Boolean(page);
   byId("noReplay").textContent = c.collective === "all_reduce"
     ? `The rounds of ${key} are not replayed: ${data.unplayed[key] ?? "nothing is known of them"}.`
-    : "The rounds of an algorithm are replayed for all_reduce.";
+    : "Beneath the chunks of an all_reduce its algorithm's rounds are replayed.";
   if (page && replaying !== key) byId("replay").srcdoc = page;
   if (page) replaying = key;
   byId("chunkSays").textContent = `${c.name}, ${c.algorithm}, ${bytes(c.bytes)} bytes on ` +

@@ -4,7 +4,7 @@ const byId = (id) => document.getElementById(id);
 const COLORS = { // by category: hue and lightness
   forward: [250, .6], recompute: [250, .8], backward: [300, .55], step: [145, .6],
   gather: [75, .72], prefetch: [100, .88], unshard: [50, .48], free: [120, .78],
-  reduce: [335, .62], finish: [335, .84], wait: [28, .6], collective: [200, .66],
+  reduce: [335, .62], finish: [335, .84], wait: [28, .62], collective: [200, .66],
 };
 const MEMORY = { // by category: what uses it, whose color it has
   parameters: "forward", gathered: "gather", gradients: "backward", buckets: "reduce",
@@ -14,7 +14,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (hue, light = .62) => `oklch(${light} .15 ${hue})`; // on light and dark pages
 const colorOf = (category) => color(...(COLORS[category] ?? [0, .62]));
-const inkOn = (category) => (COLORS[category]?.[1] > .6 ? "#10141a" : "#fff");
+const inkOn = (category) => (COLORS[category]?.[1] >= .6 ? "#10141a" : "#fff");
 const us = (t) => t >= 1e6 ? `${(t / 1e6).toFixed(3)} s` : t >= 1e3 ? `${(t / 1e3).toFixed(2)} ms`
   : `${t.toFixed(t && t < 10 ? 2 : 1)} µs`;
 const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
