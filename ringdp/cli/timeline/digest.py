@@ -243,7 +243,7 @@ def _replays(
             plan = told.get((collective, algorithm, ranks)) or schedule(
                 "all_reduce", algorithm, ranks
             )
-            pages[name] = html(plan, "all_reduce")
+            pages[name] = html(plan, "all_reduce", title=f"{algorithm} all_reduce on {ranks} ranks")
         except UsageError as error:  # too many slots for a page, or a library's own algorithm
             unplayed[name] = str(error)
     return {"replays": pages, "unplayed": unplayed}

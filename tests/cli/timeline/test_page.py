@@ -107,6 +107,9 @@ DRIVE = """(async () => {
                 !e.classList.contains("scroll"));
         return [over.map((e) => e.id || e.tagName), byId("timeline").clientWidth];
     });
+    const algorithm = byId("kinds").querySelector("td:nth-child(2)");
+    algorithm.textContent = `mine.py:${"long".repeat(50)}`;
+    found.named = algorithm.scrollWidth;
     const out = document.createElement("pre");
     out.id = "found";
     out.textContent = JSON.stringify(found);
@@ -237,6 +240,7 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert found["chunk"].startswith(chunk.format(0, "send", 0, "0.0 µs") + "50.0 µs for a peer")
     assert found["pointed"].startswith(chunk.format(1, "recv", 1, "300.0 µs"))
     assert found["first"] is True
+    assert found["named"] < 400
     assert (found["round"], found["last"]) == ("round 0 of 0–1", "round 1 of 0–1")
     assert (found["playing"], found["played"]) == ("Stop", "Play")
     assert found["shades"] == "local, local, scroll, scroll"

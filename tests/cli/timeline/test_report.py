@@ -152,6 +152,7 @@ def test_what_the_page_is_given(tmp_path: Path):
         assert engine["points"] == [[0.0, *HELD.values()], [float(STEP), *HELD.values()]]
         assert engine["formula"] == list(HELD.values())
     assert list(found["replays"]) == ["ring on 2"]
+    assert "<h1>ring all_reduce on 2 ranks</h1>" in found["replays"]["ring on 2"]
 
 
 def test_lanes_are_in_one_order_on_all_ranks(tmp_path: Path):
