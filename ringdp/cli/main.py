@@ -29,6 +29,7 @@ from ringdp.cli.plan.table import show_published
 from ringdp.cli.timeline import command as timeline
 from ringdp.cli.train import run
 from ringdp.errors import UsageError
+from ringdp.schedule.algorithms import COLLECTIVES
 from ringdp.schedule.cost import Machine
 
 app = typer.Typer(
@@ -109,7 +110,9 @@ def show(
         str | None,
         typer.Argument(help="a name that --list lists, or FILE.py:function", show_default=False),
     ] = None,
-    collective: Annotated[str, typer.Option(help="what it must do")] = "all_reduce",
+    collective: Annotated[
+        str, typer.Option(help=f"what it must do: {', '.join(COLLECTIVES)}")
+    ] = "all_reduce",
     ranks: Annotated[int, typer.Option(help="ranks that take part")] = 4,
     svg: Annotated[Path | None, typer.Option(help="draw every round here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page that replays it here")] = None,

@@ -11,6 +11,7 @@ import pytest
 from ringdp.cli.main import main
 from ringdp.cli.show import listing, sent, show
 from ringdp.schedule import ALGORITHMS, schedule
+from ringdp.schedule.algorithms import COLLECTIVES
 
 RING = """\
 ring all_reduce on 4 ranks, proved
@@ -142,6 +143,11 @@ def test_a_wrong_schedule_is_refused_with_the_transfer_at_fault(
     assert "round 2, transfer 1.0 +> 0.0: counts 0.0+1.0+2.0 twice in" in captured.err
     assert "         1.0 +> 0.0  <-- here\n" in captured.err
     assert not page.exists()
+
+
+def test_its_help_names_every_collective(capsys: pytest.CaptureFixture[str]):
+    assert main(["show", "--help"]) == 0
+    assert {*COLLECTIVES} <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 REFUSED = {
