@@ -58,7 +58,7 @@ def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: S
         if t.read < 0 or t.write < 0:
             raise fail("chunk indices start at 0")
         if source not in state:
-            raise fail(f"reads rank {t.src} chunk {t.read}, which holds nothing yet")
+            raise fail(f"reads {_place(schedule, source)}, which holds nothing yet")
         if target in reads:
             raise fail(f"writes rank {t.dst} chunk {t.write}, which is read in the same round")
         if target in written and not (t.reduce and written[target]):
@@ -68,11 +68,16 @@ def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: S
             after[target] = state[source]
             continue
         if target not in after:
-            raise fail(f"adds to rank {t.dst} chunk {t.write}, which holds nothing yet")
+            raise fail(f"adds to {_place(schedule, target)}, which holds nothing yet")
         if twice := after[target] & state[source]:
             raise fail(f"counts {_text(twice)} twice in rank {t.dst} chunk {t.write}")
         after[target] |= state[source]
     return after
+
+
+def _place(schedule: Schedule, slot: Slot) -> str:
+    rank, chunk = slot
+    return f"rank {rank} chunk {chunk}{' (scratch)' if chunk >= schedule.chunks else ''}"
 
 
 def _text(value: Value | None) -> str:

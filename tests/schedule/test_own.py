@@ -78,6 +78,13 @@ def test_a_wrong_schedule_is_refused_with_its_proof(file: Path):
         proved(star, "all_gather", 2)
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a_chunk_too_many_is_named_as_the_scratch_that_it_is(reduce: bool):
+    one = Transfer(0, 1, 0 if reduce else 1, 1, reduce)
+    with pytest.raises(ScheduleError, match=r"rank [01] chunk 1 \(scratch\), which holds nothing"):
+        proved(lambda n: Schedule(n, 1, ((one,),)), "all_reduce", 2)
+
+
 def transfers(*given: object):
     return lambda n: Schedule(n, 1, (given,))  # type: ignore[arg-type]
 
