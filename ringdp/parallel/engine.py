@@ -240,8 +240,15 @@ class Engine(Taped):
                 self._reduce(other)
 
     def _reduce(self, index: int) -> None:
-        self._gather_deferred(wait=True)
-        self.reducing.close(self.units[index])
+        """After those inside it, which on other ranks may have been whole before it was."""
+        for unit in self.reducing.opened():
+            inner, owed = unit.index, self._awaiting.get(unit.index, ())
+            within = inner > index and index in self._around[inner]  # a module may call itself
+            if within and not self._arrivals[inner].may_come(owed):
+                self._reduce(inner)
+        if self.reducing.is_open(self.units[index]):
+            self._gather_deferred(wait=True)
+            self.reducing.close(self.units[index])
 
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.

@@ -28,13 +28,28 @@ class Experts(nn.Module):
         return x + torch.tanh(torch.stack([e(x) for e in picked]).sum(0))
 
 
+class Block(Experts):
+    """Its own layer is through after that of its experts, in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([Experts()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.experts[0].pick = self.pick  # type: ignore[assignment]
+        out: Tensor = self.experts[0](torch.tanh(self.first(x)))
+        return out
+
+
 class Net(nn.Module):
-    """Whose layers are called each once, one of them `again`, or checkpointed."""
+    """Whose layers are called each once, one `again`, or checkpointed, or lie `within` units."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.way = nn.ModuleList(Experts() for _ in range(3)), way
+        kind = Block if way == "within" else Experts
+        self.layers, self.way = nn.ModuleList(kind() for _ in range(3)), way
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c = self.layers
@@ -71,7 +86,7 @@ def trains(
 
 
 @pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within"])
 @pytest.mark.parametrize(
     "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
 )
