@@ -3,7 +3,7 @@
 Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
 wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
 record a graph. Reading under no_grad, as optimizers do, goes through (of norms see `sliced`), and
-so does `backward(inputs=...)`: see `Resting`.
+so do `backward(inputs=...)` and `autograd.grad`: see `Resting`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Resting(nn.Parameter):
         named = kwargs or {}
         if func is torch.autograd.backward and named.get("inputs"):
             named = named | {"inputs": [computing(t) for t in named["inputs"]]}
+        if func is torch.autograd.grad:  # which passes outputs and inputs on as tuples
+            args = (args[0], tuple(map(computing, args[1])))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **named)
 
@@ -49,7 +51,7 @@ class Sharded(Resting):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
         run = super().__torch_function__
-        if func is torch.autograd.backward:
+        if func in (torch.autograd.backward, torch.autograd.grad):
             return run(func, types, args, kwargs)
         if func in sliced.OF_ALL and not _records(args, kwargs):
             args, kwargs = tree_map_only(Sharded, Tensor.detach, (args, kwargs or {}))

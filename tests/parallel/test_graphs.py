@@ -121,17 +121,21 @@ def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(ranks, stage, 
     ranks(2)(weights_alone, stage, precision)
 
 
-def of_a_forward(comm: Communicator, stage: int) -> None:
+def of_a_forward(comm: Communicator, stage: int, precision: Precision | None) -> None:
     model, twin = critic(), critic()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
+    held = list(model.parameters())
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
 
     def left() -> list[Tensor]:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     def take() -> None:
         value, exact = loss(model, comm.rank), loss(twin, comm.rank)
-        made = torch.autograd.grad(value, list(model.parameters()))
-        assert all(map(torch.equal, made, torch.autograd.grad(exact, list(twin.parameters()))))
+        expected = torch.autograd.grad(exact, list(twin.parameters()))
+        for weights in (held, list(model.parameters())):
+            made = torch.autograd.grad(value, weights, retain_graph=weights is held)
+            for mine, theirs in zip(made, expected, strict=True):
+                torch.testing.assert_close(mine.float(), theirs)
 
     take()
     assert not left()
@@ -142,9 +146,11 @@ def of_a_forward(comm: Communicator, stage: int) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_of_a_forwards_weights_are_the_ranks_own_and_add_none_to_grad(ranks, stage):
-    ranks(2)(of_a_forward, stage)
+def test_gradients_of_a_forwards_weights_are_the_ranks_own(ranks, stage, precision):
+    """And add none to .grad."""
+    ranks(2)(of_a_forward, stage, precision)
 
 
 # ---- autocast
