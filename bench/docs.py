@@ -52,7 +52,7 @@ def _shown(match: re.Match[str], namespace: dict[str, object], launch: Launch) -
     if kind == "sh":
         said = "".join(_command(line, launch) for line in code.splitlines())
     elif named:
-        Path(named[1]).write_text(code)
+        Path(named[1]).write_text(code, encoding="utf-8")
         said = ""
     else:
         block = compile(code, "<block>", "exec", dont_inherit=True)
@@ -92,4 +92,6 @@ def script(path: Path) -> str:
 
 if __name__ == "__main__":
     for chapter in chapters():
-        chapter.write_text(render(chapter.read_text(), lambda n, path: jobs.run(n, script, path)))
+        text = chapter.read_text(encoding="utf-8")
+        shown = render(text, lambda n, path: jobs.run(n, script, path))
+        chapter.write_text(shown, encoding="utf-8")

@@ -169,7 +169,7 @@ def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS, copy: Path | N
     until = time.monotonic() + seconds
     gpu = torch.cuda.get_device_name()
     LOG.parent.mkdir(exist_ok=True)
-    LOG.write_text("")
+    LOG.write_text("", encoding="utf-8")
     outcomes = [Outcome(part.name, "not begun") for part in parts]
     for at, part in enumerate(parts):
         left = until - time.monotonic()

@@ -27,7 +27,7 @@ def table() -> str:
 def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """GPU and rows of every file of results that has some of kernels."""
     for file in sorted(RESULTS.glob("*.json")):
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_bytes())
         for part in found.get("parts", []) if isinstance(found, dict) else []:
             if part["name"] == "bench of kernels" and part["rows"]:
                 yield found["gpu"], part["rows"]["rows"]

@@ -64,7 +64,7 @@ def limited(command: list[str], seconds: float) -> tuple[int, str]:
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
     try:
@@ -82,7 +82,8 @@ def make(at: Path) -> str:
     own = sysconfig.get_path("purelib", "venv", vars={"base": str(at), "platbase": str(at)})
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     lines = [f"import site; site.addsitedir({path!r})\n" for path in others]
-    (Path(own) / "00_below.pth").write_text("".join(lines))  # first, so that our ringdp wins
+    first = Path(own) / "00_below.pth"  # so that our ringdp wins
+    first.write_text("".join(lines), encoding="utf-8")
     return str(at / "bin" / "python")
 
 

@@ -60,7 +60,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
     """All that it prints goes to the end of `log`."""
     begun, others = time.monotonic(), _children()
     _become_subreaper()
-    with tempfile.TemporaryDirectory() as folder, log.open("a+") as printed:
+    with tempfile.TemporaryDirectory() as folder, log.open("a+", encoding="utf-8") as printed:
         out = Path(folder) / "out"
         command = [word.replace("{out}", str(out)) for word in part.command]
         print(f"\n==== {part.name}: {' '.join(command)}", file=printed, flush=True)
@@ -92,7 +92,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
             _count(found, out, text)
         elif out.exists():
             with suppress(json.JSONDecodeError):  # one that was killed may have written half
-                found.rows = json.loads(out.read_text())
+                found.rows = json.loads(out.read_bytes())
     if found.state == "passed":
         found.tail = ""
     return found

@@ -24,6 +24,6 @@ def compiled(source: str, *flags: str) -> Iterator[Callable[..., str]]:
 
         def run(*arguments: object) -> str:
             command = [program, *map(str, arguments)]
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            return subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
 
         yield run

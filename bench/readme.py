@@ -288,7 +288,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
 
 def render(page: Path) -> str:
     """A page as it ought to be."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- (\w+) -->", text)) == set(PAGES[page]), page
     for name, part in PAGES[page].items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
@@ -300,7 +300,7 @@ def render(page: Path) -> str:
 if __name__ == "__main__":
     from bench.plots import write
 
-    FIGURE.write_text(figure())
+    FIGURE.write_text(figure(), encoding="utf-8")
     write()
     for page in PAGES:
-        page.write_text(render(page))
+        page.write_text(render(page), encoding="utf-8")

@@ -80,7 +80,7 @@ def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
 
 def of_suite(results: Path | None = None) -> Iterator[Report]:
     for file in sorted((results or RESULTS).glob("*.json")):
-        if "contenders" in json.loads(file.read_text()):  # else another bench has made it
+        if "contenders" in json.loads(file.read_bytes()):  # else another bench has made it
             yield read(file)
 
 

@@ -41,7 +41,7 @@ def positive(given: str) -> int:
 
 def load(name: str) -> Any:
     """What a bench has left in results/NAME.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_bytes())
 
 
 def write(path: Path | None, found: object) -> None:

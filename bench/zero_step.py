@@ -73,7 +73,7 @@ def main() -> None:
     steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
     report(steps, overlaps, arguments.json)
     if arguments.svg:
-        arguments.svg.write_text(timeline(spans))
+        arguments.svg.write_text(timeline(spans), encoding="utf-8")
 
 
 def train(way: str) -> Callable[[], object]:

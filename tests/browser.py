@@ -64,11 +64,11 @@ def open_page(at: Path, page: str, place: str = "", *, script: str = "") -> Dom:
     # What a script finds wrong ends up in the title.
     watch = "<script>onerror = (what) => { document.title = `ERROR ${what}`; }</script>"
     page = page.replace("<title>", watch + "<title>", 1)
-    file.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    file.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     run = subprocess.run(
         [BROWSER, *FLAGS, f"--user-data-dir={at / 'profile'}", file.as_uri() + place],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
         check=True,
     )

@@ -58,13 +58,13 @@ class Builds:
             csrc = out.with_suffix(".csrc")
             shutil.copytree(ROOT / "csrc", csrc)
         for file, store in build.relaxed:
-            text = (csrc / file).read_text()
+            text = (csrc / file).read_text(encoding="utf-8")
             assert text.count(store) == 1
             relaxed = store.replace("release", "relaxed").replace("RELEASE", "RELAXED")
-            (csrc / file).write_text(text.replace(store, relaxed))
+            (csrc / file).write_text(text.replace(store, relaxed), encoding="utf-8")
         command = ["nice", "-n", "5", CXX, "-std=c++17", "-pthread", "-Wno-psabi", *build.options]
         command += ["-I", str(csrc), str(ROOT / "tests" / build.source), "-o", str(out)]
-        compiler = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        compiler = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
         self._compilers.append(compiler)
         _, said = compiler.communicate(timeout=SECONDS)
         if "cannot find" in said and "san" in said:

@@ -12,7 +12,10 @@ from pathlib import Path
 def room(more: int) -> Iterator[None]:
     """For so many bytes of address space beside those that it has mapped."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    mapped = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
     try:
         yield

@@ -40,7 +40,7 @@ def run(script: Path, ranks: int = 2) -> list[str]:
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    words = [file.read_text() for file in said]
+    words = [file.read_text(encoding="utf-8") for file in said]
     assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(words)
     return words
 

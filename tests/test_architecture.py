@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def imports(module: str) -> set[str]:
     """Absolute names of what a module imports, whether at its top or inside a function."""
     package = module.split(".")[:-1]
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -88,7 +89,7 @@ def test_transports_know_programs_not_schedules():
 
 def test_cupy_is_imported_by_two_transports_only():
     users = {m for m in MODULES if "cupy" in imports(m)}
-    users |= {m for m in MODULES if 'import_module("cupy' in MODULES[m].read_text()}
+    users |= {m for m in MODULES if 'import_module("cupy' in MODULES[m].read_text(encoding="utf-8")}
     assert users == {"ringdp.transport.nccl.library", "ringdp.transport.peer"}
 
 
@@ -121,7 +122,9 @@ def test_import_stays_light():
         "import sys, ringdp, ringdp.kernels\n"
         f"print([m for m in {heavy.split()} if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert run.stdout.strip() == "[]"
 
 
@@ -195,3 +198,28 @@ def test_public_names_exist_and_say_what_they_do(package):
         value = getattr(package, name)
         if isinstance(value, type) or hasattr(value, "__code__"):
             assert value.__doc__, name
+
+
+def test_text_is_utf8_whatever_the_locale() -> None:
+    """Without a word of it, it is what the environment says: ASCII, where LC_ALL is C."""
+    found = [
+        f"{file.relative_to(ROOT)}:{call.lineno}"
+        for room in ("ringdp", "kernels", "bench", "examples", "tests")
+        for file in (ROOT / room).rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(call, ast.Call) and _by_locale(call)
+    ]
+    assert found == [], 'say encoding="utf-8"'
+
+
+def _by_locale(call: ast.Call) -> bool:
+    """Does it read or write text, of a file or of a process, in the locale's encoding?"""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    given = {word.arg for word in call.keywords}
+    before_mode = 1 if isinstance(call.func, ast.Name) else 0  # open(file, mode), file.open(mode)
+    mode = "".join(map(ast.unparse, call.args[before_mode : before_mode + 1]))
+    if name in ("read_text", "write_text") or (
+        name == "open" and re.fullmatch("|'[rwax+]+'", mode)
+    ):
+        return "encoding" not in given
+    return "text" in given and name in ("run", "Popen")

@@ -22,7 +22,7 @@ def on_rank(_comm: object, path: Path) -> str:
 @pytest.mark.process
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_blocks_print_what_is_shown(chapter, ranks):
-    text = chapter.read_text()
+    text = chapter.read_text(encoding="utf-8")
     pools = {2: ranks(2)}  # not started from the chapter's directory, which goes
     shown = docs.render(text, lambda n, path: pools[n](on_rank, path)[0])
     assert shown == text, "run: python -m bench.docs"
@@ -52,13 +52,13 @@ def test_there_are_five_and_each_leads_to_the_next():
     for number, chapter in enumerate(CHAPTERS, 1):
         assert chapter.name.startswith(f"{number}-")
     for before, after in pairwise(CHAPTERS):
-        assert f"({after.name})" in before.read_text()
+        assert f"({after.name})" in before.read_text(encoding="utf-8")
 
 
 def test_every_number_of_the_prose_is_printed_by_a_block():
     """A figure of two digits or more, or with a decimal point, stands in an output or in code."""
     for chapter in CHAPTERS:
-        text = chapter.read_text()
+        text = chapter.read_text(encoding="utf-8")
         blocks = "".join(re.findall(r"```.*?```", text, re.DOTALL))
         prose = re.sub(r"```.*?```|`[^`]*`|\(\S+\.md\)", "", text, flags=re.DOTALL)
         for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])", prose):
@@ -67,14 +67,14 @@ def test_every_number_of_the_prose_is_printed_by_a_block():
 
 
 def test_the_map_has_every_file_with_its_first_sentence():
-    text = code_map.PAGE.read_text()
+    text = code_map.PAGE.read_text(encoding="utf-8")
     assert code_map.render(text) == text, "run: python -m bench.map"
     for path in code_map.files():
         assert len(re.findall(rf"(?m)^- \[`.+?`\]\(\.\./{re.escape(path)}\): .", text)) == 1, path
 
 
 def test_the_map_follows_files_that_come_go_and_say_something_else():
-    text = code_map.PAGE.read_text()
+    text = code_map.PAGE.read_text(encoding="utf-8")
     said = "- [`ir.py`](../ringdp/schedule/ir.py): A collective algorithm as data"
     assert said in text
     gone = "- [`gone.py`](../ringdp/schedule/gone.py): What is gone.\n"

@@ -58,7 +58,9 @@ def test_takes_less_than_ten_minutes() -> None:
 def test_every_gpu_test_is_in_one_part() -> None:
     parts = [p for p in gpu.PARTS if p.tests]
     places = [word for p in parts for word in p.command if word.startswith("tests")]
-    files = [str(f) for f in Path("tests").rglob("test_*.py") if MARK in f.read_text()]
+    files = [
+        str(f) for f in Path("tests").rglob("test_*.py") if MARK in f.read_text(encoding="utf-8")
+    ]
     assert sorted(f for f in files for place in places if f.startswith(place)) == sorted(files)
     # Without the project's own options test files of one name would not be collected.
     assert not any("addopts" in word for p in parts for word in p.command)
@@ -69,7 +71,7 @@ def test_a_part_passes_or_fails(log: Path) -> None:
     assert (rows.state, rows.rows, rows.tail) == ("passed", [1, 2], "")
     failed = done(part("print('why'); raise SystemExit(3)"), log)
     assert (failed.state, failed.tail) == ("failed", "why\n")
-    assert log.read_text().count("==== part") == 2
+    assert log.read_text(encoding="utf-8").count("==== part") == 2
     half = done(part("import sys; open(sys.argv[1], 'w').write('[1, 2'); sys.exit(1)"), log)
     assert (half.state, half.rows) == ("failed", None)
 
@@ -98,14 +100,15 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
 
 
 def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path, log: Path) -> None:
-    (tmp_path / "none.ini").write_text("[pytest]\naddopts = -q\n")
+    (tmp_path / "none.ini").write_text("[pytest]\naddopts = -q\n", encoding="utf-8")
     file = tmp_path / "test_it.py"
     file.write_text(
         "import pytest\n"
         "@pytest.mark.skip(reason='no CuPy')\n"
         "def test_a(): pass\n"
         "def test_b(): pass\n"
-        "def test_c(): assert False\n"
+        "def test_c(): assert False\n",
+        encoding="utf-8",
     )
     command = (*PYTEST[:-2], "-p", "no:cacheprovider", "-c", str(tmp_path / "none.ini"), str(file))
     found = done(Part("tests", (*command, "--junitxml", "{out}"), 60, tests=True), log)
@@ -138,15 +141,15 @@ def test_writes_what_it_found_after_every_part(
         looks += f"assert {has!r} in open({str(name)!r}).read()\n"
     looks += "sys.exit(1)"
     assert main([part(""), part(looks)], copy=kept) == 1
-    assert (kept / file.name).read_text() == file.read_text()
-    assert "so far" in (kept / "log").read_text()
-    report = json.loads(file.read_text())
+    assert (kept / file.name).read_text(encoding="utf-8") == file.read_text(encoding="utf-8")
+    assert "so far" in (kept / "log").read_text(encoding="utf-8")
+    report = json.loads(file.read_bytes())
     assert (report["gpu"], report["versions"]["torch"]) == ("NVIDIA H200", version("torch"))
     assert [p["state"] for p in report["parts"]] == ["passed", "failed"]
     assert report["parts"][1]["tail"] == "so far\n"  # its assertions held
     assert main([part("")]) == 0
     assert main([part("")], seconds=0) == 1
-    assert json.loads(file.read_text())["parts"][0]["state"] == "not begun"
+    assert json.loads(file.read_bytes())["parts"][0]["state"] == "not begun"
     assert "failed in" in capsys.readouterr().out
 
 
@@ -186,7 +189,7 @@ def test_a_part_that_needs_one_that_failed_is_skipped_and_says_so(
     first, then = replace(part(""), name="first"), replace(part(""), needs="first")
     assert main([first, then]) == 0
     assert main([replace(first, command=("false",)), then]) == 1
-    _, found = json.loads((tmp_path / "any.json").read_text())["parts"]
+    _, found = json.loads((tmp_path / "any.json").read_bytes())["parts"]
     assert (found["state"], found["reasons"]) == ("skipped", ["first: failed"])
     names = [p.name for p in gpu.PARTS]
     assert all(p.needs in names[:at] for at, p in enumerate(gpu.PARTS) if p.needs)
@@ -197,7 +200,7 @@ def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
 ) -> None:
     python = overlay.make(tmp_path / "over")
     code = "import sys, rich; print(sys.prefix)"
-    seen = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    seen = subprocess.run([python, "-c", code], capture_output=True, encoding="utf-8", check=True)
     assert seen.stdout.strip() == str(tmp_path / "over")
     assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(overlay.install(python))
     monkeypatch.setattr(overlay, "RUN", ("torch", "no-such-package"))
@@ -253,7 +256,7 @@ def test_times_the_kernels_over_peer_memory(
     ones = torch.ones
     monkeypatch.setattr(gpu.torch, "ones", lambda size, device: ones(size))
     gpu.peer(tmp_path / "rows")
-    rows = json.loads((tmp_path / "rows").read_text())
+    rows = json.loads((tmp_path / "rows").read_bytes())
     assert [(r["ranks"], r["algorithm"]) for r in rows[:3]] == [
         (2, "ring"),
         (2, "direct"),
@@ -271,7 +274,7 @@ def test_times_the_kernels_over_peer_memory(
         monkeypatch.setattr(Steps, "run", step)
         with pytest.raises(SystemExit, match=f"wrong elements, or an error:(.|\n)*{bad}"):
             gpu.peer(tmp_path / "rows")
-        rows = json.loads((tmp_path / "rows").read_text())
+        rows = json.loads((tmp_path / "rows").read_bytes())
         assert len(rows) == 6
         assert {r["ranks"] for r in rows if r.get(bad)} == ({4} if bad == "error" else {2, 4, 8})
 
@@ -311,7 +314,7 @@ def test_the_table_of_kernels_shows_what_was_measured(
 ) -> None:
     monkeypatch.setattr(kernel_table, "RESULTS", tmp_path)
     assert kernel_table.table().count("no GPU figure was measured") == len(CASES)
-    (tmp_path / "other.json").write_text("[]")  # as train.json, a list
+    (tmp_path / "other.json").write_text("[]", encoding="utf-8")  # as train.json, a list
     common = {"kernel": "flatten", "bytes": 0, "min_us": 1.0, "p50_us": 1.0, "gb_s": 1.0}
     common["roof"] = 1 << 30
     rows = [
@@ -329,7 +332,9 @@ def test_the_table_of_kernels_shows_what_was_measured(
     outcome = Outcome("bench of kernels", "passed", rows=report)
     assert outcome.name in {p.name for p in gpu.PARTS}
     file = tmp_path / "a-gpu.json"
-    file.write_text(json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]}))
+    file.write_text(
+        json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]}), encoding="utf-8"
+    )
     shown = kernel_table.table()
     assert "a GPU, % of a copy (× best of torch)" in shown
     assert "| flatten | 8 | 95 (1.25) |" in shown

@@ -13,7 +13,7 @@ from bench import readme
 from ringdp.cli.main import main
 from tests import scripts
 
-TEXT = readme.README.read_text()
+TEXT = readme.README.read_text(encoding="utf-8")
 PAGES = (readme.README, *sorted((readme.ROOT / "docs").glob("*.md")))
 # Standalone: on a port that is free, where several jobs may run beside each other.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -21,26 +21,28 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_figure_and_tables_are_current():
-    assert readme.FIGURE.read_text() == readme.figure()
+    assert readme.FIGURE.read_text(encoding="utf-8") == readme.figure()
     for page in readme.PAGES:
-        assert readme.render(page) == page.read_text(), "run: python -m bench.readme"
+        assert readme.render(page) == page.read_text(encoding="utf-8"), (
+            "run: python -m bench.readme"
+        )
 
 
 def test_the_commands_it_names_exist():
-    makefile = (readme.ROOT / "Makefile").read_text()
+    makefile = (readme.ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?m)(?:^|`)make (\w+)", TEXT):
         assert f"\n{target}:" in makefile
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_and_headings_that_it_names_exist(page: Path):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for path in re.findall(r"`((?:ringdp|csrc|kernels|bench)/[\w/.]*)`", text):
         assert (readme.ROOT / path).exists(), path
     for path, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
         there = page.parent / path if path else page
         assert there.exists(), path
-        assert not heading or heading in anchors(there.read_text()), heading
+        assert not heading or heading in anchors(there.read_text(encoding="utf-8")), heading
 
 
 def anchors(text: str) -> list[str]:
@@ -63,18 +65,18 @@ def test_an_algorithm_of_ones_own_is_proved_and_replayed(
     (block,) = [b for b in BLOCKS if "def star" in b]
     (command,) = re.findall(r"(?m)^ringdp (show mine.py:.*?) +#", TEXT)
     assert len(block.splitlines()) < 15
-    (tmp_path / "mine.py").write_text(block)
+    (tmp_path / "mine.py").write_text(block, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 0
     said = capsys.readouterr().out
     assert said.startswith("mine.py:star all_reduce on 5 ranks, proved\n2 rounds, 1 chunk")
-    assert "<svg" in (tmp_path / "star.html").read_text()
+    assert "<svg" in (tmp_path / "star.html").read_text(encoding="utf-8")
 
 
 def a_script_of(name: str, directory: Path) -> Path:
     (block,) = [b for b in BLOCKS if name in b]
     script = directory / "your_script.py"
-    script.write_text(block)
+    script.write_text(block, encoding="utf-8")
     return script
 
 
@@ -88,7 +90,7 @@ def test_five_lines_run_under_torchrun(tmp_path: Path):
 @pytest.mark.parametrize("block", [b for b in BLOCKS if re.search(r"(?m)^\S*init\w*\(", b)])
 def test_what_calls_init_runs_on_two_ranks(tmp_path: Path, block: str):
     script = tmp_path / "your_script.py"
-    script.write_text(block)
+    script.write_text(block, encoding="utf-8")
     scripts.run(script)
 
 
@@ -104,18 +106,18 @@ def test_a_run_is_traced_and_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     scripts.run(a_script_of("ringdp.trace(", tmp_path))
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 0
-    assert "<canvas" in (tmp_path / "run.html").read_text()
+    assert "<canvas" in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.process
 def test_a_torch_script_needs_one_other_line(tmp_path: Path):
     (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
-    example = (readme.ROOT / "examples" / "digits.py").read_text()
+    example = (readme.ROOT / "examples" / "digits.py").read_text(encoding="utf-8")
     assert example.count(diff[0]) == 1
     script = tmp_path / "digits.py"
     said = []
     for line in diff:
-        script.write_text(example.replace(diff[0], line))
+        script.write_text(example.replace(diff[0], line), encoding="utf-8")
         said.append(scripts.run(script)[0])
     assert said[0] == said[1], "accuracy and parameters"
     assert float(re.search(r"accuracy ([\d.]+)", said[0])[1]) > 0.9

@@ -101,7 +101,7 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
         for file in files:
             plots.save(make(report), file)
         assert files[0].read_bytes() == files[1].read_bytes()
-        assert "<svg" in files[0].read_text()
+        assert "<svg" in files[0].read_text(encoding="utf-8")
 
 
 def test_bars_of_a_step_lie_apart_along_a_time_with_ticks() -> None:

@@ -38,5 +38,5 @@ def test_it_compiles_with_nothing_else():
         pytest.skip("no headers of Python 3.12 or newer")
     command = [CXX, "-std=c++17", "-fsyntax-only", "-DPy_LIMITED_API=0x030c0000"]
     command += [f"-I{newest}", f"-I{nanobind.include_dir()}", str(ROOT / "csrc" / "module.cpp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stderr

@@ -103,7 +103,7 @@ def check_writable(path: Path, option: str = "--json") -> None:
     """Open it as the end of the run will, and leave nothing behind that was not there."""
     existed = path.exists()
     try:
-        with path.open("a"):
+        with path.open("ab"):
             pass
     except OSError as error:
         raise UsageError(

@@ -27,7 +27,7 @@ _alone: Store = HashStore()  # of a process without torchrun
 
 def host() -> str:
     """The name of this host, and what no other has."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{socket.gethostname()} {boot}"
 
 

@@ -161,7 +161,7 @@ def unwritable(asked: str, path: Path) -> str | None:
     else:
         try:
             parts.check(path)
-            with path.open("a"):
+            with path.open("ab"):
                 pass
         except (OSError, ValueError) as e:  # ValueError: a name with a null byte
             why = getattr(e, "strerror", None) or str(e)

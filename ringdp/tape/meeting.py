@@ -173,7 +173,7 @@ class Meeting:
         """This rank's part is there; where rank 0 cannot see the file, send it what is in it."""
         pieces = 0
         if self.rank in self.away:
-            with part.open() as text:
+            with part.open(encoding="utf-8") as text:
                 while piece := text.read(PIECE):
                     self._store.set(f"piece/{self.rank}/{pieces}", piece)
                     pieces += 1
@@ -200,7 +200,7 @@ class Meeting:
         if said.startswith(SORRY):
             return f"rank {rank} has no part of the trace: {said.removeprefix(SORRY)}"
         if rank in self.away:
-            with part.open("w") as out:
+            with part.open("w", encoding="utf-8") as out:
                 for k in range(int(said)):
                     out.write(self._store.get(f"piece/{rank}/{k}").decode())
                     with suppress(RuntimeError):  # not every store can

@@ -33,7 +33,7 @@ def check(trace: Path) -> None:
 
 def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
     with _aside(path) as aside:
-        with aside.open("w") as out:
+        with aside.open("w", encoding="utf-8") as out:
             out.write(json.dumps(head) + "\n")
             out.writelines(event + "\n" for event in events)
         aside.replace(path)
@@ -43,15 +43,15 @@ def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
     """Write the trace and remove the parts. `facts`: what the ranks have in common."""
     heads: dict[int, Head] = {}
     for rank, part in parts.items():
-        with part.open() as lines:
+        with part.open(encoding="utf-8") as lines:
             heads[rank] = json.loads(lines.readline())
     about = {"version": VERSION, **facts, "parts": {str(r): head for r, head in heads.items()}}
     with _aside(trace) as aside:
-        with aside.open("w") as out:
+        with aside.open("w", encoding="utf-8") as out:
             out.write('{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":[')
             between = "\n"
             for part in parts.values():
-                with part.open() as lines:
+                with part.open(encoding="utf-8") as lines:
                     lines.readline()
                     for line in lines:
                         out.write(between + line.rstrip("\n"))

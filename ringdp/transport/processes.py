@@ -70,10 +70,10 @@ def stat(pid: int) -> list[str]:
     """The words of /proc/PID/stat after the name: its state, its parent, and so on. Raises
     OSError where there is none."""
     # The name may hold anything, and ends where 15 bytes do: also within a character.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 def _sight() -> str:
     """What the processes that see one another have in common: the boot, and their numbering."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

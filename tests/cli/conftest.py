@@ -21,7 +21,7 @@ def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
         started.append(process)

@@ -96,4 +96,5 @@ if __name__ == "__main__":
     import misbehaving  # by this name, which the ranks can import too
 
     entry = getattr(misbehaving, sys.argv[1])
+    sys.stdout.reconfigure(encoding="utf-8")  # else the locale's, which may lack ×
     sys.exit(exit_code(lambda: run(OPTIONS, Console(), entry=entry)))

@@ -85,9 +85,9 @@ def test_a_link_that_leads_to_no_file_survives_a_refused_run(tmp_path: Path, opt
 
 def test_an_existing_json_file_survives_a_refused_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    out.write_text("before")
+    out.write_text("before", encoding="utf-8")
     assert main(["train", "--json", str(out), "--text", "/nowhere"]) == 2
-    assert out.read_text() == "before"
+    assert out.read_text(encoding="utf-8") == "before"
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])

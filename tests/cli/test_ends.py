@@ -25,7 +25,7 @@ def test_what_a_terminal_has_no_letter_for_is_a_question_mark(arguments, encodin
 
 @pytest.mark.parametrize("arguments", [["show", "ring"], PLAN], ids=lambda a: a[0])
 def test_a_full_disk_is_one_line(arguments, monkeypatch, capsys):
-    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+    with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)
         assert main(arguments) == 1
     assert capsys.readouterr().err == "ringdp: [Errno 28] No space left on device\n"
@@ -40,5 +40,5 @@ def test_what_nobody_reads_is_written_all_the_same(tmp_path: Path, monkeypatch, 
         patched.setattr("sys.stdout", pipe)
         assert main([*PLAN, "--json", str(file)]) == 0
         assert main(["show", "--list"]) == 0, "printed nowhere now"
-    assert json.loads(file.read_text())["model"] == "gpt2"
+    assert json.loads(file.read_bytes())["model"] == "gpt2"
     assert capsys.readouterr().err == ""

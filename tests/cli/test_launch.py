@@ -67,7 +67,10 @@ def await_ranks(process: subprocess.Popen[str]) -> list[int]:
 def alive(pid: int) -> bool:
     """Whether it runs. A zombie does not: where process 1 reaps nothing, orphans stay zombies."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):  # it ended before, or between open and read
         return False
 

@@ -90,7 +90,7 @@ def test_all_modes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shown = capfd.readouterr().out
     assert code == 0, shown
     assert "equal bit for bit" in shown
-    runs = {run["mode"]: run for run in json.loads(out.read_text())}
+    runs = {run["mode"]: run for run in json.loads(out.read_bytes())}
     assert list(runs) == list(MODES)
     size = 4 * runs["ddp"]["parameters"]
     assert runs["ddp"]["traffic"]["sent_bytes_per_step"] == 2 * size

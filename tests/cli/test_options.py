@@ -30,7 +30,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(
 ) -> None:
     """As one that is killed half-way would leave it."""
     file, link = tmp_path / "found.json", tmp_path / "link.json"
-    file.write_text("before")
+    file.write_text("before", encoding="utf-8")
     file.chmod(0o600)
     link.symlink_to(file)
 
@@ -42,9 +42,9 @@ def test_a_file_is_replaced_at_once_or_not_at_all(
         patch.setattr(Path, "write_text", half)
         with pytest.raises(RingdpError, match="No space left"):
             write(link, "after")
-    assert file.read_text() == "before"
+    assert file.read_text(encoding="utf-8") == "before"
     write_json(link, [Options(ranks=3)])
-    assert json.loads(file.read_text())[0]["ranks"] == 3
+    assert json.loads(file.read_bytes())[0]["ranks"] == 3
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o600
     assert sorted(tmp_path.iterdir()) == [file, link]

@@ -91,7 +91,7 @@ def test_it_writes_an_svg_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     arguments = ["hierarchical:2", "--ranks", "6", "--svg", str(svg), "--html", str(page)]
     assert main(["show", *arguments]) == 0
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert "<h1>hierarchical:2 all_reduce on 6 ranks</h1>" in page.read_text()
+    assert "<h1>hierarchical:2 all_reduce on 6 ranks</h1>" in page.read_text(encoding="utf-8")
     assert capsys.readouterr().out.startswith("hierarchical:2 all_reduce on 6 ranks, proved\n")
 
 
@@ -122,7 +122,7 @@ def raises(n):
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     file = tmp_path / "mine.py"
-    file.write_text(MINE)
+    file.write_text(MINE, encoding="utf-8")
     return file
 
 

@@ -28,7 +28,7 @@ def test_all_stages_at_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert code == 0, shown
     assert "Stages 0, 1, 2, 3 are equal bit for bit" in shown
     assert "It writes: " in shown
-    runs = json.loads(out.read_text())
+    runs = json.loads(out.read_bytes())
     assert [run["stage"] for run in runs] == [0, 1, 2, 3]
     for run in runs:
         assert set(run) == {
@@ -48,7 +48,7 @@ def test_one_stage_writes_an_object(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--ranks", "3", "--stage", "3", "--batch", "6", "--no-reference", "--no-sample"]
     assert main([*SMALL, *arguments, "--json", str(out)]) == 0
-    run = json.loads(out.read_text())
+    run = json.loads(out.read_bytes())
     assert (run["stage"], run["ranks"]) == (3, 3)
 
 

@@ -58,7 +58,9 @@ def held() -> Counter[str]:
     """This process's mapped segments and its descriptors, by name. What it had before may go at any
     time, so `held() - before` is what is left."""
     gc.collect()
-    found = Counter(re.findall(r"memfd:ringdp\S*", Path("/proc/self/maps").read_text()))
+    found = Counter(
+        re.findall(r"memfd:ringdp\S*", Path("/proc/self/maps").read_text(encoding="utf-8"))
+    )
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the list itself, for one
             found[os.readlink(f"/proc/self/fd/{fd}")] += 1

@@ -196,7 +196,7 @@ sys.stdout.write(f"rank {comm.rank} from step {first}: {weights.tolist()}\\n")
 
 def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(TRAINING)
+    script.write_text(TRAINING, encoding="utf-8")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -204,7 +204,7 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
             *(str(script), str(tmp_path / "checkpoint")),
         ],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
     assert done.returncode == 0, done.stderr

@@ -117,14 +117,14 @@ def test_threads_are_back_before_the_interpreter_is_gone(tmp_path, text: str):
     """Else those that wait for messages and for futures abort the process while it ends, and so do
     a user's daemons in a call."""
     script = tmp_path / "waiting.py"
-    script.write_text(text)
+    script.write_text(text, encoding="utf-8")
     store = loopback_store()
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
             env=os.environ | environment(store.port, 2, rank),
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         for rank in range(2)
     ]

@@ -271,7 +271,7 @@ def forked(comm: Communicator) -> tuple[int, bool]:
     message.wait()
     comm.barrier()
     del closed
-    return status, "memfd:ringdp " in Path("/proc/self/maps").read_text()
+    return status, "memfd:ringdp " in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_a_forked_child_is_no_rank(ranks):
@@ -280,7 +280,7 @@ def test_a_forked_child_is_no_rank(ranks):
 
 def mapped() -> set[int]:
     """Where segments and files for messages begin."""
-    maps = Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {int(at, 16) for at in re.findall(r"(\w+)-.*memfd:ringdp(?:-mail)? ", maps)}
 
 

@@ -71,7 +71,7 @@ def hosts() -> Iterator[list[str]]:
 
 def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     transports = ["c10d"]
     if find_spec("cupy_backends") is not None and not torch.version.cuda:
         transports.append("nccl-host")
@@ -80,7 +80,7 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
         torchrun += ["--nproc-per-node=1", f"--node-rank={node}"]
         torchrun += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
-        with outputs[node].open("w") as output:
+        with outputs[node].open("w", encoding="utf-8") as output:
             nodes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", name, *torchrun, str(script), *transports],
@@ -102,13 +102,15 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
     finally:
         late = [name for name, node in zip(hosts, nodes, strict=True) if node.poll() is None]
         for name in late:  # who hangs says where
-            running = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            running = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, encoding="utf-8"
+            )
             for pid in reversed(running.stdout.split()):
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGABRT)
         for node in nodes:
             node.wait(SECONDS)
-    said = [output.read_text() for output in outputs]
+    said = [output.read_text(encoding="utf-8") for output in outputs]
     assert not late, "\n".join(said)
     ended = [line.split() for text in said for line in text.splitlines() if line.endswith("ends")]
     assert sorted(words[1] for words in ended) == ["0", "1"], "\n".join(said)

@@ -186,11 +186,11 @@ def test_messages_arrive_in_any_order(ranks, seed: int):
 
 def mapped(comm: Communicator) -> list[int]:
     with comm.duplicate() as other:
-        maps = [Path("/proc/self/maps").read_text().count("memfd:ringdp-mail")]
+        maps = [Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:ringdp-mail")]
         if comm.rank < 2:
             other.isend(torch.zeros(LARGE), 1 - comm.rank)
             other.recv(torch.zeros(LARGE), 1 - comm.rank)
-        maps.append(Path("/proc/self/maps").read_text().count("memfd:ringdp-mail"))
+        maps.append(Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:ringdp-mail"))
         other.barrier()
     return [m - maps[0] for m in maps]
 

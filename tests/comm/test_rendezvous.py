@@ -37,14 +37,14 @@ sys.stdout.write(f"rank {comm.rank} of {comm.size}: {x.item()}\\n")  # whole lin
 
 def test_init_under_torchrun(tmp_path):
     script = tmp_path / "job.py"
-    script.write_text(TORCHRUN)
+    script.write_text(TORCHRUN, encoding="utf-8")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node=2", str(script)),
         ],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def listening() -> set[str]:
             links.add(os.readlink(link))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
+        for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
             _, address, _, state, *_, inode = line.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in links:
                 found.add(address)

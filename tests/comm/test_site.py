@@ -32,7 +32,7 @@ def test_it_is_the_line_of_the_call():
 
 
 def first_line() -> int:
-    with open(__file__) as file:
+    with open(__file__, encoding="utf-8") as file:
         return next(n for n, line in enumerate(file, 1) if line.endswith("# from here\n"))
 
 

@@ -42,7 +42,7 @@ def python(code: str, **env: str) -> None:
         [sys.executable, "-c", code],
         env=os.environ | env,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
     assert done.returncode == 0, done.stderr

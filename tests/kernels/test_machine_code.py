@@ -56,7 +56,7 @@ class Code(NamedTuple):
     def registers(self) -> int:
         """Of a thread."""
         tool = [TOOLS / "cuobjdump", "-res-usage", self.cubin]
-        used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+        used = subprocess.run(tool, capture_output=True, encoding="utf-8", check=True).stdout
         return int(re.findall(r"\bREG:(\d+)", used)[0])
 
 
@@ -85,7 +85,7 @@ def compiled(
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(result.asm["cubin"])
     sass = subprocess.run(
-        [TOOLS / "nvdisasm", cubin], capture_output=True, text=True, check=True
+        [TOOLS / "nvdisasm", cubin], capture_output=True, encoding="utf-8", check=True
     ).stdout
     accesses = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL)\b[.\w]*", sass))
     assert accesses, "nvdisasm shows no access to memory at all"

@@ -206,11 +206,11 @@ def damage(whole: Path, path: Path) -> None:
         for file in [f for f in whole.rglob("*") if f.is_file()]:
             (there / file.relative_to(whole)).parent.mkdir(parents=True, exist_ok=True)
             (there / file.relative_to(whole)).write_bytes(file.read_bytes())
-        return there, json.loads((there / "index.json").read_text())
+        return there, json.loads((there / "index.json").read_bytes())
 
     for name, change in (FORGED | MISMATCHED).items():
         there, index = copy(name)
-        (there / "index.json").write_text(json.dumps(change(index)))
+        (there / "index.json").write_text(json.dumps(change(index)), encoding="utf-8")
     for rank in range(2):
         for name in ("missing", "cut"):
             there, index = copy(f"{name} {rank}")
@@ -220,7 +220,9 @@ def damage(whole: Path, path: Path) -> None:
             if name == "cut":
                 file.write_bytes(data[:-8])
     there, _ = copy("index cut")
-    (there / "index.json").write_text((whole / "index.json").read_text()[:-9])
+    (there / "index.json").write_text(
+        (whole / "index.json").read_text(encoding="utf-8")[:-9], encoding="utf-8"
+    )
 
 
 def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):

@@ -62,13 +62,13 @@ def refuses(comm: Communicator, path: str) -> list[str]:
     model = nn.Sequential(Keeps(), Keeps())
     engine = ringdp.shard(model, stage=2, comm=comm)
     index = Path(path) / "index.json"
-    whole = index.read_text()
+    whole = index.read_text(encoding="utf-8")
     for forged in ({"0": {"pickle": "x"}}, {"0": {"tensor": "extra/9/0"}}, {"0": 3}, []):
         comm.barrier()
         if comm.rank == 0:
             modules = json.loads(whole)["modules"]
             modules = modules | forged if isinstance(forged, dict) else forged
-            index.write_text(json.dumps(json.loads(whole) | {"modules": modules}))
+            index.write_text(json.dumps(json.loads(whole) | {"modules": modules}), encoding="utf-8")
         comm.barrier()
         with pytest.raises(CheckpointError):
             ringdp.load(path, engine)
@@ -85,9 +85,9 @@ def earlier(comm: Communicator, path: str) -> None:
     engine.close()
     if comm.rank == 0:
         index = Path(path) / "index.json"
-        values = json.loads(index.read_text()) | {"format": "ringdp.checkpoint.2"}
+        values = json.loads(index.read_bytes()) | {"format": "ringdp.checkpoint.2"}
         del values["modules"]
-        index.write_text(json.dumps(values))
+        index.write_text(json.dumps(values), encoding="utf-8")
     comm.barrier()
     engine = ringdp.shard(other, stage=2, comm=comm)
     ringdp.load(path, engine)

@@ -283,14 +283,14 @@ def ages(comm: Communicator, path: str) -> None:
     """Turns a checkpoint into one of the format before, where a single value is on one rank."""
     if comm.rank == 0:
         file = Path(path) / "index.json"
-        values = json.loads(file.read_text()) | {"format": "ringdp.checkpoint.3"}
+        values = json.loads(file.read_bytes()) | {"format": "ringdp.checkpoint.3"}
         for entry in values["tensors"].values():
             if entry.pop("single") is not None:
                 (rank, _, _), *_ = entry["parts"]
                 entry |= {"shape": [], "parts": [[rank, 0, 1]]}
         del values["optimizer"]
         values["scalars"] = {key: parts[0][2] for key, parts in values["scalars"].items()}
-        file.write_text(json.dumps(values))
+        file.write_text(json.dumps(values), encoding="utf-8")
     comm.barrier()
 
 

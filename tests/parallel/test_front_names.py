@@ -74,7 +74,7 @@ def engines(comm: Communicator, folder: Path) -> None:
         assert all(map(torch.equal, steps(other, 2, 3), expected))
         assert other.scaler.current == 32
         other.engine.close()
-    assert (folder / "latest").read_text() == "named"
+    assert (folder / "latest").read_text(encoding="utf-8") == "named"
     engine.engine.close()
 
 

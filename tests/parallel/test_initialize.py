@@ -38,7 +38,7 @@ def arguments(comm: Communicator, folder: Path) -> None:
     file = folder / f"{comm.rank}.json"
     for stage in range(4):
         staged = {"zero_optimization": {"stage": stage}}
-        file.write_text(json.dumps(NAMED | staged))
+        file.write_text(json.dumps(NAMED | staged), encoding="utf-8")
         expected = None
         for given in (
             {"config": SIZED | staged, "optimizer": ADAM},

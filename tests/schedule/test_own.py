@@ -40,7 +40,7 @@ number = 3
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
-    path.write_text(STAR)
+    path.write_text(STAR, encoding="utf-8")
     return path
 
 
@@ -62,7 +62,7 @@ def test_a_name_a_file_and_a_function_give_their_schedule(file: Path, n: int):
 def test_a_file_is_compiled_as_python_would(tmp_path: Path):
     """That is: none of ringdp's own `from __future__` lines count there."""
     path = tmp_path / "mine.py"
-    path.write_text("def f(n: int): ...")
+    path.write_text("def f(n: int): ...", encoding="utf-8")
     assert load(f"{path}:f").__annotations__ == {"n": int}
 
 
@@ -132,8 +132,8 @@ FILES = {
 @pytest.mark.parametrize(("where", "says"), FILES.values(), ids=FILES.keys())
 def test_a_file_that_gives_none_is_refused_in_one_line(file: Path, where: str, says: str):
     (file.parent / "dir.py").mkdir()
-    (file.parent / "broken.py").write_text("def star(n:\n")
-    (file.parent / "at_once.py").write_text("\nraise ValueError('one\\ntwo')\n")
+    (file.parent / "broken.py").write_text("def star(n:\n", encoding="utf-8")
+    (file.parent / "at_once.py").write_text("\nraise ValueError('one\\ntwo')\n", encoding="utf-8")
     (file.parent / "zero.py").write_bytes(b"x\0y")
     with pytest.raises(UsageError, match=says) as error:
         proved(where.format(file=file, dir=file.parent), "all_reduce", 2)
@@ -149,5 +149,5 @@ def test_the_collective_and_the_ranks_are_checked_before_a_file_runs(file: Path)
 
 def test_a_changed_file_is_read_again(file: Path):
     assert load(f"{file}:silent")(2).rounds == ()
-    file.write_text(STAR.replace("Schedule(n, 1, ())", "Schedule(n, 1, ((),))"))
+    file.write_text(STAR.replace("Schedule(n, 1, ())", "Schedule(n, 1, ((),))"), encoding="utf-8")
     assert load(f"{file}:silent")(2).rounds == ((),)

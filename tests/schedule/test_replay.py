@@ -221,7 +221,7 @@ def test_where_nothing_moves_there_is_nothing_to_play(browse):
 
 
 def test_it_needs_nothing_from_elsewhere():
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(|<link", text)
     assert "default-src 'none'" in text
 

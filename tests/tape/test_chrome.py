@@ -66,12 +66,12 @@ def test_what_is_wrong_is_named(event, says: str):
 
 def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
     trace = tmp_path / "run.json"
-    trace.write_text("an older one")
+    trace.write_text("an older one", encoding="utf-8")
     paths = {rank: part_path(trace, "ab12", rank) for rank in (0, 2)}
     for rank, path in paths.items():
         write_part(path, {"host": "h"}, lines(recorded(), rank, 0, Shift()))
     merge(trace, paths, {"ranks": 3, "missing": {"1": "gone"}})
-    read = json.loads(trace.read_text())
+    read = json.loads(trace.read_bytes())
     assert {e["pid"] for e in read["traceEvents"]} == {0, 2}
     assert read["ringdp"] == {
         "version": 1,
@@ -85,10 +85,10 @@ def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
 
 def test_a_merge_that_fails_leaves_the_older_trace(tmp_path: Path):
     trace = tmp_path / "run.json"
-    trace.write_text("an older one")
+    trace.write_text("an older one", encoding="utf-8")
     with pytest.raises(OSError, match="No such file"):
         merge(trace, {0: tmp_path / "missing"}, {})
-    assert trace.read_text() == "an older one"
+    assert trace.read_text(encoding="utf-8") == "an older one"
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 

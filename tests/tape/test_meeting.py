@@ -81,10 +81,10 @@ def test_a_part_of_another_host_comes_through_the_store(tmp_path: Path):
     meetings, _ = met(["a", "b"])
     there, here = tmp_path / "there", tmp_path / "here"
     text = "x" * (PIECE + 3) + "\n"
-    there.write_text(text)
+    there.write_text(text, encoding="utf-8")
     meetings[1].hand_in(there)
     assert meetings[0].collect(1, here, monotonic() + 10) is None
-    assert here.read_text() == text
+    assert here.read_text(encoding="utf-8") == text
     assert not there.exists()
 
 

@@ -15,7 +15,7 @@ class Read:
     """A trace file, whose format is sound."""
 
     def __init__(self, path: Path) -> None:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
         assert problems(document) == []
         self.events: list[Event] = document["traceEvents"]
         self.about: dict[str, Any] = document["ringdp"]

@@ -43,7 +43,7 @@ def faults(**environment: str) -> list[int]:
         env={name: value for name, value in os.environ.items() if not DECIDES.match(name)}
         | environment,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         check=True,
         timeout=600,
     )
@@ -51,7 +51,9 @@ def faults(**environment: str) -> list[int]:
 
 
 @pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="glibc's malloc")
-@pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="pages are huge")
+@pytest.mark.skipif(
+    HUGE.exists() and "[always]" in HUGE.read_text(encoding="utf-8"), reason="pages are huge"
+)
 def test_freed_memory_is_kept_where_there_is_a_communicator():
     before, after = faults()
     assert before > 500  # one for each page, of up to 64 KiB

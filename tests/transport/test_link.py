@@ -78,7 +78,7 @@ def test_what_is_direct_goes_through_no_messages_and_ends_when_they_would(ranks,
         predicted = seconds(closed(name, "direct", n), machine, 4 * n * ELEMENTS)
         first = min(began for _, began, _ in same)
         assert min(ended for _, _, ended in same) - first >= 0.9 * predicted
-    events = json.loads(file.read_text())["traceEvents"]
+    events = json.loads(file.read_bytes())["traceEvents"]
     ways = {e["name"] for e in events if e.get("cat") == "chunk" and e["args"]["bytes"] > 1000}
     assert ways
     assert not ways & {"send", "recv", "recv_reduce_copy"}

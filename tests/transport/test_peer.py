@@ -189,7 +189,7 @@ def files(at: Path, algorithm: str, n: int) -> list[str]:
     for p in programs("all_reduce", algorithm, n):
         found.append(at / f"{algorithm}-{n}-{p.rank}")
         rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
-        found[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n")
+        found[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n", encoding="utf-8")
     return list(map(str, found))
 
 
@@ -214,7 +214,7 @@ def test_a_release_made_relaxed_is_a_race(tmp_path: Path, builds: Builds) -> Non
 def cuobjdump(*arguments: str) -> str:
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    done = subprocess.run([tool, *arguments, peer.FATBIN], capture_output=True, text=True)
+    done = subprocess.run([tool, *arguments, peer.FATBIN], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -41,7 +41,7 @@ def test_a_launch_has_as_many_channels_as_run_at_once_and_are_worth_it(
     gpu = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     bounds = f"__launch_bounds__({peer.THREADS}, {peer.TOGETHER})"
-    assert bounds in (ROOT / "csrc" / "cuda" / "peer.cu").read_text()
+    assert bounds in (ROOT / "csrc" / "cuda" / "peer.cu").read_text(encoding="utf-8")
     noted = Noted()
     for n in (2, 8, 300):
         ranks = VirtualRanks(n, slab=128, depth=1, device="cpu", kernels=noted)

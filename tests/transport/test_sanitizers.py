@@ -43,9 +43,11 @@ BUILDS = {
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     # -R: a fixed layout, without which older sanitizers of threads stop at once
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-    done = subprocess.run([*fixed, *command], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        [*fixed, *command], capture_output=True, encoding="utf-8", timeout=SECONDS
+    )
     if "personality" in done.stderr:  # a container may forbid it
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=SECONDS)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is not for this sanitizer")
     return done
@@ -57,7 +59,7 @@ def programs(collective: str, algorithm: str, at: Path) -> list[str]:
         p = fuse(project(schedule(collective, algorithm, 3), r))
         rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
         files.append(at / f"{collective}-{algorithm}-{r}")
-        files[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n")
+        files[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n", encoding="utf-8")
     return [collective, *map(str, files)]
 
 

@@ -224,4 +224,4 @@ class _Group:
 
     def _said(self) -> str:
         """What its processes printed."""
-        return Path(self._log.name).read_text(errors="replace")
+        return Path(self._log.name).read_text(errors="replace", encoding="utf-8")

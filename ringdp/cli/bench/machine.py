@@ -43,7 +43,7 @@ def free_memory() -> int:
 
 
 def _field(file: Path, name: str) -> str:
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()
@@ -53,7 +53,9 @@ def _field(file: Path, name: str) -> str:
 def _caches() -> list[str]:
     found = []
     for index in sorted(CPU.glob("index*")):
-        level, kind, size = ((index / f).read_text().strip() for f in ("level", "type", "size"))
+        level, kind, size = (
+            (index / f).read_text(encoding="utf-8").strip() for f in ("level", "type", "size")
+        )
         if kind != "Instruction":
             found.append(f"L{level} {size}")
     return found
@@ -61,4 +63,6 @@ def _caches() -> list[str]:
 
 def _huge() -> str:
     file = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return file.read_text().split("[")[1].split("]")[0] if file.exists() else "unknown"
+    if not file.exists():
+        return "unknown"
+    return file.read_text(encoding="utf-8").split("[")[1].split("]")[0]

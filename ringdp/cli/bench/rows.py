@@ -148,7 +148,7 @@ def write(path: Path, report: Report) -> None:
 def read(path: Path) -> Report:
     """Raises UsageError where it is no file of results."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         rows = [Row(**r) for r in found.pop("rows")]
         report = Report(**found, rows=rows)
     except OSError as error:

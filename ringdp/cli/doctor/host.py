@@ -106,17 +106,18 @@ def _tool(what: str, name: str, advice: str) -> Check:
     where = shutil.which(name)
     if where is None:
         return Check(what, f"no {name}", well=False, advice=advice)
-    said = subprocess.run([where, "--version"], capture_output=True, text=True, check=False)
+    said = subprocess.run([where, "--version"], capture_output=True, encoding="utf-8", check=False)
     lines = (said.stdout or said.stderr).splitlines()
     return Check(what, lines[0] if lines else where, well=True)
 
 
 def _memory() -> str:
     """What bounds it: memory that is free, or what the container may take."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":") for line in lines)
     available = int(fields["MemAvailable"].split()[0]) // 1024
     limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
+    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
     within = f", {int(text) // MIB:,} MiB in this container" if text.isdigit() else ""
     return f"{available:,} MiB of memory available{within}"
 

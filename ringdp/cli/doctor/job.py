@@ -74,10 +74,11 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _of_run(run_id: str) -> list[int]:
+    setting = RUN_ID + run_id.encode(errors="surrogateescape")  # as an argument: in any locale
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if RUN_ID + os.fsencode(run_id) in environ.read_bytes().split(b"\0"):
+            if setting in environ.read_bytes().split(b"\0"):
                 found.append(int(environ.parent.name))
         except OSError:
             continue  # it ended, or is another user's

@@ -94,7 +94,7 @@ def _package(what: str, names: tuple[str, ...], code: str, advice: str) -> Check
         tried = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=False,
             timeout=IMPORT_SECONDS,
         )

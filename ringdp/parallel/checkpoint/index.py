@@ -94,7 +94,7 @@ def commit(path: Path, index: Index) -> None:
     """Make `index` what `path` holds, in one step; after an error, it holds what it held."""
     aside = path / "index.json.new"
     try:
-        with aside.open("w") as file:
+        with aside.open("w", encoding="utf-8") as file:
             json.dump(asdict(index), file)
             file.flush()
             os.fsync(file.fileno())
@@ -124,7 +124,7 @@ def sync_directory(path: Path) -> None:
 def read_index(path: Path) -> Index:
     """Raises CheckpointError if `path` holds no checkpoint, or one whose index is not sound."""
     try:
-        values = json.loads((path / "index.json").read_text())
+        values = json.loads((path / "index.json").read_bytes())
         if not isinstance(values, dict):
             raise ValueError("index.json holds no JSON object")
         if values.get("format") in EARLIER:

@@ -83,7 +83,7 @@ def read(*given: Config | None) -> dict[str, Any]:
     if not isinstance(config, str | os.PathLike):
         return _filled("config", config, KEYS)
     try:
-        return _filled("config", json.loads(Path(config).read_text(encoding="utf-8")), KEYS)
+        return _filled("config", json.loads(Path(config).read_bytes()), KEYS)
     except (OSError, ValueError) as e:  # no JSON, or not even UTF-8
         raise UsageError(f"config {os.fspath(config)!r} cannot be read as JSON: {e}") from e
 

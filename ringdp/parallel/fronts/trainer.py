@@ -148,7 +148,7 @@ class Trainer:
         with together(self.engine.comm, f"{tag} is written, but not named as the latest"):
             if self.engine.comm.rank == 0:
                 aside = Path(save_dir) / "latest.new"
-                aside.write_text(tag)
+                aside.write_text(tag, encoding="utf-8")
                 aside.replace(Path(save_dir) / "latest")
         return True
 
@@ -158,8 +158,9 @@ class Trainer:
         """Load load_dir/tag, by default that which was saved last: its path and client_state.
         Collective. Raises CheckpointError, as `ringdp.load`, also where there is none."""
         with together(self.engine.comm, "nothing was loaded"):
-            tag = (Path(load_dir) / "latest").read_text().strip() if tag is None else str(tag)
-        path = Path(load_dir) / tag
+            if tag is None:
+                tag = (Path(load_dir) / "latest").read_text(encoding="utf-8").strip()
+        path = Path(load_dir) / str(tag)
         extra = load(path, self.engine, self.optimizer)
         if "global_steps" not in extra:
             raise CheckpointError(f"{path} was loaded, but is not of save_checkpoint: no steps")

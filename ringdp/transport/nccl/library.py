@@ -11,6 +11,7 @@ cannot have the real one; it is loaded for `host=True` only.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -87,7 +88,8 @@ def binding(*, host: bool) -> Binding:
 
 def loaded() -> list[str]:
     """The NCCL libraries in this process."""
-    names = {line.split(maxsplit=5)[5].strip() for line in MAPS.open() if line.count("/")}
+    lines = os.fsdecode(MAPS.read_bytes()).split("\n")
+    names = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     return sorted(n for n in names if re.fullmatch(r"lib(host)?nccl\.so[.\d]*", Path(n).name))
 
 

@@ -112,7 +112,7 @@ def test_a_run_measures_checks_and_writes(
         assert r.bound_us > 0
         assert (r.predicted_us is None) == (r.transport == "gloo")
         assert r.wrong == 0
-    assert json.loads(out.read_text())["machine"]["cores"]
+    assert json.loads(out.read_bytes())["machine"]["cores"]
 
 
 @pytest.mark.process
@@ -192,7 +192,10 @@ def assert_gone(ranks: list[int]) -> None:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    ]
 
 
 class Groups:

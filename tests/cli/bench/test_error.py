@@ -64,7 +64,7 @@ def test_direct_rounds_16_bits_once_and_halving_adds_least():
 def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "error.json"
     assert main(["bench", "error", "--algorithm", "doubling", "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_bytes())
     assert {(r["algorithm"], r["ranks"]) for r in rows} == {("doubling", n) for n in RANKS}
     shown = capsys.readouterr().out
     (line,) = [s for s in shown.splitlines() if s.split()[:2] == ["bfloat16", "doubling"]][:1]

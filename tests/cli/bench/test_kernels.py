@@ -31,7 +31,7 @@ def test_times_every_kernel_beside_torch(
     file = tmp_path / "rows.json"
     arguments = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
     assert main(["bench", "kernels", *arguments]) == 0
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_bytes())
     rows = report["rows"]
     assert {row["kernel"] for row in rows if row["way"] == OURS} == set(CASES) == set(kernels)
     assert {row["size"] for row in rows} == {1024, 4096}
@@ -69,7 +69,7 @@ def test_a_way_that_fails_costs_its_own_row_only(
     monkeypatch.setattr(bench, "CASES", cases)
     file = tmp_path / "rows.json"
     assert main(["bench", "kernels", "--min", "1K", "--max", "1K", "--json", str(file)]) == 1
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_bytes())
     ways = [(row["kernel"], row["way"]) for row in report["rows"]]
     assert ways == [("flatten", "cat"), ("fold", OURS), ("fold", "add"), ("adamw", OURS)]
     assert report["rows"][0]["over_ours"] is None

@@ -52,7 +52,8 @@ def test_registered_buffers_have_a_fit_of_their_own() -> None:
 def test_own_algorithms_are_priced_by_their_schedule(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from ringdp.schedule import schedule\ndef mine(n):\n"
-        "    return schedule('all_reduce', 'ring', n)\n"
+        "    return schedule('all_reduce', 'ring', n)\n",
+        encoding="utf-8",
     )
     rows = [row(algorithm=f"{tmp_path}/own.py:mine", bytes=s, p50_us=s / 1e3) for s in (1000, 2000)]
     assert all(r.predicted_us == pytest.approx(r.p50_us, rel=1e-3) for r in predicted(rows))
@@ -74,6 +75,6 @@ def test_a_file_gives_back_its_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{}", "no", '{"rows": [{}], "machine": {}}'])
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "r.json").write_text(text)
+    (tmp_path / "r.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="holds no results"):
         read(tmp_path / "r.json")

@@ -51,10 +51,10 @@ def test_a_bench_file_is_fitted(tmp_path):
 def test_collectives_are_fitted_apart(tmp_path):
     """An all_gather that takes half as long as its share of an all_reduce does not change that."""
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_bytes())
     for row in report["rows"]:
         row["p50_us"] *= 0.5 if row["collective"] == "all_gather" else 1
-    path.write_text(json.dumps(report))
+    path.write_text(json.dumps(report), encoding="utf-8")
     found = from_file(path)
     for collective, factor in (("all_reduce", 1), ("all_gather", 0.5)):
         price = closed(collective, "direct", 4)
@@ -83,12 +83,12 @@ def test_benches_of_several_collectives_are_read_together(tmp_path):
 def test_one_transport_is_fitted(tmp_path):
     """The first of a file: rows of another, ten times as slow, change nothing."""
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_bytes())
     alone = from_file(path)
     slow = [r | {"transport": "nccl", "p50_us": 10 * r["p50_us"]} for r in report["rows"]]
-    path.write_text(json.dumps(report | {"rows": report["rows"] + slow}))
+    path.write_text(json.dumps(report | {"rows": report["rows"] + slow}), encoding="utf-8")
     assert from_file(path).machine == alone.machine
-    path.write_text(json.dumps(report | {"rows": slow + report["rows"]}))
+    path.write_text(json.dumps(report | {"rows": slow + report["rows"]}), encoding="utf-8")
     assert " nccl rows of" in from_file(path).source
     assert from_file(path).beside(64), "a GPU's links move the bytes"
 
@@ -102,8 +102,8 @@ def test_gathers_yield_where_they_are_in_a_hosts_memory(tmp_path):
 
 def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_text())
-    path.write_text(json.dumps(report | {"machine": {"cores": "8"}}))
+    report = json.loads(path.read_bytes())
+    path.write_text(json.dumps(report | {"machine": {"cores": "8"}}), encoding="utf-8")
     assert [from_file(path).beside(n) for n in (2, 4, 5)] == [True, True, False]
     assert network("400Gb", "h100", 16).beside(1000)
 
@@ -142,8 +142,11 @@ def test_what_is_no_network_is_refused(given):
 def test_a_bench_of_a_gpu_has_no_bound_and_is_fitted(tmp_path):
     path = rows(tmp_path / "b.json", transport="nccl")
     expected = from_file(path).machine
-    report = json.loads(path.read_text())
-    path.write_text(json.dumps(report | {"rows": [r | {"bound_us": None} for r in report["rows"]]}))
+    report = json.loads(path.read_bytes())
+    path.write_text(
+        json.dumps(report | {"rows": [r | {"bound_us": None} for r in report["rows"]]}),
+        encoding="utf-8",
+    )
     assert from_file(path).machine == expected
 
 
@@ -162,9 +165,9 @@ WRONG = {
 @pytest.mark.parametrize("key", WRONG)
 def test_rows_that_cannot_be_are_refused(tmp_path, key):
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_bytes())
     report["rows"][-1][key] = WRONG[key]
-    path.write_text(json.dumps(report))
+    path.write_text(json.dumps(report), encoding="utf-8")
     with pytest.raises(UsageError, match=r"b.json holds no results .* a row lacks its numbers"):
         from_file(path)
 
@@ -173,14 +176,14 @@ def test_rows_that_cannot_be_are_refused(tmp_path, key):
 def test_what_a_file_names_is_neither_run_nor_proved(tmp_path, algorithm):
     """Results are data: reading them runs no code, and takes no proof for 2000 ranks."""
     path, source = rows(tmp_path / "b.json"), tmp_path / "mine.py"
-    source.write_text("raise SystemExit('run')")
+    source.write_text("raise SystemExit('run')", encoding="utf-8")
     expected = from_file(path).machine
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_bytes())
     named = {"algorithm": algorithm.replace("FILE", str(source)), "ranks": 2000}
     others = [row | named for row in report["rows"]]
-    path.write_text(json.dumps(report | {"rows": report["rows"] + others}))
+    path.write_text(json.dumps(report | {"rows": report["rows"] + others}), encoding="utf-8")
     assert from_file(path).machine == expected
-    path.write_text(json.dumps(report | {"rows": others}))
+    path.write_text(json.dumps(report | {"rows": others}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"b.json holds no row of ringdp's own"):
         from_file(path)
 
@@ -189,10 +192,10 @@ def test_files_without_rows_of_ours_are_refused(tmp_path):
     path = tmp_path / "other.json"
     with pytest.raises(UsageError, match=r"other.json holds no results"):
         from_file(path)
-    path.write_text("[" * 200_000)
+    path.write_text("[" * 200_000, encoding="utf-8")
     with pytest.raises(UsageError, match=r"other.json holds no results"):
         from_file(path)
-    path.write_text(json.dumps({"rows": 3}))
+    path.write_text(json.dumps({"rows": 3}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"other.json holds no results"):
         from_file(path)
     with pytest.raises(UsageError, match=r"other.json holds no row of ringdp's own"):

@@ -133,7 +133,7 @@ def test_json_says_what_the_tables_say(tmp_path, capsys):
     ]
     assert main([*asked, "--json", str(out)]) == 0
     shown = capsys.readouterr().out
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_bytes())
     assert [s["stage"] for s in found["stages"]] == [0, 1, 2, 3]
     for s in found["stages"]:
         time = s["seconds"]
@@ -154,9 +154,9 @@ def test_a_bench_may_have_any_number_of_ranks(tmp_path):
     out = tmp_path / "plan.json"
     asked = ["plan", "--model", "gpt2", "--ranks", "12", "--json", str(out)]
     assert main([*asked, "--network", str(BENCH), "--flops", "1e11"]) == 0
-    assert json.loads(out.read_text())["per_node"] is None
+    assert json.loads(out.read_bytes())["per_node"] is None
     assert main([*asked, "--per-node", "6"]) == 0
-    assert json.loads(out.read_text())["per_node"] == 6
+    assert json.loads(out.read_bytes())["per_node"] == 6
 
 
 def test_a_small_model_is_shown_in_small_units(capsys):

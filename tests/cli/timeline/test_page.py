@@ -141,11 +141,11 @@ DRIVE_NOTHING = """(async () => {
 @needs_browser
 def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
     path = trace(tmp_path)
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
         for kind in ("communicators", "engines", "schedules"):
             del part[kind]
-    path.write_text(json.dumps(document | {"traceEvents": []}))
+    path.write_text(json.dumps(document | {"traceEvents": []}), encoding="utf-8")
     dom = browse(fill(digest(read(path), None, lambda _: None), "run"), script=DRIVE_NOTHING)
     assert dom.texts["title"] == "true,true,true"
     assert dom.texts["notes"] == "No collective is in this trace."

@@ -115,10 +115,10 @@ def test_times_are_kept_to_the_ns(tmp_path: Path):
 
 def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
     path = trace(tmp_path)
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
         part["communicators"][0]["link"] = {"latency": 1e-4, "bandwidth": 1e8}
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     found = digest(read(path), None, lambda _: None)
     assert found["model"]["source"] == "the emulated link's α and β"
     assert found["collectives"][0]["predicted"] == 2 * 100 + 4000 / 100  # µs: 2 α + S β
@@ -126,12 +126,12 @@ def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
 
 def test_where_communicators_have_several_links_none_predicts_for_all(tmp_path: Path):
     path = trace(tmp_path)
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
         (comm,) = part["communicators"]
         linked = {**comm, "name": "2", "link": {"latency": 1e-4, "bandwidth": 1e8}}
         part["communicators"] = [linked, comm]
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     found = digest(read(path), None, lambda _: None)
     assert found["model"]["source"].startswith("fitted to this run's own medians")
     assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)
@@ -211,22 +211,24 @@ def refused(path: Path, at: Path, capsys, says: str, *more: str) -> None:
 
 def test_other_bad_input_is_one_line(tmp_path: Path, capsys):
     path = trace(tmp_path)
-    text = path.read_text()
-    (tmp_path / "half.json").write_text(text[: len(text) // 2])
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / "half.json").write_text(text[: len(text) // 2], encoding="utf-8")
     refused(tmp_path / "half.json", tmp_path, capsys, "half.json is cut off")
     refused(path, tmp_path / "nowhere", capsys, "--html: cannot write")
     refused(path, tmp_path, capsys, "--network is '400Gb'; allowed: a .json", "--network", "400Gb")
     assert main(["report", str(path), "--html", str(path)]) == 2
     assert f"--html: {path} is the trace itself" in capsys.readouterr().err
-    assert path.read_text() == text
+    assert path.read_text(encoding="utf-8") == text
     document = json.loads(text)
     parts = document["ringdp"]["parts"]
-    path.write_text(json.dumps({**document, "ringdp": {**document["ringdp"], "ranks": 1}}))
+    path.write_text(
+        json.dumps({**document, "ringdp": {**document["ringdp"], "ranks": 1}}), encoding="utf-8"
+    )
     refused(path, tmp_path, capsys, "ringdp.parts.1 is of no rank")
     parts["0"], document["traceEvents"][0]["pid"] = parts.pop("1"), 2
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     refused(path, tmp_path, capsys, "traceEvents[0].pid is 2, of no rank")
-    (tmp_path / "other.json.ab12.rank1.part").write_text("{}")
+    (tmp_path / "other.json.ab12.rank1.part").write_text("{}", encoding="utf-8")
     says = "rank 0 ended before it merged other.json.ab12.rank1.part"
     refused(tmp_path / "other.json", tmp_path, capsys, says)
 
@@ -245,7 +247,7 @@ def places(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 def test_whatever_is_damaged_is_refused_in_one_line_or_shown(tmp_path: Path):
     path = trace(tmp_path)
-    whole = path.read_text()
+    whole = path.read_text(encoding="utf-8")
     document = json.loads(whole)
     about, events = document["ringdp"], document["traceEvents"]
     kinds = {(e["ph"], e.get("cat", e["name"])): i for i, e in enumerate(events)}
@@ -263,7 +265,7 @@ def test_whatever_is_damaged_is_refused_in_one_line_or_shown(tmp_path: Path):
                 del inner[place[-1]]
             else:
                 inner[place[-1]] = bad
-            path.write_text(json.dumps(document))
+            path.write_text(json.dumps(document), encoding="utf-8")
             try:
                 json.dumps(digest(read(path), None, lambda _: None), allow_nan=False)
             except UsageError as error:
@@ -286,16 +288,16 @@ def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
     assert "rank 0: in 3.8 ms computed 3.2 ms, was 0.0 ms in the engine, communicated" in said
     assert "communicated 1.0 ms, of which 0.6 hidden and 0.4 waited for; waited 0.0 ms" in said
     assert f"{page}: {page.stat().st_size:,} bytes" in " ".join(said.split())
-    parts = [file.read_text() for file in PARTS.iterdir()]
+    parts = [file.read_text(encoding="utf-8") for file in PARTS.iterdir()]
     assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
-    assert "default-src 'none'" in page.read_text()
+    assert "default-src 'none'" in page.read_text(encoding="utf-8")
 
 
 def test_the_command_says_what_the_page_warns_of(tmp_path: Path, capsys):
     path = trace(tmp_path, {"2": "rank 2 (process 9) ended"})
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_bytes())
     document["ringdp"]["parts"]["1"] |= {"lost": 1234, "clock_error_us": 5.5, "host": "far"}
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
     notes = digest(read(path), None, lambda _: None)["notes"]
@@ -305,10 +307,10 @@ def test_the_command_says_what_the_page_warns_of(tmp_path: Path, capsys):
 
 def test_of_other_optimizers_than_adam_there_is_no_formula(tmp_path: Path):
     path = trace(tmp_path)
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_bytes())
     for part, name in zip(document["ringdp"]["parts"].values(), ("SGD", "AdamW"), strict=True):
         part["engines"][0]["optimizers"] = [name]
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     sgd, adam = digest(read(path), None, lambda _: None)["memory"]
     assert (sgd["optimizers"], sgd["formula"]) == ("SGD", [*list(HELD.values())[:-1], None])
     assert (adam["optimizers"], adam["formula"]) == ("AdamW", list(HELD.values()))
@@ -316,8 +318,8 @@ def test_of_other_optimizers_than_adam_there_is_no_formula(tmp_path: Path):
 
 def test_why_an_algorithm_is_not_replayed(tmp_path: Path):
     path = trace(tmp_path)
-    text = path.read_text().replace('"algorithm": "ring"', '"algorithm": "gone"')
-    path.write_text(text.replace('"algorithm":"ring"', '"algorithm":"nccl"'))
+    text = path.read_text(encoding="utf-8").replace('"algorithm": "ring"', '"algorithm": "gone"')
+    path.write_text(text.replace('"algorithm":"ring"', '"algorithm":"nccl"'), encoding="utf-8")
     found = digest(read(path), None, lambda _: None)
     assert found["replays"] == {}
     assert found["unplayed"]["nccl on 2"].startswith("no all_reduce algorithm 'nccl'")
