@@ -63,8 +63,19 @@ def show_table(console: Console, made: Table, keys: int = 1) -> None:
         end = last
         while end > first + 1 and width_of(console, _some(made, keys, first, end)) > console.width:
             end -= 1
-        console.print(_some(made, keys, first, end))
+        put(console, _some(made, keys, first, end))
         first = end
+
+
+def put(console: Console, made: Table) -> None:
+    """As it is. A file gets none of the blanks with which a column is filled to its width."""
+    if console.is_terminal:
+        console.print(made)
+        return
+    with console.capture() as printed:
+        console.print(made)
+    for line in printed.get().splitlines():
+        say(console, line.rstrip())
 
 
 def _some(made: Table, keys: int, first: int, end: int) -> Table:

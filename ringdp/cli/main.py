@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
@@ -40,8 +41,18 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"ringdp {metadata.version('ringdp')}")
+        raise typer.Exit
+
+
 @app.callback()
-def ringdp() -> None:
+def ringdp(
+    version: Annotated[
+        bool, typer.Option("--version", help="print it", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
     """Collectives and data-parallel training (DDP, ZeRO-1/2/3) from scratch."""
 
 

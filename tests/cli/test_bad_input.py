@@ -1,6 +1,7 @@
 """Bad input: one line on stderr that says what was wrong and what is allowed, exit code 2."""
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,11 @@ def test_help_says_whole_what_every_command_does(
     _, shown = capsys.readouterr().out.split("Commands:")
     assert len(re.findall(r"(?m)^  \w+  ", shown)) == 6
     assert "..." not in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ringdp {metadata.version('ringdp')}\n"
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,9 @@ def test_a_terminal_shows_all_of_it_and_breaks_no_word(command: str, width: int)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_file_gets_it_whole_whatever_its_width_is_said_to_be(command: str) -> None:
-    assert printed(command, LEAST, terminal=False) == printed(command, 1000, terminal=False)
+    text = printed(command, LEAST, terminal=False)
+    assert text == printed(command, 1000, terminal=False)
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
 def test_a_table_too_wide_becomes_several_with_its_keys_in_each() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from ringdp import Communicator
-from ringdp.cli.doctor import report
+from ringdp.cli.doctor import packages, report
 from ringdp.cli.doctor.check import Check
 from ringdp.cli.doctor.job import family
 from ringdp.cli.loopback import loopback_store
@@ -61,7 +61,18 @@ def test_only_what_is_needed_counts(monkeypatch, capsys, needed, code):
     lacking = Check("[red]", "none", well=False, needed=needed, advice="get one")
     monkeypatch.setattr(report, "examine", lambda: [lacking])
     assert main(["doctor"]) == code
-    assert re.match(r"(NO|-) +\[red\] +none *\n.*-> get one", capsys.readouterr().out)
+    assert re.match(r"(NO|-) +\[red\] +none\n +-> get one\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "extra"), [("12.8", "cuda12]'"), ("13.0", "cuda13]'"), (None, "cuda13]' or 'ringdp[")]
+)
+def test_who_has_no_nccl_is_told_the_extra_for_their_torch(monkeypatch, cuda, extra):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(packages, "_libnccl", list)
+    monkeypatch.setattr(packages, "_version", lambda package: None)
+    for check in (packages.nccl(), packages.cupy()):
+        assert f"pip install 'ringdp[{extra}" in check.advice
 
 
 def test_a_process_may_have_any_name():

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ringdp.cli.doctor.check import Check
+from ringdp.transport.nccl.library import INSTALL
 from ringdp.transport.peer import FATBIN
 
 IMPORT_SECONDS = 60.0  # that a package may take; a broken one may hang
@@ -33,7 +34,7 @@ def triton() -> Check:
 
 def cupy() -> Check:
     """The import needs libnccl, so it is tried and not only looked for."""
-    advice = "only for the NCCL transport: pip install 'ringdp[cuda12]' or 'ringdp[cuda13]'"
+    advice = f"only for the NCCL transport: {_extra()}"
     names = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
     return _package("CuPy", names, "from cupy.cuda import nccl", advice)
 
@@ -47,7 +48,7 @@ def nccl() -> Check:
         advice = "they overwrite one another: pip uninstall both, then install one again"
         return Check(what, versions, well=False, advice=advice)
     if not found:
-        return Check(what, "none", well=False, advice="only for the NCCL transport: see CuPy")
+        return Check(what, "none", well=False, advice=f"only for the NCCL transport: {_extra()}")
     text = f"{len(found)}: {', '.join(found)}" + f" ({versions})" * bool(versions)
     if len(found) > 1:
         advice = f"make sure that one is loaded: LD_PRELOAD={found[0]}"
@@ -76,6 +77,14 @@ def peer() -> Check:
 
 
 PACKAGES: tuple[Callable[[], Check], ...] = (torch_, triton, cupy, nccl, peer, gpus)
+
+
+def _extra() -> str:
+    """What brings CuPy and NCCL: one extra, where torch's CUDA says which."""
+    import torch
+
+    major = str(torch.version.cuda).split(".")[0]
+    return f"pip install 'ringdp[cuda{major}]'" if major in ("12", "13") else INSTALL
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.console import wide_enough, width_of
+from ringdp.cli.console import put, wide_enough, width_of
 from ringdp.cli.doctor.check import Check
 from ringdp.cli.doctor.host import HOST
 from ringdp.cli.doctor.packages import PACKAGES
@@ -39,6 +39,6 @@ def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
         todo = f"\n-> {check.advice}" if check.advice else ""
         cells = MARKS[check.well, check.needed], check.what, check.found + todo
         table.add_row(*map(Text, cells))  # text, not markup
-    wide_enough(console, width_of(console, table)).print(table)
+    put(wide_enough(console, width_of(console, table)), table)
     console.print("ringdp can run here" if runs else "ringdp cannot run here")
     return int(not runs)
