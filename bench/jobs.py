@@ -7,9 +7,9 @@ from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
+import torch
 import torch.multiprocessing as processes
 
-from bench.pinned import pin
 from ringdp.cli.loopback import environment, loopback_store
 
 
@@ -43,7 +43,9 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    pin(rank)
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))  # one each, while there are enough
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ |= environment(port, ranks, rank)
     found = function(*arguments)
     if rank == 0:

@@ -34,13 +34,12 @@ from torch.distributed.fsdp import fully_shard
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import KEPT, LATENCY, RANKS, SHAPE, batch, elements, report, stepper
+from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, report, slow, train
 from bench.lanes import Span, timeline
 from bench.results import parser, writable
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
-from ringdp.transport import heap
 from ringdp.transport.base import Link
 
 FSDP2 = "FSDP2, gloo"
@@ -69,22 +68,15 @@ def main() -> None:
     options.add_argument("--svg", type=writable)
     arguments = options.parse_args()
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
-    times = between_jobs(RANKS, {way: partial(train, way) for way in WAYS}, arguments.rounds)
+    ways = {way: partial(train, way, FSDP2, wrapped) for way in WAYS}
+    times = between_jobs(RANKS, ways, arguments.rounds)
     steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
     report(steps, overlaps, arguments.json)
     if arguments.svg:
         arguments.svg.write_text(timeline(spans), encoding="utf-8")
 
 
-def train(way: str) -> Callable[[], object]:
-    """A step of that way, on this rank."""
-    dist.init_process_group("gloo")
-    model = gpt.build(SHAPE, seed=0)
-    rank = dist.get_rank()
-    if way == "alone" and rank:
-        return lambda: None
-    if way != FSDP2:
-        heap.keep()
+def wrapped(way: str, model: gpt.GPT) -> nn.Module:
     if way.startswith(FSDP2):
         mesh = dist.init_device_mesh("cpu", (RANKS,))
         for block in model.blocks:
@@ -93,7 +85,7 @@ def train(way: str) -> Callable[[], object]:
     elif way.startswith("stage"):
         ringdp.init()
         ringdp.shard(model, stage=int(way[-1]), unit=gpt.Block)
-    return stepper(model, rank)
+    return model
 
 
 # ---- over a slow link
@@ -152,12 +144,13 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
     silent, _ = over(single, 1)
     compute = interleaved({"silent": lambda: both(silent)}, rounds)["silent"]
     ranks = dist.get_world_size()
-    moved = 3 * 4 * elements(model) * (ranks - 1) / ranks  # roughly, for a first link
-    link = Link(LATENCY, moved / statistics.median(compute))
-    _, engine = over(ringdp.init(link=link), 1)
-    (took,) = interleaved({"": lambda: communicate(engine)}, rounds).values()
-    # The emulation takes time of its own: a faster link makes up for it.
-    link = Link(LATENCY, link.bandwidth * statistics.median(took) / statistics.median(compute))
+    sent = 3 * 4 * elements(model) * (ranks - 1) / ranks
+    link = slow(
+        sent,
+        statistics.median(compute),
+        lambda comm: partial(communicate, over(comm, 1)[1]),
+        rounds,
+    )
     comm = ringdp.init(link=link)
     trained = {ahead: over(comm, ahead) for ahead in AHEAD}
     _, engine = trained[AHEAD[0]]
