@@ -26,9 +26,6 @@ class Channels {
   Channels(const Segment& segment, int fd, int rank)
       : rank_(rank), ranks_(segment.ranks()), depth_(segment.depth()), slab_(segment.slab()),
         reserved_(ranks_) {
-    struct stat status;
-    if (fstat(fd, &status) != 0 || std::size_t(status.st_size) != size(ranks_, depth_, slab_))
-      throw std::runtime_error("the file for messages has another size than this job's");
     fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd_ < 0) throw std::runtime_error(std::string("no descriptor: ") + std::strerror(errno));
   }
@@ -44,7 +41,7 @@ class Channels {
 
   // Memory for both channels of a pair: if there is none, that is an error here, not a SIGBUS later.
   void reserve(int peer) {
-    if (!base_) base_ = mapped_.emplace(fd_, size(ranks_, depth_, slab_), "the file for messages").base();
+    if (!mapped_) mapped_.emplace(fd_, size(ranks_, depth_, slab_), "the file for messages");
     if (reserved_[peer]) return;
     for (const auto at : {place(rank_, peer), place(peer, rank_)}) {
       int error;
@@ -91,14 +88,13 @@ class Channels {
     return (std::size_t(src) * ranks_ + dst) * Fifo<Envelope>::size(depth_, slab_);
   }
   Fifo<Envelope> channel(int src, int dst) const {
-    return {base_ + place(src, dst), depth_, slab_};
+    return {mapped_->base() + place(src, dst), depth_, slab_};
   }
 
   int rank_, ranks_, depth_;
   std::size_t slab_;
   int fd_ = -1;
   std::optional<Mapped> mapped_;
-  std::byte* base_ = nullptr;
   std::vector<char> reserved_;  // by peer
   Put put_;
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,8 +16,12 @@ namespace ringdp {
 
 class Mapped {
  public:
-  // `what`: as an error calls it.
+  // All of a file, which must have so many bytes. `what`: as an error calls it.
   Mapped(int fd, std::size_t bytes, const char* what, int access = PROT_READ | PROT_WRITE) : bytes_(bytes) {
+    struct stat status;
+    if (fstat(fd, &status) == 0 && std::size_t(status.st_size) != bytes)
+      throw std::runtime_error(std::string(what) + " has " + std::to_string(status.st_size) +
+                               " bytes instead of " + std::to_string(bytes));
     void* at = mmap(nullptr, bytes, access, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED)
       throw std::runtime_error(std::string("mmap of ") + what + ": " + std::strerror(errno));
