@@ -319,7 +319,7 @@ class Progress final : public Records {
 
   std::uint64_t digest_ = 1;
   std::atomic<bool> announced_{false};
-  std::atomic<bool> stop_{false};
+  std::atomic<bool> stop_{false};  // read relaxed by who waits: nothing else is told by it
   Segment segment_;
   int rank_;
   Peers peers_;

@@ -15,6 +15,7 @@ template <class Act>
 void share(std::size_t count, std::size_t threads, const Act& act) {
   std::atomic<std::size_t> next{0};
   const auto take = [&] {
+    // relaxed: it only hands out numbers; what was done to their parts, `join` makes visible
     for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) act(i);
   };
   struct Others : std::vector<std::thread> {

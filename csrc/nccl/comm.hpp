@@ -35,7 +35,7 @@ struct ncclComm {
   hostnccl::Shared shared;
   const int ranks, rank;
   std::uint64_t token = 0;
-  std::atomic<bool> aborted{false};
+  std::atomic<bool> aborted{false};  // read relaxed: nothing else is told by it
   std::atomic<bool> busy{false};  // a thread launches on it
   std::atomic<ncclResult_t> error{ncclSuccess};
 };

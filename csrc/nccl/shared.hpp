@@ -35,7 +35,7 @@ struct alignas(ringdp::kLine) Header {
   std::atomic<int> ranks;     // 0 until the first rank says how many there are
   std::atomic<int> attached;
   std::atomic<int> pids[kMost];
-  std::atomic<bool> refused;  // two ranks have disagreed: nobody goes on
+  std::atomic<bool> refused;  // two ranks have disagreed: nobody goes on. Relaxed: it says no more
 };
 
 // What both ends of a message must agree on. Of one between two ranks, only its length.
