@@ -8,6 +8,7 @@ for tensors of its parent's may lie there, and keeps that for as long as it live
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from contextlib import ExitStack
@@ -18,6 +19,8 @@ from ringdp.transport.making import Making
 
 # Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+ONE_HOST = ". The ranks must run on one host, as one user, and see each other's processes"
 
 
 class Address(NamedTuple):
@@ -43,7 +46,19 @@ def create(name: str, size: int, *, reserve: bool) -> int:
             until_whole.pop_all()
             return fd
     except OSError as e:
-        raise CommunicationError(f"no shared memory: {size >> 20} MiB asked for, {e}") from e
+        raise CommunicationError(
+            f"no shared memory: {size >> 20} MiB asked for, {e}{advice(e)}"
+        ) from e
+
+
+def advice(error: Exception, otherwise: str = "") -> str:
+    """What to do where descriptors are short."""
+    if os.strerror(errno.EMFILE) not in str(error):
+        return otherwise
+    return (
+        ". A communicator holds one for each of its ranks, and two more: close those that are done "
+        "with, or raise `ulimit -n`"
+    )
 
 
 def open_other(pid: int, fd: int) -> int:
@@ -52,8 +67,7 @@ def open_other(pid: int, fd: int) -> int:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:
         raise CommunicationError(
-            f"cannot open rank 0's shared memory at {path} ({e.strerror}). The ranks must run on "
-            "one host, as one user, and see each other's processes."
+            f"cannot open rank 0's shared memory at {path} ({e.strerror}){advice(e, ONE_HOST)}"
         ) from e
     # A store that others can write to may name a file that is not rank 0's.
     try:

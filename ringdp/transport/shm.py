@@ -38,7 +38,7 @@ from ringdp.transport.base import (
     Prepared,
     ReduceOp,
 )
-from ringdp.transport.files import Address, answer, ask, create, open_other
+from ringdp.transport.files import Address, advice, answer, ask, create, open_other
 from ringdp.transport.making import Making
 from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
@@ -291,7 +291,9 @@ def _translated(rank: int) -> Iterator[None]:
     except CommunicationError:
         raise
     except (OSError, RuntimeError) as e:  # csrc's: a header or a size that is not ours, no memory
-        raise CommunicationError(f"rank {rank} cannot use rank 0's shared memory: {e}") from e
+        raise CommunicationError(
+            f"rank {rank} cannot use rank 0's shared memory: {e}{advice(e)}"
+        ) from e
 
 
 def _stop(
