@@ -47,7 +47,7 @@ class Arena:
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd)
         self.address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
-        part = self.bytes // ranks
+        self._part = part = self.bytes // ranks
         self._free = [(rank * part, (rank + 1) * part)]  # [begin, end), sorted, apart
         self._back: list[tuple[int, int]] = []  # of them, those whose tensor has gone since
         self._held: deque[tuple[Callable[[], bool], list[torch.UntypedStorage]]] = deque()
@@ -82,10 +82,15 @@ class Arena:
                     try:  # out of memory is an error here, not a SIGBUS later
                         os.posix_fallocate(self._fd, begin, size)
                     except OSError as e:
-                        raise CommunicationError(f"no memory for {size:,} shared bytes") from e
+                        why = f"no memory for {size:,} shared bytes: {e.strerror}"
+                        raise CommunicationError(why) from e
                     self._free[i : i + 1] = [(begin + size, end)] if end - begin > size else []
                     return begin
-        raise CommunicationError(f"no room in the arena for {size:,} bytes")
+            most = max((end - begin for begin, end in self._free), default=0)
+        raise CommunicationError(
+            f"no room in the arena for {size:,} bytes: of this rank's {self._part:,}, {most:,} are "
+            "free in one piece; let go of tensors that `empty` has given, or ask for less"
+        )
 
     def _join(self) -> None:
         """Make what has come back free again."""
