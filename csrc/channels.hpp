@@ -3,6 +3,9 @@
 // The file is sparse and mapped at the first message; a channel takes memory when it is first used.
 #pragma once
 
+#include <fcntl.h>
+
+#include <optional>
 #include <vector>
 
 #include "put.hpp"

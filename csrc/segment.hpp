@@ -10,9 +10,7 @@
 // read: see direct.hpp.
 #pragma once
 
-#include <fcntl.h>
 #include <poll.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -21,7 +19,6 @@
 #include <csignal>
 #include <cstring>
 #include <new>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>

@@ -2,6 +2,8 @@
 // seal say that every record lies inside it and stays there.
 #pragma once
 
+#include <fcntl.h>
+
 #include "segment.hpp"
 
 namespace ringdp {
