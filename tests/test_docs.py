@@ -36,7 +36,7 @@ def test_a_block_is_compiled_as_a_readers_file_would_be():
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_blocks_can_be_typed_at_the_prompt(chapter):
     """Where a blank line ends what is indented, and nothing else does."""
-    for block in re.findall(r"```python\n(.*?)```", chapter.read_text(), re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", chapter.read_text(encoding="utf-8"), re.DOTALL):
         if re.match(r"# \S+\.py\n", block):
             continue
         typed: list[str] = []

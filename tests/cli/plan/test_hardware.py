@@ -65,17 +65,20 @@ def test_collectives_are_fitted_apart(tmp_path):
 
 def test_benches_of_several_collectives_are_read_together(tmp_path):
     """As `ringdp bench` writes them: each of one."""
-    both = json.loads(rows(tmp_path / "both.json").read_text())
+    both = json.loads(rows(tmp_path / "both.json").read_text(encoding="utf-8"))
     paths = []
     for collective in ("all_reduce", "all_gather"):
         own = [r for r in both["rows"] if r["collective"] == collective]
         paths.append(tmp_path / f"{collective}.json")
-        paths[-1].write_text(json.dumps(both | {"rows": own}))
+        paths[-1].write_text(json.dumps(both | {"rows": own}), encoding="utf-8")
     given = " ,".join(map(str, paths))
     found, together = network(given, "h100", 2), from_file(tmp_path / "both.json")
     assert found.measured == together.measured
     assert found.fitted == together.fitted
-    paths[1].write_text(json.dumps(json.loads(paths[1].read_text()) | {"machine": {"cpu": "two"}}))
+    paths[1].write_text(
+        json.dumps(json.loads(paths[1].read_text(encoding="utf-8")) | {"machine": {"cpu": "two"}}),
+        encoding="utf-8",
+    )
     with pytest.raises(UsageError, match=r"were measured on None .*, two .*; allowed: files of"):
         network(given, "h100", 2)
 

@@ -92,7 +92,7 @@ def test_a_larger_model_fits_where_gathers_yield():
 
 def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
     """A byte costs no less than in one buffer of 64 MiB, even in 100 of 2.5 MB; on GPUs it does."""
-    report = json.loads(BENCH.read_text())
+    report = json.loads(BENCH.read_text(encoding="utf-8"))
     ours = [r for r in report["rows"] if r["transport"] == "shm" and r["registered"]]
     most = max(ours, key=lambda r: r["bytes"])
     for model in ("gpt2", "params=124e6/100"):
@@ -102,7 +102,7 @@ def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
         assert row_.step.communication >= 0.9 * least
     gpus = tmp_path / "gpus.json"
     rows = [r | {"transport": "nccl"} for r in ours]
-    gpus.write_text(json.dumps(report | {"rows": rows}))
+    gpus.write_text(json.dumps(report | {"rows": rows}), encoding="utf-8")
     assert planned(**given, network=str(gpus))[2][0].step.communication < least / 2
 
 
@@ -112,9 +112,9 @@ def test_an_optimizer_in_a_hosts_memory_is_not_priced_at_a_gpus(tmp_path):
     model, _, rows, _ = planned(**given, network=str(BENCH))
     whole = 30 * model.elements / 25.03e9
     assert [r.step.optimizer for r in rows] == pytest.approx([whole, *[whole / 2] * 3], rel=0.01)
-    path, report = tmp_path / "b.json", json.loads(BENCH.read_text())
+    path, report = tmp_path / "b.json", json.loads(BENCH.read_text(encoding="utf-8"))
     over = [r | {"transport": "nccl"} for r in report["rows"] if r["transport"] == "shm"]
-    path.write_text(json.dumps(report | {"rows": over}))
+    path.write_text(json.dumps(report | {"rows": over}), encoding="utf-8")
     assert planned(**given, network=str(path))[2][0].step.optimizer < whole / 100
 
 
