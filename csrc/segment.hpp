@@ -87,13 +87,12 @@ class Segment {
   // Maps `fd`. Rank 0 writes the header; the others check that it is the one they were told of.
   Segment(int fd, int rank, int ranks, int depth, std::size_t slab, std::uint64_t token)
       : ranks_(ranks), depth_(depth), slab_(slab), part_(part_size(ranks, slab)),
-        mapped_(fd, size(ranks, depth, slab), "the shared segment"), base_(mapped_.base()) {
-    const auto bytes = size(ranks, depth, slab);
+        bytes_(size(ranks, depth, slab)), mapped_(fd, bytes_, "the shared segment"), base_(mapped_.base()) {
     if (rank == 0)
-      new (base_) Header{kMagic, token, bytes, std::uint32_t(ranks), sizeof(RankRecord),
+      new (base_) Header{kMagic, token, bytes_, std::uint32_t(ranks), sizeof(RankRecord),
                          std::uint32_t(depth), slab, {}};
     const Header& h = header();
-    if (h.magic != kMagic || h.token != token || h.bytes != bytes || int(h.ranks) != ranks ||
+    if (h.magic != kMagic || h.token != token || h.bytes != bytes_ || int(h.ranks) != ranks ||
         h.record_bytes != sizeof(RankRecord) || int(h.depth) != depth || h.slab != slab)
       throw std::runtime_error("the shared segment belongs to another job or version");
     record(rank).pid.store(getpid(), std::memory_order_release);
@@ -169,7 +168,7 @@ class Segment {
   std::byte* tiles(int rank) { return messages(rank) + kRoom; }
 
   int ranks_, depth_;
-  std::size_t slab_, part_;  // part_: of a tile, for one owner
+  std::size_t slab_, part_, bytes_;  // part_: of a tile, for one owner
   Mapped mapped_;
   std::byte* base_;
   std::vector<int> pidfds_;
