@@ -16,10 +16,10 @@ from torch import Tensor
 from ringdp.errors import CommunicationError
 from ringdp.kernels import fold as fold_rows
 from ringdp.transport.base import Op
+from ringdp.transport.device.streams import PARITIES, Streams
 from ringdp.transport.nccl.library import Binding, Comm, grouped
 from ringdp.transport.nccl.plan import Fold, Step
-from ringdp.transport.nccl.streams import Streams
-from ringdp.transport.nccl.tiles import PARITIES, Tiles
+from ringdp.transport.nccl.tiles import Tiles
 from ringdp.transport.rows import COMBINE, widened
 
 BYTES = 1  # ncclUint8: what only moves needs no other type

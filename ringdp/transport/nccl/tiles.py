@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from ringdp.transport.device.streams import PARITIES
 from ringdp.transport.nccl.plan import Plan
 
-PARITIES = 2
 ALIGNMENT = 16  # elements
 
 

@@ -1,22 +1,9 @@
-"""The transport over NCCL: collectives of its device's tensors by NCCL, all else over gloo.
-
-A thread issues the groups (see `launches`), another watches: when a rank has died, given up or
-failed, it aborts the communicator, which ends what hangs. Messages with tags, and CPU tensors
-beside a GPU, go over gloo, as does the word of a failure: NCCL itself says nothing of a rank that
-is gone on the same host.
-
-On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does;
-one that does not end on the GPU in `timeout` seconds is ended by the watching thread. So `close`
-waits for what was waited for, which an abort would leave half done.
-"""
+"""The transport over NCCL: our schedules as groups of sends and receives, or NCCL's collectives."""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 
@@ -24,36 +11,30 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
 from ringdp.transport.base import Direct, FailureKind, Op, Prepared, ReduceOp
-from ringdp.transport.c10d import C10dTransport, Failed
+from ringdp.transport.c10d import Failed
+from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
+from ringdp.transport.device.streams import device_of
+from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.issued import Issued
 from ringdp.transport.making import Making
-from ringdp.transport.nccl.execute import Nccl, execute, warm_up
-from ringdp.transport.nccl.launches import launches
+from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
 from ringdp.transport.nccl.library import (
     INVALID_USAGE,
-    Binding,
     binding,
     communicator,
+    grouped,
     shared_id,
 )
 from ringdp.transport.nccl.own import Own
 from ringdp.transport.nccl.plan import plan
-from ringdp.transport.nccl.stamp import Stamped, exchanged, unpacked
-from ringdp.transport.nccl.streams import device_of, streams
 from ringdp.transport.nccl.tiles import Tiles, staging_shape
-from ringdp.transport.nccl.under_way import UnderWay
 from ringdp.transport.records import Call
-from ringdp.transport.told import LOOK
-
-PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
-QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended
 
 
-class NcclTransport(C10dTransport):
+class NcclTransport(DeviceTransport):
     """One rank's end of an NCCL communicator. See `Transport`."""
 
     depth = None  # it runs whole rounds
@@ -68,56 +49,17 @@ class NcclTransport(C10dTransport):
         host: bool,
         differ: Callable[[Call, Call], bool],
     ) -> None:
-        """Collective. `store` and `group` are for this transport alone; on the current device.
+        """As a DeviceTransport, on the current device. `host`: csrc's NCCL over host memory, not
+        the real one. Raises UsageError where NCCL cannot be had."""
+        device = device_of("nccl", host=host)
+        self._binding = binding(host=host)
+        self._unique = shared_id(making, group.rank(), self._binding)
+        super().__init__(store, group, making, device, differ=differ)
 
-        `host`: csrc's NCCL over host memory, not the real one. `differ`: whether two ranks' calls
-        of a number are not the same.
-        Raises UsageError where NCCL cannot be had, CommunicationError where ranks do not meet.
-        """
-        self.device = device_of(host=host)
-        nccl = binding(host=host)
-        super().__init__(store, group)
-        self._differ = differ
-        self._under_way: list[UnderWay] = []
-        self._captured: set[Tensor] = set()  # staging of graphs, which may be replayed
-        # Messages that were received on the host, and where they go on the device.
-        self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
-        self._streams = streams(self.device)
-        self._launches = self._jobs if host else launches(self.device)
-        unique = shared_id(making, self.rank, nccl)
-        making.called(partial(self._join, nccl, unique))
-        if self.ranks > 1:
-            self._look_after_rank((self.rank + 1) % self.ranks)
-        self._spawn(self._look_after)
-
-    def _join(self, nccl: Binding, unique: bytes) -> None:
-        with self._streams.current():
-            comm = communicator(nccl, self.ranks, unique, self.rank)
-            self._nccl = Nccl(nccl, comm, self._streams)
-            self._staging = self._streams.empty(0)
-            warm_up(self._nccl, self.rank, self.ranks)
-
-    # --- for the communicator
-
-    def _start(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        op: Op,
-        call: Call,
-        whole: Tensor | None,
-        part: Tensor | None,
-    ) -> int:
-        assert whole is not None
-        if whole.device != self.device:
-            return super()._start(program, bounds, op, call, whole, part)
-        return self._issue(call, partial(self._execute, program, whole, bounds, op), whole)
-
-    def _start_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
-        """One of NCCL's collectives, on buffers of the device."""
-        all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
-        act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
-        return self._issue(call, act, (whole, part))
+    def _join(self) -> None:
+        comm = communicator(self._binding, self.ranks, self._unique, self.rank)
+        self._nccl = Nccl(self._binding, comm, self._streams)
+        warm_up(self._nccl, self.rank, self.ranks)
 
     def prepare(
         self,
@@ -132,117 +74,23 @@ class NcclTransport(C10dTransport):
         own.check()
         return Issued(partial(self._start_own, own), kind, shards[-1])
 
-    def check(self, buffer: Tensor) -> None:
-        self._check_process()
-        if buffer.device.type != "cpu" and buffer.device != self.device:
-            raise UsageError(
-                f"this communicator moves tensors on {self.device}, and CPU tensors; this one is "
-                f"on {buffer.device}"
-            )
+    def _start_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
+        """One of NCCL's collectives, on buffers of the device."""
+        all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
+        act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
+        return self._issue(call, act, (whole, part))
 
-    def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
-        self.check(buffer)
-        return super().send(buffer.cpu(), to, kind, background=background)
-
-    def receive(
-        self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
-    ) -> int:
-        self.check(buffer)
-        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-        ticket = super().receive(host, sender, kind, source, background=background)
-        if host is not buffer:
-            self._arrivals[ticket] = host, buffer
-        return ticket
-
-    def wait(self, ticket: int, timeout: float) -> bool:
-        if not super().wait(ticket, timeout):
-            return False
-        if ticket in self._arrivals:
-            host, buffer = self._arrivals.pop(ticket)
-            buffer.copy_(host)
-        for work in list(self._under_way):
-            if work.ticket == ticket and work.end is not None:
-                self._streams.settle(work.end)
-                work.kept = None  # its memory is free in the order of the caller's stream
-        return True
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def close(self) -> None:
-        """Once what a wait has returned for has ended on the device, or something has failed."""
-        if os.getpid() == self._process:
-            with self._told.changed:
-                self._told.changed.wait_for(
-                    lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
-                )
-        super().close()
-
-    # --- on the thread that issues
-
-    def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:
-        ours = Stamped(call, self._digested(call[1]))
-        if self._streams.capturing():
-            return self._capture(act)
-        ticket, arrival = self._ticket(), self._streams.arrival()
-        self._does.begin(ticket, call)  # not as late as its launch: others may end before that
-        job = partial(self._run_nccl, ticket, ours, arrival, act, kept)
-        self._launches.put(partial(self._attempt, job))
-        return ticket
-
-    def _run_nccl(
-        self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
-    ) -> None:
-        if self._told.failure is not None:
-            return  # its communicator is being aborted
-        until = time.monotonic() + self.timeout
-        with self._streams.current(), self._translated(ours):
-            self._streams.follow(arrival)
-            theirs = exchanged(self._nccl, ours, self.rank, self.ranks)
-            work = UnderWay(ticket, until, ours, theirs, kept, self._streams.end())
-            if at_once := work.met.query():
-                self._compare(work)
-            else:
-                self._under_way.append(work)
-            sent = act()
-            work.end = self._streams.end()
-            self._sent += sent  # not while it acts, as others add to it
-            if at_once and work.end.query():
-                self._does.end(ticket)
-            elif at_once:
-                self._under_way.append(work)
-        self._end(ticket)
-
-    def _capture(self, act: Callable[[], int]) -> int:
-        """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
-        and the caller's stream is behind it at once."""
-        self._await_quiet()
-        ticket, arrival = self._ticket(), self._streams.arrival()
-        try:
-            with self._streams.current(), self._translated(None):
-                self._streams.follow(arrival)
-                sent = act()
-                self._streams.settle(self._streams.end())
-                self._sent += sent
-        except Failed as e:
-            self._told.fail(*e.told)  # whoever waits for it is told
-            return ticket
-        except UsageError:
-            self._end(ticket)
-            raise
-        self._end(ticket)
-        return ticket
-
-    def _await_quiet(self) -> None:
-        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
-        with self._told.changed:
-            self._told.changed.wait_for(
-                lambda: not (self._open or self._under_way) or self._told.failure, QUIET
-            )
-            if self._open or self._under_way:
-                raise UsageError(
-                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
-                )
+    def _exchange(self, ours: Stamped) -> Tensor:
+        mine = packed(ours)
+        if self.ranks == 1:
+            return mine
+        comm, streams = self._nccl.comm, self._streams
+        sent, theirs = streams.sent(mine), streams.empty(STAMP_BYTES)
+        behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        with streams.moving(0), grouped(self._binding):
+            comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)
+            comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, streams.handle)
+        return streams.fetched(theirs)
 
     def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
         steps = plan(program)
@@ -251,91 +99,19 @@ class NcclTransport(C10dTransport):
         tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
         return execute(self._nccl, {self.rank: tiles}, op)
 
-    def _room(self, needed: int) -> Tensor:
-        if len(self._staging) < needed:
-            if self._streams.capturing():
-                raise UsageError(
-                    f"a collective in a CUDA graph needs {needed} bytes of staging; there are "
-                    f"{len(self._staging)}: run it once before the capture"
-                )
-            staging = self._streams.empty(needed)
-            self._streams.meet()  # what is there may be in use, and what is new may have been
-            self._staging = staging
-        if self._streams.capturing():
-            self._captured.add(self._staging)
-        return self._staging[:needed]
+    def _check_health(self) -> None:
+        self._nccl.comm.check_async_error()
 
-    def _compare(self, work: UnderWay) -> None:
-        work.agreed = True
-        ours, theirs = work.ours, unpacked(work.theirs)
-        if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
-            return
-        raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, (ours.short, theirs.short))
+    def _leave_device(self, *, hangs: bool) -> None:
+        (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
 
     @contextmanager
     def _translated(self, ours: Stamped | None) -> Iterator[None]:
         """NCCL's errors in the block, as failures of the communicator."""
         try:
             yield
-        except self._nccl.binding.NcclError as e:
+        except self._binding.NcclError as e:
             before = (self.rank - 1) % self.ranks
             if getattr(e, "status", None) == INVALID_USAGE and ours is not None:
                 raise Failed(FailureKind.MISMATCH, before, (ours.short, ours.short)) from e
             raise Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {e}") from e
-
-    # --- on the thread that watches
-
-    def _look_after(self) -> None:
-        try:
-            self._attempt(self._until_failure)
-        finally:
-            self._leave()
-
-    def _until_failure(self) -> None:
-        with self._streams.current():
-            self._streams.watch()
-        while self._told.failure is None:
-            with self._told.changed:
-                self._told.changed.wait_for(lambda: self._busy() or self._told.failure)
-            with self._translated(None):
-                self._nccl.comm.check_async_error()
-            self._reap()
-            time.sleep(LOOK / 2)
-
-    def _busy(self) -> bool:
-        return bool(self._open or self._under_way)
-
-    def _reap(self) -> None:
-        """Let go of what the device has done; what it does not do in time has failed."""
-        for work in list(self._under_way):
-            if not work.agreed and work.met.query():
-                self._compare(work)
-            if work.agreed and work.end is not None and work.end.query():
-                self._does.end(work.ticket)
-                with self._told.changed:
-                    self._under_way.remove(work)
-                    self._told.changed.notify_all()
-            elif time.monotonic() > work.until:
-                raise Failed(FailureKind.TIMEOUT, self.rank)
-
-    def _leave(self) -> None:
-        """Abort, which ends what hangs, or hangs itself; destroy only what has nothing to do, which
-        waits for ranks of this host that have not closed."""
-        hangs = self._busy()
-        ending = threading.Thread(target=partial(self._let_go, hangs), daemon=True)
-        with suppress(RuntimeError):  # at exit no thread can be started, and none is needed
-            ending.start()
-            ending.join(PATIENCE)
-        if hangs and ending.is_alive():
-            launches.cache_clear()  # its queue may never move again: new communicators have another
-
-    def _let_go(self, hangs: bool) -> None:
-        """Of NCCL, and of the device's memory: a thread that waits for a peer's end keeps this."""
-        with self._streams.current():
-            self._streams.watch()  # a user may capture
-            (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
-            self._streams.drain()  # folds may have been behind what was aborted
-            self._captured.clear()
-            self._staging = self._streams.empty(0)
-        for work in list(self._under_way):
-            work.kept = None

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from ringdp import Communicator
-from ringdp.transport.nccl.streams import End, Streams
+from ringdp.transport.device.streams import End, Streams
 
 
 class Later:

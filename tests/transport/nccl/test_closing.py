@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringdp import Communicator
-from ringdp.transport.nccl import transport as transport_module
+from ringdp.transport.device import transport as transport_module
 from ringdp.transport.told import LOOK
 from tests.forks import Forks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind

@@ -13,7 +13,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
-from ringdp.transport.nccl.streams import End, Streams
+from ringdp.transport.device.streams import End, Streams
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over_nccl

@@ -12,8 +12,8 @@ import torch
 
 from ringdp import Communicator
 from ringdp.transport.base import FailureKind
-from ringdp.transport.nccl import transport
-from ringdp.transport.nccl.launches import Launches, launches
+from ringdp.transport.device import transport
+from ringdp.transport.device.launches import Launches, launches
 from tests.comm.failing import hear
 from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringdp.transport.nccl.stamp import STAMP_BYTES, Stamped, packed, unpacked
+from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed, unpacked
 from ringdp.transport.records import SITE_BYTES, heard, said
 
 CALL = (3, 1 << 60, 12_345, b"train.py:40".ljust(SITE_BYTES, b"\0"))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.base import chunk_bounds
+from ringdp.transport.device.streams import streams
 from ringdp.transport.nccl.execute import Nccl, execute
 from ringdp.transport.nccl.library import binding
 from ringdp.transport.nccl.plan import plan
-from ringdp.transport.nccl.streams import streams
 from ringdp.transport.nccl.tiles import Tiles, staging_shape
 from ringdp.transport.simulator import simulate
 from tests.transport.nccl.faults import only_with_host_nccl

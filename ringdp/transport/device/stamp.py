@@ -1,7 +1,7 @@
 """What ranks tell their neighbour at the start of a collective: which one they have called, where.
 
-NCCL's messages carry nothing but data: ranks that call different things hang, or get garbage. So
-before its data every rank sends its call to the next rank of a circle, by NCCL too. If all
+What a device sends carries nothing but data: ranks that call different things hang, or get garbage.
+So before its data every rank sends its call to the next rank of a circle, in the same way. If all
 neighbours agree then all ranks do. A stamp is STAMP_BYTES bytes:
 
     number, digest, kind, elements (int64 each) | the user's file:line in SITE_BYTES
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from ringdp.transport.base import Stamp
-from ringdp.transport.nccl.execute import BYTES, Nccl
-from ringdp.transport.nccl.library import grouped
 from ringdp.transport.records import SITE_BYTES, Call
 
 NUMBERS = 4
@@ -40,20 +38,6 @@ def packed(stamped: Stamped) -> Tensor:
     number, kind, elements, site = stamped.call
     numbers = torch.tensor([number, stamped.digest, kind, elements]).view(torch.uint8)
     return torch.cat([numbers, torch.tensor(list(site), dtype=torch.uint8)])
-
-
-def exchanged(nccl: Nccl, ours: Stamped, rank: int, ranks: int) -> Tensor:
-    """The stamp of the rank before this one, in exchange for ours to the one behind."""
-    mine = packed(ours)
-    if ranks == 1:
-        return mine
-    comm, streams = nccl.comm, nccl.streams
-    sent, theirs = streams.sent(mine), streams.empty(STAMP_BYTES)
-    behind, before = (rank + 1) % ranks, (rank - 1) % ranks
-    with streams.moving(0), grouped(nccl.binding):
-        comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)
-        comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, streams.handle)
-    return streams.fetched(theirs)
 
 
 def unpacked(data: Tensor) -> Stamped:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.nccl.tiles import PARITIES
 
+PARITIES = 2  # chains
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -196,13 +196,13 @@ def streams(device: torch.device) -> Streams:
     return Streams() if device.type == "cpu" else CudaStreams(device)
 
 
-def device_of(*, host: bool) -> torch.device:
+def device_of(transport: str, *, host: bool) -> torch.device:
     """Where tensors are to be. Raises UsageError where there is no GPU, and `host` is not asked."""
     if host:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError(
-            "transport 'nccl' needs a CUDA device, and torch sees none; allowed: 'shm', 'c10d', or "
-            "'nccl-host' to run its code on host memory"
+            f"transport {transport!r} needs a CUDA device, and torch sees none; allowed: 'shm', "
+            f"'c10d', or '{transport}-host' to run its code on host memory"
         )
     return torch.device("cuda", torch.cuda.current_device())

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ringdp.transport.nccl.stamp import Stamped
-from ringdp.transport.nccl.streams import End
+from ringdp.transport.device.stamp import Stamped
+from ringdp.transport.device.streams import End
 
 
 @dataclass(eq=False)
@@ -23,3 +23,4 @@ class UnderWay:
     met: End  # of the exchange of stamps
     agreed: bool = False
     end: End | None = None  # None while it is being issued
+    verdict: Tensor | None = None  # how it has gone, once it has ended

@@ -1,0 +1,322 @@
+"""Collectives that a device runs: issued by one thread, watched by another, all else over gloo.
+
+A thread issues them in the order of the calls (see `launches`), another watches: when a rank has
+died, given up or failed, it aborts, which ends what hangs on the device. Messages with tags, and
+CPU tensors beside a GPU, go over gloo, as does the word of a failure: a device says nothing of a
+rank that is gone.
+
+On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does;
+one that does not end on the GPU in `timeout` seconds is ended by the watching thread. So `close`
+waits for what was waited for, which an abort would leave half done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.errors import UsageError
+from ringdp.schedule.program import Program
+from ringdp.transport import wire
+from ringdp.transport.base import FailureKind, Op
+from ringdp.transport.c10d import C10dTransport, Failed
+from ringdp.transport.device.launches import launches
+from ringdp.transport.device.stamp import Stamped, unpacked
+from ringdp.transport.device.streams import streams
+from ringdp.transport.device.under_way import UnderWay
+from ringdp.transport.making import Making
+from ringdp.transport.records import Call
+from ringdp.transport.told import LOOK
+
+PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
+QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended
+
+
+class DeviceTransport(C10dTransport):
+    """What does not depend on how bytes move. See `Transport`."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: wire.Group,
+        making: Making,
+        device: torch.device,
+        *,
+        differ: Callable[[Call, Call], bool],
+    ) -> None:
+        """Collective. `store` and `group` are for this transport alone.
+
+        `device`: the CPU for one that runs a device's code over host memory. `differ`: whether two
+        ranks' calls of a number are not the same. Raises CommunicationError where ranks do not
+        meet.
+        """
+        self.device = device
+        super().__init__(store, group)
+        self._differ = differ
+        self._under_way: list[UnderWay] = []
+        self._captured: set[Tensor] = set()  # memory of graphs, which may be replayed
+        # Messages that were received on the host, and where they go on the device.
+        self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
+        self._streams = streams(self.device)
+        self._launches = self._jobs if device.type == "cpu" else launches(self.device)
+        making.called(self._come)
+        if self.ranks > 1:
+            self._look_after_rank((self.rank + 1) % self.ranks)
+        self._spawn(self._look_after)
+
+    # --- how bytes move
+
+    def _come(self) -> None:
+        with self._streams.current():
+            self._staging = self._streams.empty(0)
+            self._join()
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Come together with the other ranks. Collective."""
+
+    @abstractmethod
+    def _exchange(self, ours: Stamped) -> Tensor:
+        """Put into the streams: the stamp of the rank before, for ours to the one behind."""
+
+    @abstractmethod
+    def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
+        """Put into the streams: a program. Returns the bytes that it sends."""
+
+    @abstractmethod
+    def _leave_device(self, *, hangs: bool) -> None:
+        """Abort what hangs, or end what has nothing to do: that may wait for ranks of this host
+        that have not closed."""
+
+    @abstractmethod
+    def _translated(self, ours: Stamped | None) -> AbstractContextManager[None]:
+        """Errors in the block, as failures of the communicator."""
+
+    def _verdict(self) -> Tensor | None:
+        """Put into the streams: what will say, on the CPU, how all before it has gone."""
+        return None
+
+    def _judge(self, verdict: Tensor) -> None:
+        """Raise Failed if it has not gone well. `verdict` has come."""
+
+    def _check_health(self) -> None:
+        """Now and then. Raise if something has failed."""
+
+    # --- for the communicator
+
+    def _start(
+        self,
+        program: Program,
+        bounds: tuple[int, ...],
+        op: Op,
+        call: Call,
+        whole: Tensor | None,
+        part: Tensor | None,
+    ) -> int:
+        assert whole is not None
+        if whole.device != self.device:
+            return super()._start(program, bounds, op, call, whole, part)
+        return self._issue(call, partial(self._execute, program, whole, bounds, op), whole)
+
+    def check(self, buffer: Tensor) -> None:
+        self._check_process()
+        if buffer.device.type != "cpu" and buffer.device != self.device:
+            raise UsageError(
+                f"this communicator moves tensors on {self.device}, and CPU tensors; this one is "
+                f"on {buffer.device}"
+            )
+
+    def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
+        self.check(buffer)
+        return super().send(buffer.cpu(), to, kind, background=background)
+
+    def receive(
+        self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
+    ) -> int:
+        self.check(buffer)
+        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        ticket = super().receive(host, sender, kind, source, background=background)
+        if host is not buffer:
+            self._arrivals[ticket] = host, buffer
+        return ticket
+
+    def wait(self, ticket: int, timeout: float) -> bool:
+        if not super().wait(ticket, timeout):
+            return False
+        if ticket in self._arrivals:
+            host, buffer = self._arrivals.pop(ticket)
+            buffer.copy_(host)
+        for work in list(self._under_way):
+            if work.ticket == ticket and work.end is not None:
+                self._streams.settle(work.end)
+                work.kept = None  # its memory is free in the order of the caller's stream
+        return True
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        """Once what a wait has returned for has ended on the device, or something has failed."""
+        if os.getpid() == self._process:
+            with self._told.changed:
+                self._told.changed.wait_for(
+                    lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
+                )
+        super().close()
+
+    # --- on the thread that issues
+
+    def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:
+        ours = Stamped(call, self._digested(call[1]))
+        if self._streams.capturing():
+            return self._capture(act)
+        ticket, arrival = self._ticket(), self._streams.arrival()
+        self._does.begin(ticket, call)  # not as late as its launch: others may end before that
+        job = partial(self._run_on_device, ticket, ours, arrival, act, kept)
+        self._launches.put(partial(self._attempt, job))
+        return ticket
+
+    def _run_on_device(
+        self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
+    ) -> None:
+        if self._told.failure is not None:
+            return  # what there is is being aborted
+        until = time.monotonic() + self.timeout
+        with self._streams.current(), self._translated(ours):
+            self._streams.follow(arrival)
+            theirs = self._exchange(ours)
+            work = UnderWay(ticket, until, ours, theirs, kept, self._streams.end())
+            if at_once := work.met.query():
+                self._compare(work)
+            else:
+                self._under_way.append(work)
+            sent = act()
+            work.verdict, work.end = self._verdict(), self._streams.end()
+            self._sent += sent  # not while it acts, as others add to it
+            if at_once and work.end.query():
+                self._finish(work)
+            elif at_once:
+                self._under_way.append(work)
+        self._end(ticket)
+
+    def _capture(self, act: Callable[[], int]) -> int:
+        """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
+        and the caller's stream is behind it at once."""
+        self._await_quiet()
+        ticket, arrival = self._ticket(), self._streams.arrival()
+        try:
+            with self._streams.current(), self._translated(None):
+                self._streams.follow(arrival)
+                sent = act()
+                self._streams.settle(self._streams.end())
+                self._sent += sent
+        except Failed as e:
+            self._told.fail(*e.told)  # whoever waits for it is told
+            return ticket
+        except UsageError:
+            self._end(ticket)
+            raise
+        self._end(ticket)
+        return ticket
+
+    def _await_quiet(self) -> None:
+        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
+        with self._told.changed:
+            self._told.changed.wait_for(
+                lambda: not (self._open or self._under_way) or self._told.failure, QUIET
+            )
+            if self._open or self._under_way:
+                raise UsageError(
+                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
+                )
+
+    def _room(self, needed: int) -> Tensor:
+        if len(self._staging) < needed:
+            if self._streams.capturing():
+                raise UsageError(
+                    f"a collective in a CUDA graph needs {needed} bytes of staging; there are "
+                    f"{len(self._staging)}: run it once before the capture"
+                )
+            staging = self._streams.empty(needed)
+            self._streams.meet()  # what is there may be in use, and what is new may have been
+            self._staging = staging
+        if self._streams.capturing():
+            self._captured.add(self._staging)
+        return self._staging[:needed]
+
+    def _finish(self, work: UnderWay) -> None:
+        if work.verdict is not None:
+            self._judge(work.verdict)
+        self._does.end(work.ticket)
+
+    def _compare(self, work: UnderWay) -> None:
+        work.agreed = True
+        ours, theirs = work.ours, unpacked(work.theirs)
+        if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
+            return
+        raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, (ours.short, theirs.short))
+
+    # --- on the thread that watches
+
+    def _look_after(self) -> None:
+        try:
+            self._attempt(self._until_failure)
+        finally:
+            self._leave()
+
+    def _until_failure(self) -> None:
+        with self._streams.current():
+            self._streams.watch()
+        while self._told.failure is None:
+            with self._told.changed:
+                self._told.changed.wait_for(lambda: self._busy() or self._told.failure)
+            with self._translated(None):
+                self._check_health()
+            self._reap()
+            time.sleep(LOOK / 2)
+
+    def _busy(self) -> bool:
+        return bool(self._open or self._under_way)
+
+    def _reap(self) -> None:
+        """Let go of what the device has done; what it does not do in time has failed."""
+        for work in list(self._under_way):
+            if not work.agreed and work.met.query():
+                self._compare(work)
+            if work.agreed and work.end is not None and work.end.query():
+                self._finish(work)
+                with self._told.changed:
+                    self._under_way.remove(work)
+                    self._told.changed.notify_all()
+            elif time.monotonic() > work.until:
+                raise Failed(FailureKind.TIMEOUT, self.rank)
+
+    def _leave(self) -> None:
+        """End what there is on the device, which can hang itself: then it is left alone."""
+        hangs = self._busy()
+        ending = threading.Thread(target=partial(self._let_go, hangs), daemon=True)
+        with suppress(RuntimeError):  # at exit no thread can be started, and none is needed
+            ending.start()
+            ending.join(PATIENCE)
+        if hangs and ending.is_alive():
+            launches.cache_clear()  # its queue may never move again: new communicators have another
+
+    def _let_go(self, hangs: bool) -> None:
+        """And of the device's memory: a thread that waits for a peer's end keeps this transport."""
+        with self._streams.current():
+            self._streams.watch()  # a user may capture
+            self._leave_device(hangs=hangs)
+            self._streams.drain()  # folds may have been behind what was aborted
+            self._captured.clear()
+            self._staging = self._streams.empty(0)
+        for work in list(self._under_way):
+            work.kept = None
