@@ -35,7 +35,8 @@ from bench.results import RESULTS
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
 from ringdp.cli.options import write_json
 from ringdp.schedule import fuse, project, schedule
-from ringdp.transport.peer import CudaKernels, VirtualRanks
+from ringdp.transport.peer.kernels import CudaKernels
+from ringdp.transport.peer.virtual import VirtualRanks
 
 LEAST = 10.0  # s: with less left a part is not begun
 LOG = ROOT / "build" / "gpu.log"
@@ -66,10 +67,10 @@ MEETING = "two processes meet over NCCL"  # for which one GPU stands for two hos
 
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 20, tests=False),
-    pytested("kernels equal the CPU's bits", 70, *SIDE_BY_SIDE, "tests/kernels"),
-    pytested("peer memory equals the simulator", 50, "tests/transport/test_peer.py"),
+    pytested("kernels equal the CPU's bits", 65, *SIDE_BY_SIDE, "tests/kernels"),
+    pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
     pytested("NCCL with virtual ranks", 50, "tests/transport/nccl/test_virtual.py"),
-    pytested("the engine, on one rank", 50, "tests/transport/nccl/test_alone.py"),
+    pytested("the engine, on one rank", 45, "tests/transport/nccl/test_alone.py"),
     Part(
         "bench of kernels",
         (
@@ -82,7 +83,8 @@ PARTS = (
     ),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
     pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
-    pytested("NCCL with processes", 90, "tests/transport/nccl/test_gpu.py", needs=MEETING),
+    pytested("NCCL with processes", 75, "tests/transport/nccl/test_gpu.py", needs=MEETING),
+    pytested("processes over peer memory", 30, "tests/transport/test_peer_gpu.py"),
     *(  # two processes take turns on one GPU, so large sizes may take long
         Part(
             f"bench of NCCL: our schedules beside its own, to {most}",
@@ -109,11 +111,13 @@ class Timed:
     def __init__(self) -> None:
         self._kernels = CudaKernels()
 
-    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int, buffer: int = 0
+    ) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(LAUNCH_CYCLES)  # else the GPU is idle, and the launch is timed with it
         self._begin.record()
-        self._kernels.launch(name, grid, jobs, shared)
+        self._kernels.launch(name, grid, jobs, shared, buffer)
         self._end.record()
 
     @property

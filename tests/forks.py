@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch.distributed import TCPStore
 
 from ringdp.cli.loopback import environment, loopback_store
-from tests.ranks import SERVER
+from tests.ranks import SERVER, named
 
 Say = Callable[[Any], None]
 
@@ -50,8 +50,7 @@ class Forks:
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Ended]:
         job_store = loopback_store()
-        name = function.__module__, function.__qualname__
-        self.pipe.send((sys.path, size, job_store.port, *name, arguments))
+        self.pipe.send((sys.path, size, job_store.port, *named(function), arguments))
         ended: list[Ended] = self.pipe.recv()
         return ended
 

@@ -14,6 +14,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -78,7 +79,7 @@ class Pool:
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Per rank: a result, a RankError, or None if it died. With errors, in order of time."""
         for pipe in self.pipes:
-            pipe.send((function.__module__, function.__qualname__, arguments))
+            pipe.send((*named(function), arguments))
         results: dict[int, Any] = {}
         order: list[int] = []
         deadline = time.monotonic() + self.timeout
@@ -114,6 +115,13 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def named(function: Callable[..., Any]) -> tuple[str, str]:
+    """Its module, and the name by which ranks find it there: else they would run another one."""
+    name = function.__module__, function.__qualname__
+    assert getattr(sys.modules[name[0]], name[1], None) is function, f"ranks cannot find {name}"
+    return name
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:

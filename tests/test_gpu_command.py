@@ -19,7 +19,7 @@ from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
 from ringdp.errors import CollectiveTimeout
-from ringdp.transport import peer
+from ringdp.transport.peer import kernels, virtual
 from tests.transport import test_peer
 
 MARK = "pytest.mark." + "gpu"
@@ -286,7 +286,7 @@ def test_a_wait_in_the_tests_of_peer_memory_ends_before_the_test_is_ended() -> N
 
 
 def test_the_buffers_that_fill_a_gpu_are_worth_all_its_channels() -> None:
-    assert peer.TOGETHER * 132 // 2 * peer.WORTH <= test_peer.FILLING  # two ranks on an H200
+    assert kernels.TOGETHER * 132 // 2 * virtual.WORTH <= test_peer.FILLING  # two ranks on an H200
 
 
 def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ struct Near {
 // Behind the leader's own kLeader bytes, in the order in which `copy_near` lays it out.
 constexpr i64 kLeader = 512;
 RINGDP_DEVICE inline i64 shared_bytes(const Job& job) {
-  return kLeader + job.ranks * i64(sizeof(char*) + 2 * sizeof(u64)) +
+  return kLeader + job.ranks * i64(sizeof(char*) + kCounts * sizeof(u64)) +
          (job.chunks + 1) * i64(sizeof(i64)) + job.count * i64(sizeof(Row) + 1) +
          job.scratch * i64(sizeof(Held)) + job.chunks + job.scratch;
 }
@@ -45,7 +45,7 @@ RINGDP_DEVICE X* fill(const Team& team, char*& to, X value, i64 count) {
 RINGDP_DEVICE inline Near copy_near(const Team& team, const Job& job, i64 channel, char* to) {
   Near near{job, nullptr, nullptr, nullptr};
   near.job.windows = copy(team, to, job.windows, job.ranks);
-  near.job.counts = copy(team, to, job.counts + channel * job.ranks * 2, job.ranks * 2);
+  near.job.counts = copy(team, to, job.counts + channel * job.ranks * kCounts, job.ranks * kCounts);
   near.job.bounds = copy(team, to, job.bounds, job.chunks + 1);
   near.held = fill(team, to, Held{0, 0}, job.scratch);
   near.job.rows = copy(team, to, job.rows, job.count);
@@ -56,8 +56,8 @@ RINGDP_DEVICE inline Near copy_near(const Team& team, const Job& job, i64 channe
 
 // The counts go on in the next launch.
 RINGDP_DEVICE inline void keep_counts(const Team& team, const Near& near, const Job& job, i64 channel) {
-  char* to = reinterpret_cast<char*>(job.counts + channel * job.ranks * 2);
-  copy(team, to, near.job.counts, job.ranks * 2);
+  char* to = reinterpret_cast<char*>(job.counts + channel * job.ranks * kCounts);
+  copy(team, to, near.job.counts, job.ranks * kCounts);
 }
 
 }  // namespace ringdp

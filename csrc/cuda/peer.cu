@@ -7,15 +7,16 @@
 namespace ringdp {
 
 template <class T>
-__device__ void rows(const Job* jobs) {
+__device__ void rows(const Job* jobs, char* buffer) {
   extern __shared__ __align__(16) char memory[];
-  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.y], blockIdx.x, memory);
+  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.y], buffer, blockIdx.x, memory);
 }
 
 }  // namespace ringdp
 
 #define RINGDP_KERNEL(name, T)                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 2) rows_##name(const ringdp::Job* jobs) {    \
-    ringdp::rows<T>(jobs);                                                                       \
+  extern "C" __global__ void __launch_bounds__(256, 2) rows_##name(const ringdp::Job* jobs,       \
+                                                                  char* buffer) {                \
+    ringdp::rows<T>(jobs, buffer);                                                               \
   }
 RINGDP_EACH_DTYPE(RINGDP_KERNEL)

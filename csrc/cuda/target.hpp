@@ -10,6 +10,7 @@
 #include <sched.h>
 
 #include <chrono>
+#include <thread>
 #endif
 
 #if defined(__CUDACC__)
@@ -88,11 +89,15 @@ RINGDP_DEVICE inline u64 nanoseconds() {
 #endif
 }
 
-RINGDP_DEVICE inline void pause() {
+// Between two looks at a flag. A host's threads are more than its cores, so they soon sleep.
+RINGDP_DEVICE inline void pause([[maybe_unused]] unsigned looks) {
 #if defined(__CUDA_ARCH__)
   __nanosleep(20);
 #elif !defined(__CUDACC__)
-  sched_yield();
+  if (looks < 64)
+    sched_yield();
+  else
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
 #endif
 }
 

@@ -17,15 +17,16 @@
 namespace ringdp {
 
 constexpr i64 kLine = 128;  // bytes between what different ranks write
+constexpr i64 kCounts = 3;  // messages sent to a rank, messages taken from it, bytes sent to it
 
-enum class Fault : int { none, timeout, mismatch, stopped };  // transport.peer.Fault
+enum class Fault : int { none, timeout, mismatch, stopped };  // transport.peer.jobs.Fault
 
 struct Row {  // schedule.program.Row
   int round, recv_peer, send_peer, src_chunk, dst_chunk, flags;
 };
 enum Flag : int { kReduce = 1, kStore = 2 };
 
-// One rank's part of a launch: 8 bytes a field, in the order of transport.peer.Job.
+// One rank's part of a launch: 8 bytes a field, in the order of transport.peer.jobs.Job.
 struct Job {
   i64 rank, ranks, channels, depth, slab;  // channels: those of the window; slab in bytes
   i64 active;                              // channels: those of this launch
@@ -37,7 +38,7 @@ struct Job {
   char* buffer;
   char* spare;           // [active][scratch][slab bytes]
   float* sums;           // [active][chunks + scratch][slab elements], for 16-bit floats
-  u64* counts;           // [channels][ranks][2]: messages sent to that rank, and taken from it
+  u64* counts;           // [channels][ranks][kCounts]
   u64* failure;          // 0, or what `failed` packs
   char* const* windows;  // [ranks]
 };
@@ -67,8 +68,9 @@ struct Channel {
     return reinterpret_cast<Stamp*>(job->windows[owner] + begin + index * (kLine + job->slab));
   }
   static RINGDP_DEVICE char* data(Stamp* stamp) { return reinterpret_cast<char*>(stamp) + kLine; }
-  RINGDP_DEVICE u64& sent(i64 peer) const { return job->counts[peer * 2]; }
-  RINGDP_DEVICE u64& took(i64 peer) const { return job->counts[peer * 2 + 1]; }
+  RINGDP_DEVICE u64& sent(i64 peer) const { return job->counts[peer * kCounts]; }
+  RINGDP_DEVICE u64& took(i64 peer) const { return job->counts[peer * kCounts + 1]; }
+  RINGDP_DEVICE u64& sent_bytes(i64 peer) const { return job->counts[peer * kCounts + 2]; }
 
   // The slot for the next message to `peer`; null after a failure.
   RINGDP_DEVICE char* outgoing(int peer) {
@@ -80,6 +82,7 @@ struct Channel {
   RINGDP_DEVICE void publish(int peer, unsigned bytes, unsigned more) {
     u64& number = sent(peer);
     *slot(peer, job->rank, number) = {u64(job->number), bytes, more};
+    sent_bytes(peer) += bytes;
     // release: the team's writes to the slot, and the stamp, before their count
     store_release(arrived(peer, job->rank), ++number);
   }
@@ -103,7 +106,7 @@ struct Channel {
         if (start == 0) start = now;
         if (now - start > u64(job->timeout)) return fail(Fault::timeout, peer);
       }
-      pause();
+      pause(spins);
     }
     load_acquire(counter);
     return true;

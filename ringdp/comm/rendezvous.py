@@ -27,10 +27,11 @@ from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.transport import NcclTransport
+from ringdp.transport.peer.transport import PeerTransport
 from ringdp.transport.shm import ShmTransport
 from ringdp.transport.wire import gloo
 
-TransportName = Literal["shm", "c10d", "nccl", "nccl-host"]
+TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 NAMES = "communicators"  # in a job's store: how many met there; in NAMES/1, ... name and size
 _world: Communicator | None = None  # the last one lives until the next
@@ -58,7 +59,9 @@ def init(
                    c10d       gloo, for any
                    nccl       NCCL, for tensors on each rank's current CUDA device, where all ranks
                               must call the collectives of all communicators in one order
-                   nccl-host  that transport's code over host memory, to test and to study it
+                   peer       kernels that write to the memory of peers' GPUs, for one host; else
+                              as nccl
+                   nccl-host, peer-host  the same code over host memory, to test and to study it
     """
     global _world, _worlds
     if not (isinstance(transport, str) and transport in get_args(TransportName)):
@@ -193,5 +196,5 @@ def _gloo(
         group = gloo(making, prefixed, here, size, timeout)
         if transport == "c10d":
             return C10dTransport(prefixed, group)
-        host = transport == "nccl-host"
-        return NcclTransport(prefixed, group, making, host=host, differ=differ)
+        kind, host = (PeerTransport if "peer" in transport else NcclTransport), "host" in transport
+        return kind(prefixed, group, making, host=host, differ=differ)

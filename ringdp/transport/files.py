@@ -61,22 +61,23 @@ def advice(error: Exception, otherwise: str = "") -> str:
     )
 
 
-def open_other(pid: int, fd: int) -> int:
+def open_other(pid: int, fd: int, rank: int = 0) -> int:
+    """That file of `rank`. Raises CommunicationError."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:
         raise CommunicationError(
-            f"cannot open rank 0's shared memory at {path} ({e.strerror}){advice(e, ONE_HOST)}"
+            f"cannot open rank {rank}'s shared memory at {path} ({e.strerror}){advice(e, ONE_HOST)}"
         ) from e
-    # A store that others can write to may name a file that is not rank 0's.
+    # A store that others can write to may name a file that is not that rank's.
     try:
         seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
     except OSError:  # not a memfd
         seals = 0
     if os.fstat(opened).st_uid != os.geteuid() or seals != SEALS:
         os.close(opened)
-        raise CommunicationError(f"{path} is not the shared memory of a rank 0 of this user")
+        raise CommunicationError(f"{path} is not the shared memory of a rank {rank} of this user")
     return opened
 
 

@@ -32,4 +32,4 @@ def over(transport: str) -> Callable[[Function], Function]:
     return decorator
 
 
-over_gloo, over_nccl = over("c10d"), over("nccl-host")
+over_gloo, over_nccl, over_peer = over("c10d"), over("nccl-host"), over("peer-host")

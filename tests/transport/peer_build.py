@@ -1,40 +1,26 @@
-"""csrc/cuda's kernels, compiled by g++ to run as threads: see peer_in_threads.cpp."""
+"""What tests of the kernels over peer memory share."""
 
 from __future__ import annotations
 
-import ctypes
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-from ringdp.transport.peer import FATBIN, CudaKernels
-from tests.builds import Build
+from ringdp.transport.peer.kernels import FATBIN, Kernels
 
 SOURCE, EXACT = "transport/peer_in_threads.cpp", "-ffp-contract=off"
-LIBRARY = Build(SOURCE, (EXACT, "-O1", "-shared", "-fPIC"))
-
-
-class HostKernels:
-    """In place of CudaKernels: launches on the CPU, and returns when all threads have ended."""
-
-    def __init__(self, library: Path) -> None:
-        """`library`: of LIBRARY."""
-        self._library = ctypes.CDLL(str(library))
-
-    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
-        table = ctypes.c_void_p(jobs.data_ptr())
-        assert self._library.launch(name.encode(), *grid, table, shared) == 0
 
 
 class WithoutRank:
     """Kernels whose launches leave out rank 0: for the others it is dead."""
 
-    def __init__(self, kernels: HostKernels | CudaKernels) -> None:
+    def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
-        self._kernels.launch(name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared)
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int, buffer: int = 0
+    ) -> None:
+        self._kernels.launch(name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared, buffer)
 
 
 def missing() -> str:

@@ -1,8 +1,6 @@
-// The kernels of csrc/cuda as threads: a block is a team of kTeam threads, a launch is a team for
-// each channel of each rank. As a library it stands in for the driver (`launch`). As a program it is
-// for a sanitizer of threads, which must see both ends of every channel. Its arguments: `sum` and
-// files of programs, one a rank: "chunks scratch rows", then the rows. Or `dead`, or `mistaken`,
-// and the same.
+// The kernels of csrc/cuda as threads, for a sanitizer of threads, which must see both ends of every
+// channel. Arguments: `sum` and files of programs, one a rank: "chunks scratch rows", then the rows.
+// Or `dead`, or `mistaken`, and the same.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -11,44 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/dtypes.hpp"
-#include "cuda/rows.hpp"
+#include "cuda/threads.hpp"
 
 using namespace ringdp;
-
-constexpr int kTeam = 2;
-
-struct alignas(16) Line {
-  char bytes[16];
-};
-
-template <class T>
-void block(const Job& job, i64 channel) {
-  std::vector<Line> shared((shared_bytes(job) - 1) / i64(sizeof(Line)) + 1);
-  pthread_barrier_t barrier;
-  pthread_barrier_init(&barrier, nullptr, kTeam);
-  std::vector<std::thread> team;
-  for (int t = 0; t < kTeam; ++t)
-    team.emplace_back([&, t] { run_rows<T>({t, kTeam, &barrier}, job, channel, shared[0].bytes); });
-  for (auto& t : team) t.join();
-  pthread_barrier_destroy(&barrier);
-}
-
-// As the driver would; 0, or 1 for a kernel that there is not, 2 where `shared` is too little.
-extern "C" int launch(const char* kernel, int channels, int ranks, const Job* jobs, int shared) {
-  for (int r = 0; r < ranks; ++r)
-    if (shared_bytes(jobs[r]) > shared) return 2;
-  void (*run)(const Job&, i64) = nullptr;
-#define RINGDP_CHOOSE(name, T) \
-  if (kernel == std::string_view("rows_" #name)) run = block<T>;
-  RINGDP_EACH_DTYPE(RINGDP_CHOOSE)
-  if (!run) return 1;
-  std::vector<std::thread> blocks;
-  for (int r = 0; r < ranks; ++r)
-    for (int c = 0; c < channels; ++c) blocks.emplace_back([=] { run(jobs[r], c); });
-  for (auto& b : blocks) b.join();
-  return 0;
-}
 
 void check(bool right, const char* what) {
   if (right) return;
@@ -56,6 +19,7 @@ void check(bool right, const char* what) {
   std::_Exit(1);
 }
 
+constexpr int kTeam = 2;
 constexpr i64 kChannels = 2, kDepth = 2, kSlab = 256, kShared = 48 << 10;
 
 struct Rank {
@@ -67,7 +31,7 @@ struct Rank {
   std::vector<u64> counts;
   u64 failure = 0;
 
-  Rank(const char* path, i64 ranks) : counts(kChannels * ranks * 2) {
+  Rank(const char* path, i64 ranks) : counts(kChannels * ranks * kCounts) {
     std::ifstream file(path);
     std::size_t count;
     file >> chunks >> scratch >> count;
@@ -114,7 +78,7 @@ int main(int count, char** arguments) {
       for (int r = 0; r < n; ++r)
         jobs.push_back(ranks[r].job(r, windows.data(), n, number, 60'000'000'000, elements));
       check_near(jobs[0]);
-      check(launch("rows_float32", kChannels, n, jobs.data(), kShared) == 0, "there is such a kernel");
+      check(launch("rows_float32", kChannels, n, jobs.data(), nullptr, kShared, kTeam) == 0, "there is such a kernel");
       for (auto& r : ranks) {
         check(r.failure == 0, "no failure");
         for (float x : r.buffer) check(x == float(n * (n + 1) / 2), "the sum");
@@ -128,7 +92,7 @@ int main(int count, char** arguments) {
   std::vector<Job> jobs;
   for (int r = 0; r < n; ++r)
     jobs.push_back(ranks[r].job(r, windows.data(), n, r == 0 && !dead, dead ? 100'000'000 : 60'000'000'000, 3000));
-  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, kShared) == 0, "there is such a kernel");
+  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, nullptr, kShared, kTeam) == 0, "there is such a kernel");
   bool told = false;
   for (int r = dead; r < n; ++r) {
     const auto fault = Fault(ranks[r].failure & 0xffff);

@@ -12,12 +12,14 @@ import torch
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, UsageError
 from ringdp.schedule import fifo_depth, fuse, project, schedule
 from ringdp.schedule.program import Program
-from ringdp.transport import peer
 from ringdp.transport.base import DTYPES, OPS, Op
-from ringdp.transport.peer import Kernels, VirtualRanks
+from ringdp.transport.peer import kernels as peer
+from ringdp.transport.peer.jobs import kernel_name
+from ringdp.transport.peer.kernels import HostKernels, Kernels
+from ringdp.transport.peer.virtual import VirtualRanks
 from ringdp.transport.simulator import simulate
 from tests.builds import Build, Builds
-from tests.transport.peer_build import EXACT, LIBRARY, SOURCE, HostKernels, WithoutRank, missing
+from tests.transport.peer_build import EXACT, SOURCE, WithoutRank, missing
 from tests.transport.test_sanitizers import run
 
 DEVICES = [
@@ -45,14 +47,9 @@ FILLING = 9 << 20  # bytes of a buffer: inputs take a CPU seconds, and `make gpu
 PATIENCE = {"cpu": 60, "cuda": 5}
 
 
-@pytest.fixture(scope="module")
-def host_kernels(builds: Builds) -> HostKernels:
-    return HostKernels(builds[LIBRARY])
-
-
 @pytest.fixture
-def kernels(request: pytest.FixtureRequest, device: str) -> Kernels:
-    return peer.CudaKernels() if device == "cuda" else request.getfixturevalue("host_kernels")
+def kernels(device: str) -> Kernels:
+    return peer.CudaKernels() if device == "cuda" else HostKernels()
 
 
 def programs(collective: str, algorithm: str, n: int) -> list[Program]:
@@ -155,9 +152,9 @@ def test_another_length_is_a_mismatch(kernels: Kernels, device: str) -> None:
         ranks.run(made, buffers)
 
 
-def test_refuses(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def virtual(ranks: int, slab: int = SLAB) -> VirtualRanks:
-        return VirtualRanks(ranks, channels=1, slab=slab, device="cpu", kernels=host_kernels)
+        return VirtualRanks(ranks, channels=1, slab=slab, device="cpu", kernels=HostKernels())
 
     made, ones = programs("all_reduce", "ring", 2), torch.ones(8)
     with pytest.raises(UsageError, match="multiple of 128"):
@@ -178,7 +175,6 @@ def test_refuses(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> 
 TSAN = (EXACT, "-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
 RELEASE = "__atomic_store_n(flag, value, __ATOMIC_RELEASE)"
 BUILDS = {
-    "peer.so": LIBRARY,
     "peer": Build(SOURCE, TSAN),
     "peer-relaxed": Build(SOURCE, TSAN, (("cuda/target.hpp", RELEASE),)),
 }
@@ -223,7 +219,7 @@ def cuobjdump(*arguments: str) -> str:
 def test_the_fatbin_has_every_kernel_and_no_spill() -> None:
     usage = cuobjdump("-res-usage")
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)\s+SHARED:\d+ LOCAL:(\d+)", usage)
-    assert {name for name, *_ in found} == {peer.kernel_name(dtype) for dtype in DTYPES}
+    assert {name for name, *_ in found} == {kernel_name(dtype) for dtype in DTYPES}
     for _, registers, stack, local in found:
         assert int(registers) * peer.THREADS * peer.TOGETHER <= 65536  # a multiprocessor's
         assert (stack, local) == ("0", "0")
@@ -232,7 +228,7 @@ def test_the_fatbin_has_every_kernel_and_no_spill() -> None:
 @pytest.mark.skipif(not peer.FATBIN.exists(), reason="built without nvcc")
 def test_the_fatbin_moves_16_bytes_at_once_and_has_flags_at_system_scope() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        for sass in cuobjdump("-sass", "-fun", peer.kernel_name(dtype)).split("Function :")[1:]:
+        for sass in cuobjdump("-sass", "-fun", kernel_name(dtype)).split("Function :")[1:]:
             names = set(re.findall(r"\b(?:LD|ST)[GL]?\.[A-Z0-9.]*", sass))
             assert {"LD.E.128", "ST.E.128", "LDG.E.64.STRONG.SYS", "STG.E.64.STRONG.SYS"} <= names
             assert not any(name.startswith(("LDL", "STL")) for name in names)

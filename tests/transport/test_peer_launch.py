@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport import peer
-from ringdp.transport.peer import VirtualRanks
+from ringdp.transport.peer import kernels as peer
+from ringdp.transport.peer.jobs import Job
+from ringdp.transport.peer.virtual import VirtualRanks
 from tests.builds import ROOT
 from tests.transport.test_peer import SLAB, programs
 
@@ -25,10 +26,12 @@ class Noted:
     def __init__(self) -> None:
         self.grids: list[tuple[int, int]] = []
 
-    def launch(self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int) -> None:
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int, buffer: int = 0
+    ) -> None:
         self.grids.append(grid)
         # One upload: what jobs refer to of the launch lies right behind them.
-        first, *others = (peer.Job(*words) for words in jobs.tolist())
+        first, *others = (Job(*words) for words in jobs.tolist())
         assert first.bounds == jobs.data_ptr() + jobs.nbytes
         assert [job.bounds - first.bounds for job in others] == [
             8 * rank * (first.chunks + 1) for rank in range(1, first.ranks)
@@ -127,7 +130,7 @@ def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     assert cupy.devices == [torch.device("cuda:3"), 3]
     kernels.launch("rows_int8", (3, 2), Jobs(), 400)
     assert cupy.devices[2:] == [Jobs.device, 1]
-    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5,), 400, 77)]
+    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0), 400, 77)]
 
 
 def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:

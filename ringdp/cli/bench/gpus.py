@@ -1,7 +1,8 @@
-"""GPUs for contenders over NCCL: which one a rank takes, and calls that are over there.
+"""GPUs for contenders: which one a rank takes, and calls that are over there.
 
 NCCL refuses two ranks of one host on one GPU. Where there are fewer GPUs than ranks, each rank says
-it is a host of its own; NCCL then goes over sockets: slow, and fair to all contenders.
+it is a host of its own; NCCL then goes over sockets: slow, and fair to all who are over it. There
+kernels over peer memory take turns, slower still.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-OURS, TORCHS = "nccl", "torch-nccl"
-CONTENDERS = (OURS, TORCHS)
+NCCL, PEER, TORCHS = "nccl", "peer", "torch-nccl"
+OURS = (NCCL, PEER)
+CONTENDERS = (*OURS, TORCHS)
 SOCKETS = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -24,7 +26,7 @@ SOCKETS = {
 }
 
 
-def take() -> tuple[str, str]:
+def take(contender: str) -> tuple[str, str]:
     """Makes this rank's the current one. Returns its name, and what to add to a contender's."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
@@ -32,6 +34,8 @@ def take() -> tuple[str, str]:
     device = f"cuda:{rank % gpus}"
     if gpus >= ranks:
         return device, ""
+    if contender == PEER:
+        return device, f", {gpus} GPUs: by turns"
     os.environ |= SOCKETS | {"NCCL_HOSTID": f"ringdp-{rank}"}
     return device, f", {gpus} GPUs: through sockets"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ringdp.cli.bench import peers
+from ringdp.cli.bench import gpus, peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
 from ringdp.cli.options import MOST_RANKS, between, check_writable, one_of
@@ -106,11 +106,12 @@ def _check_transports(options: Options) -> None:
         one_of("--transport", transport, OURS)
     if any(options.registered) and options.transports != ("shm",):
         raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
-    if "nccl" in options.transports and not torch.cuda.is_available():
-        raise UsageError(
-            f"--transport nccl needs a CUDA GPU, and torch {torch.__version__} finds none here; "
-            "allowed: nccl-host, which is its code over host memory"
-        )
+    for name in gpus.OURS if not torch.cuda.is_available() else ():
+        if name in options.transports:
+            raise UsageError(
+                f"--transport {name} needs a CUDA GPU, and torch {torch.__version__} finds none "
+                f"here; allowed: {name}-host, which is its code over host memory"
+            )
 
 
 def only(options: Options, taken: Collection[str], says: str) -> None:

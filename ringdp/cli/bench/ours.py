@@ -31,8 +31,8 @@ class Ours:
     def __init__(self, transport: str) -> None:
         self.version = f"ringdp {metadata.version('ringdp')}, {transport}"
         self._device = "cpu"
-        if transport == gpus.OURS:
-            self._device, among = gpus.take()
+        if transport in gpus.OURS:
+            self._device, among = gpus.take(transport)
             self.version += among
         self._comm = ringdp.init(transport=cast(TransportName, transport))
         self.rank, self.ranks = self._comm.rank, self._comm.size

@@ -20,7 +20,8 @@ from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
 
-OURS = ("shm", "c10d", "nccl-host", "nccl")  # transports of ringdp; a peer's is its name
+# Transports of ringdp; a peer's is its name.
+OURS = ("shm", "c10d", "nccl-host", "nccl", "peer-host", "peer")
 LIBRARYS = "nccl"  # the algorithm that is NCCL's own, on its transports
 DEFAULT = "direct"  # what "auto" is priced as
 MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # what a file may say

@@ -39,7 +39,7 @@ class Torchs:
     def __init__(self, name: str) -> None:
         self._device = "cpu"
         if name == gpus.TORCHS:
-            self._device, among = gpus.take()
+            self._device, among = gpus.take(name)
             dist.init_process_group("nccl", device_id=torch.device(self._device))
             version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             self.version = f"NCCL {version} of torch {torch.__version__}{among}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ringdp.cli.doctor.check import Check
 from ringdp.transport.nccl.library import INSTALL
-from ringdp.transport.peer import FATBIN
+from ringdp.transport.peer.kernels import FATBIN
 
 IMPORT_SECONDS = 60.0  # that a package may take; a broken one may hang
 

@@ -31,7 +31,7 @@ DEVICES = {
     "h100": Device(989e12, 67e12, 80 * 10**9, 3.35e12, 450e9),
     "h200": Device(989e12, 67e12, 141 * 10**9, 4.8e12, 450e9),
 }
-HOSTS_MEMORY = ("shm", "nccl-host")  # transports that move bytes there, unlike c10d and nccl
+HOSTS_MEMORY = ("shm", "nccl-host", "peer-host")  # transports that move bytes there
 PER_NODE, BETWEEN_NODES = 8, "400Gb"  # where nothing is said
 ASSUMED_ALPHA = 1e-5  # s a message
 LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb or GB a second
@@ -164,7 +164,7 @@ def from_file(*paths: Path) -> Network:
     )
     transport = rows[0].transport
     said = str(reports[0].machine.get("cores"))
-    cores = None if transport == "nccl" else int(said) if said.isdecimal() else 0
+    cores = None if transport in ("nccl", "peer") else int(said) if said.isdecimal() else 0
     fitted = {collective: _fit(own) for collective, own in of.items()}
     source = f"fitted to {len(rows)} {transport} rows of {named}"
     yields = transport in HOSTS_MEMORY

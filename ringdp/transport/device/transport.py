@@ -101,15 +101,9 @@ class DeviceTransport(C10dTransport):
     def _translated(self, ours: Stamped | None) -> AbstractContextManager[None]:
         """Errors in the block, as failures of the communicator."""
 
-    def _verdict(self) -> Tensor | None:
-        """Put into the streams: what will say, on the CPU, how all before it has gone."""
-        return None
-
-    def _judge(self, verdict: Tensor) -> None:
-        """Raise Failed if it has not gone well. `verdict` has come."""
-
+    @abstractmethod
     def _check_health(self) -> None:
-        """Now and then. Raise if something has failed."""
+        """Now and then, and when one has ended: raise if something has failed."""
 
     # --- for the communicator
 
@@ -200,7 +194,7 @@ class DeviceTransport(C10dTransport):
             else:
                 self._under_way.append(work)
             sent = act()
-            work.verdict, work.end = self._verdict(), self._streams.end()
+            work.end = self._streams.end()
             self._sent += sent  # not while it acts, as others add to it
             if at_once and work.end.query():
                 self._finish(work)
@@ -242,9 +236,8 @@ class DeviceTransport(C10dTransport):
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:
             if self._streams.capturing():
-                raise UsageError(
-                    f"a collective in a CUDA graph needs {needed} bytes of staging; there are "
-                    f"{len(self._staging)}: run it once before the capture"
+                raise self._uncapturable(
+                    f"{needed} bytes of staging; there are {len(self._staging)}"
                 )
             staging = self._streams.empty(needed)
             self._streams.meet()  # what is there may be in use, and what is new may have been
@@ -253,9 +246,13 @@ class DeviceTransport(C10dTransport):
             self._captured.add(self._staging)
         return self._staging[:needed]
 
+    def _uncapturable(self, needed: str) -> UsageError:
+        return UsageError(
+            f"a collective in a CUDA graph needs {needed}: run it once before the capture"
+        )
+
     def _finish(self, work: UnderWay) -> None:
-        if work.verdict is not None:
-            self._judge(work.verdict)
+        self._check_health()
         self._does.end(work.ticket)
 
     def _compare(self, work: UnderWay) -> None:

@@ -23,4 +23,3 @@ class UnderWay:
     met: End  # of the exchange of stamps
     agreed: bool = False
     end: End | None = None  # None while it is being issued
-    verdict: Tensor | None = None  # how it has gone, once it has ended

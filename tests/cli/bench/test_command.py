@@ -122,14 +122,15 @@ def test_transports_beside_each_other_and_nccls_own(
     only_with_host_nccl()
     out = tmp_path / "rows.json"
     command = ["bench", "all_gather", "--min", "4K", "--max", "4K", "--rounds", "1"]
-    command += ["--transport=c10d,nccl-host", "--algorithm=ring,nccl", "--json", str(out)]
+    command += ["--transport=c10d,nccl-host,peer-host", "--algorithm=ring,nccl", "--json", str(out)]
     assert main(command) == 0
     report = read(out)
-    assert list(report.contenders) == ["c10d", "nccl-host"]
+    assert list(report.contenders) == ["c10d", "nccl-host", "peer-host"]
     assert [(r.transport, r.algorithm, r.predicted_us is None, r.wrong) for r in report.rows] == [
         ("c10d", "ring", False, 0),
         ("nccl-host", "ring", False, 0),
         ("nccl-host", "nccl", True, 0),
+        ("peer-host", "ring", False, 0),
     ]
     assert "transport" in capsys.readouterr().out
 

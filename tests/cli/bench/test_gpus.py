@@ -1,4 +1,4 @@
-"""Contenders over NCCL without a GPU: which device a rank takes, what torch is asked, refusals."""
+"""Contenders on GPUs without a GPU: which device a rank takes, what torch is asked, refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_ranks_that_share_a_gpu_say_they_are_hosts(asked: list[Any]) -> None:
-    assert gpus.take() == ("cuda:1", ", 2 GPUs: through sockets")
+    assert gpus.take("nccl") == ("cuda:1", ", 2 GPUs: through sockets")
     assert asked == [1]
     assert os.environ["NCCL_HOSTID"] == "ringdp-3"
     assert gpus.SOCKETS.items() <= os.environ.items()
@@ -48,7 +48,13 @@ def test_a_rank_with_a_gpu_of_its_own_uses_all_of_nccl(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     before = dict(os.environ)
-    assert gpus.take() == ("cuda:3", "")
+    assert gpus.take("nccl") == gpus.take("peer") == ("cuda:3", "")
+    assert os.environ == before
+
+
+def test_ranks_over_peer_memory_take_turns_on_a_gpu(asked: list[Any]) -> None:
+    before = dict(os.environ)
+    assert gpus.take("peer") == ("cuda:1", ", 2 GPUs: by turns")
     assert os.environ == before
 
 

@@ -11,11 +11,10 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
-from ringdp.transport import answers
 from ringdp.transport.nccl.transport import NcclTransport
-from tests.comm import test_forms, test_groups, test_messages
-from tests.comm.failing import Heard, hear, until_failed
+from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE, Say
+from tests.transport.device_bodies import MISTAKES, calls, check_mistaken, mistaken
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
 from tests.transport.over import over_nccl
 from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
@@ -65,27 +64,13 @@ def test_eight_ranks_give_the_simulators_bits(forks):
 
 
 @over_nccl
-def calls(comm: Communicator) -> None:
-    """What the communicator's own tests ask of shared memory."""
-    test_forms.moved(comm, 10)
-    test_forms.added(comm, 10)
-    test_messages.exchange(comm)
-    test_messages.anybody(comm)
-    test_messages.beside_collectives(comm)
-    test_groups.parts.__wrapped__(comm)
-    test_groups.together(comm)
-    with comm.duplicate() as other, other.group():
-        x = torch.ones(3)
-        other.all_reduce(x)
-        comm.barrier()
-    assert torch.all(x == comm.size)
-    with pytest.raises(ringdp.UsageError, match="moves tensors on cpu"):
-        comm.all_reduce(torch.zeros(1, device="meta"))
+def calls_over_nccl(comm: Communicator) -> None:
+    calls(comm)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_it_offers_what_a_communicator_has(ranks, n: int):
-    ranks(n)(calls)
+    ranks(n)(calls_over_nccl)
 
 
 def by_nccl(function: Callable[..., Any], *arguments: Any) -> None:
@@ -151,32 +136,13 @@ def test_nccls_own_collectives(ranks, n: int):
 
 
 @over_nccl
-def mistaken(comm: Communicator, what: str) -> Heard | None:
-    x, odd = torch.ones(5000), comm.rank == 1
-    sizes = [2500, 2500] if odd else [2000, 3000]
-    act = {
-        "collective": lambda: comm.broadcast(x) if odd else comm.all_reduce(x),
-        "length": lambda: comm.all_reduce(x[1:] if odd else x),
-        "dtype": lambda: comm.all_reduce(x.int() if odd else x),
-        "sizes": lambda: comm.all_gather_v(x, x[: sizes[comm.rank]], sizes),
-        "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
-        "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
-    }[what]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "PATIENCE", PATIENCE)  # a busy machine is slow
-        return hear(comm, act, comm.barrier, comm.barrier)
+def mistaken_over_nccl(comm: Communicator, what: str) -> Heard | None:
+    return mistaken(comm, what)
 
 
-@pytest.mark.parametrize("what", ["collective", "length", "dtype", "sizes", "message", "late"])
+@pytest.mark.parametrize("what", MISTAKES)
 def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
-    for heard in ranks(2)(mistaken, what):
-        assert heard is not None
-        wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
-        assert heard.error == heard.again == wanted, heard
-        if what == "collective":
-            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in heard.text
-            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in heard.text
-            assert heard.text.count("test_transport.py:") == 4  # in two lines, and in the table
+    check_mistaken(ranks(2)(mistaken_over_nccl, what), what)
 
 
 def suffers(comm: Communicator, what: int) -> Heard | None:

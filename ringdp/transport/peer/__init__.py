@@ -1,0 +1,1 @@
+"""Programs run by a CUDA kernel over memory that the ranks' GPUs can reach."""

@@ -1,0 +1,138 @@
+"""Kernels that run programs over peer memory: on a GPU, or the same source as threads of the host.
+
+On a GPU they come compiled (`peer.fatbin`, built where there is an nvcc) and are loaded by CuPy, so
+the user needs no compiler. A launch is cooperative: all its blocks run at once, or it is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringdp import _core
+from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.base import DTYPES
+from ringdp.transport.peer.jobs import kernel_name
+
+FATBIN = Path(_core.__file__).parent / "peer.fatbin"
+HOST = Path(_core.__file__).with_name("libhostpeer.so")
+THREADS = 256  # of a block
+TOGETHER = 2  # blocks of a multiprocessor, by their registers (the bounds in csrc's peer.cu)
+INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
+
+
+class Kernels(Protocol):
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+    ) -> None:
+        """Start kernel `name`, a block for each of `grid`, with `shared` bytes of memory a block.
+
+        `jobs`: int64[ranks, fields of Job] on the device. `buffer`: if not 0, that of a single job.
+        """
+        ...
+
+
+class CudaKernels:
+    """The fatbin's, on torch's current stream of the GPU on which the jobs are."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        """`device`: whose driver loads them now.
+
+        Raises UsageError, with what to do, where CuPy, a GPU or a fatbin that fits is missing.
+        """
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "peer memory needs a CUDA GPU, and torch finds none here; shm serves the CPU"
+            )
+        try:
+            import cupy
+        except ImportError as e:
+            raise UsageError(f"peer memory needs CuPy to load its kernels ({e}): {INSTALL}") from e
+        if not FATBIN.exists():
+            raise UsageError(
+                f"{FATBIN} does not exist: ringdp was built without nvcc. Build it where there is "
+                "one (pip install . finds it on PATH, in CUDA_HOME or in /usr/local/cuda)"
+            )
+        self._cupy = cupy
+        self._module: Any = cupy.RawModule(path=str(FATBIN), enable_cooperative_groups=True)
+        try:
+            with on(cupy, resolve(device)):
+                for dtype in DTYPES:  # loading one while another spins would never end
+                    self._module.get_function(kernel_name(dtype))
+        except cupy.cuda.driver.CUDADriverError as e:
+            raise UsageError(
+                f"the driver of {device} does not take {FATBIN}: {e}. It holds code for sm_80 and "
+                "later, of the nvcc that ringdp was built with: update the driver, or install "
+                "ringdp again with an nvcc that is no newer than it"
+            ) from e
+
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+    ) -> None:
+        """Raises CommunicationError where the driver refuses."""
+        try:
+            with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
+                kernel = self._module.get_function(name)
+                kernel(grid, (THREADS,), (jobs.data_ptr(), buffer), shared_mem=shared)
+        except self._cupy.cuda.driver.CUDADriverError as e:
+            raise CommunicationError(
+                f"the driver of {jobs.device} refused {grid[0]} channels of {grid[1]} ranks, a "
+                f"block of {THREADS} threads for each, of kernel {name}: {e}. All blocks must run "
+                "at once: take fewer channels if they are too many"
+            ) from e
+
+
+@contextmanager
+def on(cupy: Any, device: torch.device) -> Iterator[None]:
+    """Current for torch, and for CuPy, which keeps a module for each device."""
+    with torch.cuda.device(device), cupy.cuda.Device(device.index):
+        yield
+
+
+class _Current:
+    """torch's current stream, by CUDA's stream protocol, which its class has from 2.10 on."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream.cuda_stream
+
+
+def resolve(device: torch.device | str) -> torch.device:
+    """With the number of the GPU, so that it stays the same one."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class HostKernels:
+    """The same, compiled for the CPU, where a launch returns when all its threads have ended."""
+
+    def __init__(self, library: Path = HOST) -> None:
+        """Raises UsageError where this build of ringdp has none."""
+        try:
+            self._library = ctypes.CDLL(str(library))
+        except OSError as e:
+            raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
+
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+    ) -> None:
+        table, at = ctypes.c_void_p(jobs.data_ptr()), ctypes.c_void_p(buffer)
+        refused = self._library.launch(name.encode(), *grid, table, at, shared)
+        assert not refused, f"{name} with {shared} bytes a block: {refused}"
+
+
+@cache
+def kernels_on(device: torch.device) -> Kernels:
+    """Those for that device, loaded once a process. Raises UsageError where they cannot be."""
+    return HostKernels() if device.type == "cpu" else CudaKernels(device)

@@ -1,0 +1,237 @@
+"""The transport over peer memory: a collective is one kernel, which writes to its peers' GPUs.
+
+A rank's part in each is a job, a table in its GPU's memory that the kernel reads: made at the first
+call of that length, and kept for those after it, on whatever buffer. Beside the windows the kernel
+needs room for scratch chunks, and for sums of 16-bit floats.
+
+All channels run in every collective: both ends of one must cut a chunk alike, and ranks need not
+know how long each other's buffers are. Before each, a kernel of the same kind takes the stamp of
+the call (see `device.stamp`) to the next rank. Leaves out: ranks of several hosts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.errors import CommunicationError
+from ringdp.schedule.program import NONE, STORE, Program, Row
+from ringdp.transport import wire
+from ringdp.transport.base import OPS, FailureKind, Op
+from ringdp.transport.c10d import Failed
+from ringdp.transport.device import transport as device
+from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
+from ringdp.transport.device.streams import device_of
+from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE, Making
+from ringdp.transport.peer import jobs
+from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
+from ringdp.transport.peer.kernels import kernels_on
+from ringdp.transport.peer.windows import windows
+from ringdp.transport.records import Call
+from ringdp.transport.told import own_connection
+
+DEPTH = 4  # slots of a channel: the fused ring needs 2
+CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
+MOST = 64 << 20  # bytes of a window
+KEPT = 512  # jobs
+FAULTS = {
+    Fault.TIMEOUT: FailureKind.TIMEOUT,
+    Fault.MISMATCH: FailureKind.MISMATCH,
+    Fault.STOPPED: FailureKind.ABORTED,
+}
+
+
+class _Asked(NamedTuple):
+    """What makes a job another one."""
+
+    program: Program
+    bounds: tuple[int, ...]
+    op: Op
+    dtype: torch.dtype
+    timeout: float
+    room: int  # its address
+
+
+class _Made(NamedTuple):
+    job: Tensor  # int64[1, fields of Job], on the device
+    tables: Tensor  # which it points to
+    shared: int
+
+
+class PeerTransport(device.DeviceTransport):
+    """One rank's end. See `Transport`."""
+
+    depth = DEPTH
+
+    def __init__(
+        self,
+        store: Store,
+        group: wire.Group,
+        making: Making,
+        *,
+        host: bool,
+        differ: Callable[[Call, Call], bool],
+    ) -> None:
+        """As a DeviceTransport, on the current device. `host`: the kernels' source as threads, over
+        host memory. Raises UsageError where they cannot be had."""
+        where = device_of("peer", host=host)
+        self._kernels = kernels_on(where)
+        self._shape = shape(group.size(), CHANNELS[where.type])
+        self._last_words = own_connection(store)
+        self._launching, self._left = threading.Lock(), False
+        self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
+        size = self._shape.window
+        self._windows = windows(where, making, group.rank(), group.size(), size)
+        super().__init__(store, group, making, where, differ=differ)
+
+    def _join(self) -> None:
+        self._counts = self._put(torch.zeros(self._shape.counts, dtype=torch.int64))
+        self._table = self._put(torch.tensor(self._windows.addresses))
+        # Where the kernel writes and the host looks, on a GPU as well.
+        self._failure = torch.zeros(1, dtype=torch.int64)
+        if self.device.type == "cuda":
+            self._failure = self._failure.pin_memory()
+        self._stamps = self._streams.empty(2 * STAMP_BYTES)
+        self._greeting, self._greeted = greeting(self.rank, self.ranks), 0  # bytes of stamps
+        self._streams.drain()
+
+    def _put(self, data: Tensor) -> Tensor:
+        return self._streams.sent(data)
+
+    def sent_bytes(self) -> int:
+        """Waits for what is under way on the device: there it is counted."""
+        with self._streams.current():
+            counts = self._streams.fetched(self._counts)
+            self._streams.drain()
+        return super().sent_bytes() + int(counts[:, :, 2].sum()) - self._greeted
+
+    # --- on the thread that issues
+
+    def _exchange(self, ours: Stamped) -> Tensor:
+        mine = packed(ours)
+        if self.ranks == 1:
+            return mine
+        sent = self._put(mine)
+        with self._streams.moving(0):
+            self._stamps[:STAMP_BYTES].copy_(sent)
+        self._execute(self._greeting, self._stamps, (0, STAMP_BYTES, 2 * STAMP_BYTES), "max")
+        self._greeted += STAMP_BYTES
+        return self._streams.fetched(self._stamps[STAMP_BYTES:])
+
+    def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
+        made = self._made(program, buffer.dtype, bounds, op)
+        name, grid = kernel_name(buffer.dtype), (self._shape.channels, 1)
+        with self._launching, self._streams.moving(0):
+            if self._left:  # and with it the windows
+                raise Failed(FailureKind.STOPPED, self.rank)
+            self._kernels.launch(name, grid, made.job, made.shared, buffer.data_ptr())
+        return 0  # they are counted on the device
+
+    def _made(self, program: Program, dtype: torch.dtype, bounds: tuple[int, ...], op: Op) -> _Made:
+        shape, active = self._shape, self._shape.channels
+        spare = jobs.spare_bytes(program, shape, active)
+        room = self._room(spare + jobs.sums_bytes(program, shape, active, dtype))
+        asked = _Asked(program, bounds, op, dtype, self.timeout, room.data_ptr())
+        if asked in self._jobs_made:
+            self._jobs_made.move_to_end(asked)
+            made = self._jobs_made[asked]
+        else:
+            if self._streams.capturing():
+                raise self._uncapturable("a table for its kernel")
+            shared = jobs.shared_bytes([program])
+            rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 of 4 bytes each
+            tables = self._put(torch.cat([torch.tensor(bounds), rows]))
+            job = Job(
+                self.rank,
+                *shape,
+                active=active,
+                number=0,  # what others have called is told by their stamps
+                timeout=int(min(self.timeout * 1e9, LONGEST)),
+                op=OPS.index(op),
+                rows=tables.data_ptr() + 8 * len(bounds),
+                length=len(program.rows),
+                bounds=tables.data_ptr(),
+                chunks=program.chunks,
+                scratch=program.scratch,
+                buffer=0,  # by the launch
+                spare=room.data_ptr(),
+                sums=room.data_ptr() + spare,
+                counts=self._counts.data_ptr(),
+                failure=self._failure.data_ptr(),
+                windows=self._table.data_ptr(),
+            )
+            made = _Made(self._put(torch.tensor([job])), tables, shared)
+            self._jobs_made[asked] = made
+            if len(self._jobs_made) > KEPT:
+                self._jobs_made.popitem(last=False)
+        if self._streams.capturing():
+            self._captured |= {made.job, made.tables}
+        return made
+
+    @contextmanager
+    def _translated(self, ours: Stamped | None) -> Iterator[None]:
+        """A driver's errors in the block, as failures of the communicator."""
+        try:
+            yield
+        except CommunicationError as e:
+            raise Failed(FailureKind.ABORTED, self.rank, why=str(e)) from e
+
+    # --- on the thread that watches
+
+    def _check_health(self) -> None:
+        if not (word := int(self._failure)):
+            return
+        found = jobs.failed(word)
+        if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
+            with self._told.changed:
+                self._told.changed.wait_for(lambda: self._told.failure, device.PATIENCE)
+        raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
+
+    def _leave_device(self, *, hangs: bool) -> None:
+        if hangs:
+            self._windows.stop(self.rank + 1)
+        with self._launching:  # on the host until the kernel has ended
+            self._left = True
+        self._streams.drain()
+        self._windows.close()
+        if not hangs and self._all_part():
+            self._windows.free()  # else it stays until the process ends: a peer may yet write there
+        self._jobs_made.clear()
+
+    def _all_part(self) -> bool:
+        """Whether all ranks have let go of each other's windows, which may take them a while."""
+        until, pause = time.monotonic() + device.PATIENCE, FIRST_PAUSE
+        with suppress(DistError):
+            self._last_words.set(f"parted/{self.rank}", "")
+            parted = [f"parted/{rank}" for rank in range(self.ranks)]
+            while time.monotonic() < until:
+                if self._last_words.check(parted):
+                    return True
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        return False
+
+
+def shape(ranks: int, channels: int) -> Shape:
+    """Of windows of MOST bytes at the most, if their slots need not be smaller than a line."""
+    slab = SLAB
+    while slab > jobs.LINE and Shape(ranks, channels, DEPTH, slab).window > MOST:
+        slab //= 2
+    return Shape(ranks, channels, DEPTH, slab)
+
+
+def greeting(rank: int, ranks: int) -> Program:
+    """Chunk 0 of a rank becomes chunk 1 of the rank behind it, in a circle."""
+    behind, before = (rank + 1) % ranks, (rank - 1) % ranks
+    rows = Row(0, NONE, behind, 0, NONE, 0), Row(0, before, NONE, NONE, 1, STORE)
+    return Program(rank, ranks, 2, np.array(rows, dtype=np.int32))

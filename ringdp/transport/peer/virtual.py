@@ -1,0 +1,177 @@
+"""Several ranks on one GPU, in one process: a whole collective over peer memory where there is one.
+
+One cooperative launch has a block for every (channel, rank), so blocks that wait for one another
+all run, or the launch is refused. The results are the simulator's to the bit. Ranks in processes of
+their own are `transport`'s; the kernel does not know the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, UsageError
+from ringdp.schedule.program import Program
+from ringdp.transport.base import DTYPES, OPS, Op, chunk_bounds
+from ringdp.transport.peer import jobs
+from ringdp.transport.peer.jobs import SLAB, Fault, Job, Shape, kernel_name
+from ringdp.transport.peer.kernels import TOGETHER, CudaKernels, Kernels, resolve
+
+WORTH = 64 << 10  # bytes of a buffer that are worth a channel; a slab if that is less
+
+
+class VirtualRanks:
+    """Each a row of blocks in one launch, over windows of a Shape."""
+
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        channels: int | None = None,
+        depth: int = 4,
+        slab: int = SLAB,
+        timeout: float = 10.0,
+        device: torch.device | str = "cuda",
+        kernels: Kernels | None = None,
+    ) -> None:
+        """`channels`: blocks of a rank, by default what the GPU runs at once over the ranks.
+
+        `timeout`: seconds that a rank waits for another. `device`: a GPU, by default torch's
+        current one, and for good.
+
+        `kernels`: by default the fatbin's. Raises UsageError where there is no GPU, or a size is
+        not possible.
+        """
+        Shape(ranks, 1, depth, slab).check()
+        self._kernels = CudaKernels(device) if kernels is None else kernels
+        self._device = resolve(device)
+        if channels is None:
+            multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            channels = max(1, TOGETHER * multiprocessors // ranks)
+        self._shape, self._timeout, self._number = Shape(ranks, channels, depth, slab), timeout, 0
+        self._windows = self._zeros(ranks, self._shape.window, dtype=torch.uint8)
+        self._counts = self._zeros(ranks, *self._shape.counts)
+        self._failures = self._zeros(ranks)
+        self._table = torch.tensor([w.data_ptr() for w in self._windows], device=self._device)
+        self._rows: WeakKeyDictionary[Program, Tensor] = WeakKeyDictionary()
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _room(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def run(
+        self,
+        programs: Sequence[Program],
+        buffers: Sequence[Tensor],
+        op: Op = "sum",
+        *,
+        bounds: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Run one program per rank on one flat buffer per rank, in place, and wait for the end.
+
+        `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`. Raises
+        UsageError for buffers that are not alike, CollectiveTimeout where a message did not come in
+        time, CollectiveMismatch where it was of another length; after either the object is of no
+        use any more.
+        """
+        dtype = self._check(programs, buffers)
+        if bounds is None:
+            bounds = [chunk_bounds(b.numel(), p) for b, p in zip(buffers, programs, strict=True)]
+        largest = max(b.nbytes for b in buffers)
+        ranks, channels, _, slab = self._shape
+        active = max(1, min(channels, largest // min(WORTH, slab)))
+        shared = jobs.shared_bytes(programs)
+        self._number += 1
+        # One upload: the jobs, and behind them their bounds.
+        size = ranks * len(Job._fields)
+        table = self._room(8 * (size + sum(map(len, bounds)))).view(torch.int64)
+        begins = accumulate(map(len, bounds), initial=size)
+        kept: list[Tensor] = []
+        parts = [
+            self._job(
+                rank, programs[rank], buffers[rank], table[begin:], OPS.index(op), active, kept
+            )
+            for rank, begin in zip(range(ranks), begins, strict=False)
+        ]
+        table.copy_(torch.tensor([*chain.from_iterable(parts), *chain.from_iterable(bounds)]))
+        there = table[:size].view(ranks, -1)
+        self._kernels.launch(kernel_name(dtype), (active, ranks), there, shared)
+        self._raise_failure()
+
+    def _job(
+        self,
+        rank: int,
+        program: Program,
+        buffer: Tensor,
+        bounds: Tensor,
+        op: int,
+        active: int,
+        kept: list[Tensor],
+    ) -> Job:
+        if program not in self._rows:
+            self._rows[program] = jobs.rows_of(program).to(self._device)
+        shape = self._shape
+        spare = self._room(jobs.spare_bytes(program, shape, active))
+        sums = self._room(jobs.sums_bytes(program, shape, active, buffer.dtype))
+        kept += [spare, sums]
+        return Job(
+            rank,
+            *shape,
+            active=active,
+            number=self._number,
+            timeout=int(self._timeout * 1e9),
+            op=op,
+            rows=self._rows[program].data_ptr(),
+            length=len(program.rows),
+            bounds=bounds.data_ptr(),
+            chunks=program.chunks,
+            scratch=program.scratch,
+            buffer=buffer.data_ptr(),
+            spare=spare.data_ptr(),
+            sums=sums.data_ptr(),
+            counts=self._counts[rank].data_ptr(),
+            failure=self._failures[rank].data_ptr(),
+            windows=self._table.data_ptr(),
+        )
+
+    def _check(self, programs: Sequence[Program], buffers: Sequence[Tensor]) -> torch.dtype:
+        ranks = self._shape.ranks
+        if not len(programs) == len(buffers) == ranks:
+            raise UsageError(
+                f"{ranks} ranks take as many programs and buffers, not {len(programs)} and "
+                f"{len(buffers)}"
+            )
+        for rank, buffer in enumerate(buffers):
+            if buffer.dtype not in DTYPES or buffer.dtype != buffers[0].dtype:
+                raise UsageError(f"buffer {rank} is {buffer.dtype}; rank 0's is {buffers[0].dtype}")
+            if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != self._device:
+                raise UsageError(
+                    f"buffers are flat, contiguous and on {self._device}; that of rank {rank} is "
+                    f"{list(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
+                )
+        return buffers[0].dtype
+
+    def _raise_failure(self) -> None:
+        """Also waits for the launch to end."""
+        found = [(rank, word) for rank, word in enumerate(self._failures.tolist()) if word]
+        if not found:
+            return
+        # Those who were stopped know less than who stopped them.
+        said = [(rank, jobs.failed(word)) for rank, word in found]
+        rank, (fault, peer, channel, turn) = min(said, key=lambda f: f[1].fault == Fault.STOPPED)
+        where = f"in round {turn}, channel {channel}, of launch {self._number}"
+        if fault == Fault.TIMEOUT:
+            raise CollectiveTimeout(
+                f"rank {rank} waited longer than {self._timeout:g} s for rank {peer} {where}"
+            )
+        if fault == Fault.MISMATCH:
+            raise CollectiveMismatch(
+                f"rank {rank} got from rank {peer} a message of another launch or length {where}"
+            )
+        raise CommunicationError(f"rank {rank} was stopped by rank {peer} {where}")

@@ -1,0 +1,161 @@
+"""The windows of all ranks, in this process: each rank makes its own, and maps those of the others.
+
+On a GPU they are allocations of CUDA's, mapped by its IPC; on the host anonymous files. What goes
+through the store is where they are: a handle of CUDA's, which opens nothing but its allocation, or
+a descriptor, which the same user only can open.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import CommunicationError
+from ringdp.transport.files import create, open_other
+from ringdp.transport.making import Making
+from ringdp.transport.peer.kernels import on
+
+HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+LAZILY = 1  # cudaIpcMemLazyEnablePeerAccess
+TO_DEVICE = 1  # cudaMemcpyHostToDevice
+ALIKE = "peer memory is for GPUs of one host that reach each other's memory, by NVLink or PCIe"
+
+
+class Windows(Protocol):
+    addresses: list[int]
+    """Of every rank's window, as this rank reaches it."""
+
+    def stop(self, word: int) -> None:
+        """Write `word`, which is not 0, where the rank's own kernel looks whether to go on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the others' windows."""
+        ...
+
+    def free(self) -> None:
+        """Of the rank's own, which no other may have mapped any more."""
+        ...
+
+
+class HostWindows:
+    """In files without a name; gone when all who have mapped one have ended or closed."""
+
+    def __init__(self, making: Making, rank: int, ranks: int, size: int) -> None:
+        """Collective. Raises CommunicationError."""
+        fd = create(f"ringdp-window-{rank}", size, reserve=True)
+        try:
+            making.say(f"window/{rank}", f"{os.getpid()} {fd}")
+            self._mapped = [
+                _mapped(fd if r == rank else _opened(making, r), size, r == rank)
+                for r in range(ranks)
+            ]
+            making.together("windows")
+        finally:
+            os.close(fd)
+        self._own = self._mapped[rank][:8].view(torch.int64)
+        self.addresses = [m.data_ptr() for m in self._mapped]
+
+    def stop(self, word: int) -> None:
+        self._own[0] = word
+
+    def close(self) -> None:
+        self._mapped = [self._own]
+
+    def free(self) -> None:
+        self._mapped = []
+
+
+def _opened(making: Making, rank: int) -> int:
+    said = making.heard(f"window/{rank}", rank)
+    try:
+        pid, fd = map(int, said.split())
+    except ValueError as e:
+        raise CommunicationError(f"rank {rank}'s window cannot be at {said!r}") from e
+    return open_other(pid, fd, rank)
+
+
+def _mapped(fd: int, size: int, keep: bool) -> Tensor:
+    """uint8[size], for as long as the tensor lives, but in no process forked from this one."""
+    try:
+        if os.fstat(fd).st_size != size:
+            raise CommunicationError(
+                f"a window of {os.fstat(fd).st_size} bytes; this rank's has {size}"
+            )
+        memory = mmap.mmap(fd, size)
+        memory.madvise(mmap.MADV_DONTFORK)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    except OSError as e:
+        raise CommunicationError(f"no memory for a window of {size} bytes: {e}") from e
+    finally:
+        if not keep:
+            os.close(fd)
+
+
+class CudaWindows:
+    """On a GPU, by CuPy's binding to CUDA's runtime."""
+
+    def __init__(
+        self, device: torch.device, making: Making, rank: int, ranks: int, size: int
+    ) -> None:
+        """Collective. Raises CommunicationError where a GPU cannot reach another's memory."""
+        import cupy
+
+        self._device, self._rank, self.addresses = device, rank, list[int]()
+        self._cupy: Any = cupy
+        self._cuda = cupy.cuda.runtime
+        try:
+            with self._on():
+                self._stream = cupy.cuda.Stream(non_blocking=True)
+                own = self._cuda.malloc(size)
+                self._cuda.memset(own, 0, size)
+                self._cuda.deviceSynchronize()
+                making.say(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
+                for r in range(ranks):
+                    self.addresses.append(own if r == rank else self._open(making, r))
+        except self._cuda.CUDARuntimeError as e:
+            raise CommunicationError(f"rank {rank} cannot map windows: {e}; {ALIKE}") from e
+        making.together("windows")
+
+    def _on(self) -> AbstractContextManager[None]:
+        return on(self._cupy, self._device)
+
+    def _open(self, making: Making, rank: int) -> int:
+        said = making.heard(f"window/{rank}", rank)
+        try:
+            handle = bytes.fromhex(said.decode())
+        except ValueError:
+            handle = b""
+        if len(handle) != HANDLE_BYTES:
+            raise CommunicationError(f"rank {rank}'s window cannot be at {said!r}")
+        return int(self._cuda.ipcOpenMemHandle(handle, LAZILY))
+
+    def stop(self, word: int) -> None:
+        """Beside the kernel that runs: by a copy, which needs none of its multiprocessors."""
+        with self._on():
+            said = torch.tensor([word], dtype=torch.int64).pin_memory()
+            own, stream = self.addresses[self._rank], self._stream
+            self._cuda.memcpyAsync(own, said.data_ptr(), said.nbytes, TO_DEVICE, stream.ptr)
+            stream.synchronize()
+
+    def close(self) -> None:
+        with self._on():
+            for rank, address in enumerate(self.addresses):
+                if rank != self._rank:
+                    with suppress(self._cuda.CUDARuntimeError):  # it may be gone with its owner
+                        self._cuda.ipcCloseMemHandle(address)
+
+    def free(self) -> None:
+        with self._on():
+            self._cuda.free(self.addresses[self._rank])
+
+
+def windows(device: torch.device, making: Making, rank: int, ranks: int, size: int) -> Windows:
+    if device.type == "cpu":
+        return HostWindows(making, rank, ranks, size)
+    return CudaWindows(device, making, rank, ranks, size)

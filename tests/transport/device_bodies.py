@@ -1,0 +1,99 @@
+"""What is asked of every transport whose collectives a device runs, by its tests on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp import Communicator
+from ringdp.transport import answers
+from tests.comm import test_forms, test_groups, test_messages
+from tests.comm.failing import Heard, hear, until_failed
+from tests.forks import PATIENCE
+from tests.parallel.test_engine import batch, equal, model, train
+
+
+def calls(comm: Communicator) -> None:
+    """What the communicator's own tests ask of shared memory."""
+    test_forms.moved(comm, 10)
+    test_forms.added(comm, 10)
+    test_messages.exchange(comm)
+    test_messages.anybody(comm)
+    test_messages.beside_collectives(comm)
+    test_groups.parts.__wrapped__(comm)
+    test_groups.together(comm)
+    with comm.duplicate() as other, other.group():
+        x = torch.ones(3)
+        other.all_reduce(x)
+        comm.barrier()
+    assert torch.all(x == comm.size)
+    with pytest.raises(ringdp.UsageError, match="moves tensors on cpu"):
+        comm.all_reduce(torch.zeros(1, device="meta"))
+
+
+MISTAKES = ("collective", "length", "dtype", "sizes", "message", "late")
+
+
+def mistaken(comm: Communicator, what: str) -> Heard | None:
+    x, odd = torch.ones(5000), comm.rank == 1
+    sizes = [2500, 2500] if odd else [2000, 3000]
+    act = {
+        "collective": lambda: comm.broadcast(x) if odd else comm.all_reduce(x),
+        "length": lambda: comm.all_reduce(x[1:] if odd else x),
+        "dtype": lambda: comm.all_reduce(x.int() if odd else x),
+        "sizes": lambda: comm.all_gather_v(x, x[: sizes[comm.rank]], sizes),
+        "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
+        "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
+    }[what]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "PATIENCE", PATIENCE)  # a busy machine is slow
+        return hear(comm, act, comm.barrier, comm.barrier)
+
+
+def check_mistaken(said: Iterable[Heard | None], what: str) -> None:
+    """What all ranks have heard of it."""
+    for heard in said:
+        assert heard is not None
+        wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
+        assert heard.error == heard.again == wanted, heard
+        if what == "collective":
+            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in heard.text
+            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in heard.text
+            assert heard.text.count("device_bodies.py:") == 4  # in two lines, and in the table
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    parameters: list[Tensor]
+    sent: list[int]
+
+
+def staged(comm: Communicator, stage: int) -> Trained:
+    run = train(comm, stage)
+    return Trained(run.losses, run.parameters, run.sent)
+
+
+def ddp(comm: Communicator, device: str = "cpu") -> Trained:
+    net, losses, sent = model(comm.rank).to(device), list[float](), list[int]()
+    wrapped = ringdp.DistributedDataParallel(net, process_group=comm)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(3):
+        loss = wrapped(batch(step)[comm.rank :: comm.size].to(device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        sent.append(wrapped.sent_bytes())
+    return Trained(losses, [p.detach().cpu() for p in net.parameters()], sent)
+
+
+def check_trained(found: Iterable[Trained], wanted: Iterable[Trained]) -> None:
+    for here, there in zip(found, wanted, strict=True):
+        assert here.losses == there.losses
+        assert equal(here.parameters, there.parameters)
+        assert here.sent == there.sent

@@ -1,0 +1,124 @@
+"""The transport over peer memory on a GPU: processes that map each other's windows by CUDA IPC.
+
+Here two of them share one GPU, which runs their kernels by turns: right, and slow. Collectives in
+one process are in test_peer.py, the transport over host memory in test_peer_transport.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import wraps
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import rendezvous
+from tests.comm.failing import Heard, hear
+from tests.transport.device_bodies import Trained, ddp
+from tests.transport.peer_build import missing
+from tests.transport.test_conformance import ALGORITHMS, Case, digest, expected, given
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.process,
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
+LIMIT = 14.0  # seconds: less than `make gpu` gives all of them, so that the others run
+
+
+def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Called with a communicator over peer memory, on device 0, in place of the pool's."""
+
+    @wraps(function)
+    def run(comm: Communicator, *arguments: Any) -> Any:
+        torch.cuda.set_device(0)
+        other = ringdp.init(transport="peer", timeout=LIMIT)
+        rendezvous._world = comm
+        result = function(other, *arguments)
+        torch.cuda.synchronize()
+        comm.barrier()
+        other.close()
+        return result
+
+    return run
+
+
+@on_gpu
+def all_reduced(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    out = []
+    for case in cases:
+        x = given(case, comm.rank, comm.size).cuda()
+        comm.all_reduce(x, case.op, algorithm=case.algorithm)
+        out.append(digest(x.cpu()))
+    return out
+
+
+def test_two_processes_give_the_simulators_bits(fresh_ranks):
+    cases = [
+        Case("all_reduce", name, elements, dtype)
+        for name, elements, dtype in product(
+            ALGORITHMS["all_reduce"], (0, 10_007), ("float32", "bfloat16")
+        )
+    ]
+    cases += [Case("all_reduce", name, 3_000_001, "float32") for name in ("ring", "direct")]
+    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced, cases)
+    for i, case in enumerate(cases):
+        assert [found[i] for found in by_rank] == expected(case, 2), case
+
+
+@on_gpu
+def captured(comm: Communicator) -> None:
+    x = torch.full((100_003,), float(comm.rank + 1), device="cuda")
+    comm.all_reduce(x.clone())  # its table is made before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(x)
+        x.mul_(0.5)
+    for times in range(1, 4):
+        x.fill_(comm.rank + times)
+        graph.replay()
+        assert torch.all(x == (2 * times + 1) / 2)
+
+
+def test_a_collective_in_a_cuda_graph(fresh_ranks):
+    fresh_ranks(2, timeout=LIMIT)(captured)
+
+
+@on_gpu
+def trained_on_gpu(comm: Communicator) -> Trained:
+    return ddp(comm, "cuda")
+
+
+def test_ddp_sends_what_it_does_over_shared_memory(fresh_ranks):
+    pool = fresh_ranks(2, timeout=LIMIT)
+    for here, there in zip(pool(trained_on_gpu), pool(ddp), strict=True):
+        assert here.sent == there.sent
+        # Both devices round sums of the same products, in some order, a few times a step.
+        for step, (a, b) in enumerate(zip(here.losses, there.losses, strict=True)):
+            assert abs(a - b) <= 1e-3 * (1 + step) * abs(b)
+
+
+def lost(comm: Communicator) -> Heard | None:
+    torch.cuda.set_device(0)
+    c = ringdp.init(transport="peer", timeout=LIMIT)
+    c.all_reduce(torch.ones(5000, device="cuda"))
+    torch.cuda.synchronize()
+    c.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.ones(5000, device="cuda")
+    return hear(c, lambda: c.all_reduce(x), torch.cuda.synchronize, c.barrier)
+
+
+def test_a_killed_rank_is_named_and_the_kernel_ends(fresh_ranks):
+    (first, second) = fresh_ranks(2, timeout=LIMIT).outcomes(lost)
+    assert second is None
+    assert first.error == first.again == "PeerLost", first
+    assert "rank 1 has ended" in first.text

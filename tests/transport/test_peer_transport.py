@@ -1,0 +1,161 @@
+"""The transport over peer memory, its kernels as threads: bits, training, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import rendezvous
+from ringdp.transport.peer.jobs import LINE, Shape
+from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
+from tests.comm.failing import Heard, hear
+from tests.forks import PATIENCE
+from tests.transport.device_bodies import (
+    MISTAKES,
+    Trained,
+    calls,
+    check_mistaken,
+    check_trained,
+    ddp,
+    mistaken,
+    staged,
+)
+from tests.transport.over import over_peer
+from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, agree, found
+
+pytestmark = pytest.mark.process
+
+LENGTHS = (0, 1, 7, 1003)
+
+
+@over_peer
+def found_over_peer(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    assert isinstance(comm._transport, PeerTransport)
+    return found(comm, cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
+    cases = [
+        Case(*row, LENGTHS[(i + k + n) % 4], dtype)
+        for k, dtype in enumerate(("float32", "bfloat16"))
+        for i, row in enumerate(ROWS)
+    ]
+    cases += [Case("all_reduce", "direct", 1001 + n, dtype) for dtype in NAMES]
+    cases += [Case("all_reduce", "ring", LONG // 4 + n, "bfloat16")]
+
+    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
+        return ranks(n)(found_over_peer, cases)
+
+    agree(pool, n, cases)
+
+
+@over_peer
+def calls_over_peer(comm: Communicator) -> None:
+    calls(comm)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_it_offers_what_a_communicator_has(ranks, n: int):
+    ranks(n)(calls_over_peer)
+
+
+@over_peer
+def mistaken_over_peer(comm: Communicator, what: str) -> Heard | None:
+    return mistaken(comm, what)
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
+    check_mistaken(ranks(2)(mistaken_over_peer, what), what)
+
+
+def lost(comm: Communicator) -> Heard | None:
+    c = ringdp.init(transport="peer-host", timeout=PATIENCE)
+    c.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return hear(c, lambda: c.all_reduce(torch.ones(5000)))
+
+
+def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
+    said = fresh_ranks(3).outcomes(lost)
+    assert said[1] is None
+    for rank in (0, 2):
+        assert said[rank].error == said[rank].again == "PeerLost", said[rank]
+        assert "rank 1 has ended" in said[rank].text
+
+
+def again(comm: Communicator) -> None:
+    """After a failure the same processes come together once more."""
+    c = ringdp.init(transport="peer-host", timeout=PATIENCE)
+    comm.barrier()
+    if comm.rank == 0:
+        c.abort()
+    else:
+        assert hear(c, lambda: c.all_reduce(torch.ones(9))).error == "PeerLost"
+        c.abort()
+    with ringdp.init(transport="peer-host", timeout=PATIENCE) as c:
+        c.all_reduce(x := torch.ones(3))
+        assert torch.all(x == comm.size)
+        comm.barrier()
+    rendezvous._world = comm
+
+
+def test_after_a_failure_they_meet_again(ranks):
+    ranks(2)(again)
+
+
+@over_peer
+def staged_over_peer(comm: Communicator, stage: int) -> Trained:
+    return staged(comm, stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_trains_as_over_shared_memory(ranks, stage: int):
+    pool = ranks(2)
+    check_trained(pool(staged_over_peer, stage), pool(staged, stage))
+
+
+@over_peer
+def ddp_over_peer(comm: Communicator) -> Trained:
+    return ddp(comm)
+
+
+def test_ddp_trains_as_over_shared_memory(ranks):
+    pool = ranks(2)
+    check_trained(pool(ddp_over_peer), pool(ddp))
+
+
+@over_peer
+def repeated(comm: Communicator) -> None:
+    transport, x = comm._transport, torch.ones(100)
+    comm.all_reduce(x)
+    made = len(transport._jobs_made)
+    for _ in range(3):
+        comm.all_reduce(x)
+    assert len(transport._jobs_made) == made
+
+
+def test_the_same_call_again_makes_no_other_job(ranks):
+    ranks(2)(repeated)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])
+def test_a_window_is_no_larger_than_it_may_be(ranks: int):
+    made = shape(ranks, channels=16)
+    made.check()
+    assert made.window <= MOST or made.slab == LINE
+    assert Shape(ranks, 16, DEPTH, 2 * made.slab).window > MOST or ranks <= 8
+
+
+def test_it_says_what_it_needs():
+    with pytest.raises(ringdp.UsageError, match=r"'peer' needs a CUDA device, .*'peer-host'"):
+        ringdp.init(transport="peer")

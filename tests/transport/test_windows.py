@@ -1,0 +1,154 @@
+"""Windows: what a rank says of its own, and what of another's it refuses; CUDA's with a fake."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringdp.errors import CommunicationError
+from ringdp.transport import files
+from ringdp.transport.peer.windows import HANDLE_BYTES, CudaWindows, HostWindows
+
+SIZE = 4096
+
+
+class Said:
+    """In place of Making, for rank 0: what it says, and what the others have said."""
+
+    def __init__(self, *others: str) -> None:
+        self.said: dict[str, str] = {f"window/{r}": said for r, said in enumerate(others, 1)}
+
+    def say(self, key: str, what: str) -> None:
+        self.said[key] = what
+
+    def heard(self, key: str, rank: int) -> bytes:
+        return self.said[key].encode()
+
+    def together(self, what: str) -> None: ...
+
+
+def held(size: int) -> tuple[int, str]:
+    """A window of another rank: here one of this process."""
+    fd = files.create("ringdp-window-1", size, reserve=False)
+    return fd, f"{os.getpid()} {fd}"
+
+
+def test_each_rank_writes_to_the_others() -> None:
+    fd, where = held(SIZE)
+    windows = HostWindows(Said(where), 0, 2, SIZE)
+    assert len(set(windows.addresses)) == 2
+    ctypes.memmove(windows.addresses[1] + 5, b"hello", 5)
+    assert os.pread(fd, 5, 5) == b"hello"
+    windows.stop(7)
+    assert ctypes.c_int64.from_address(windows.addresses[0]).value == 7
+    windows.close()
+    windows.free()
+    os.close(fd)
+
+
+def test_refuses_what_is_no_window() -> None:
+    small, where = held(SIZE // 2)
+    pipe, other = os.pipe()
+    before = set(os.listdir("/proc/self/fd"))
+    for said, message in (
+        ("", "rank 1's window cannot be at b''"),
+        ("1 2 3", "cannot be at"),
+        ("x y", "cannot be at"),
+        (where, "a window of 2048 bytes; this rank's has 4096"),
+        (f"{os.getpid()} {pipe}", "is not the shared memory of a rank 1"),
+        (f"{os.getpid()} 9999", "cannot open rank 1's shared memory"),
+    ):
+        with pytest.raises(CommunicationError, match=message):
+            HostWindows(Said(said), 0, 2, SIZE)
+    assert set(os.listdir("/proc/self/fd")) == before
+    for fd in (small, pipe, other):
+        os.close(fd)
+
+
+class Refused(RuntimeError):
+    pass
+
+
+class Runtime:
+    """What CuPy's documentation says of cupy.cuda.runtime, as far as it is used."""
+
+    CUDARuntimeError = Refused
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def malloc(self, size: int) -> int:
+        self.calls.append(("malloc", size))
+        return 1 << 30
+
+    def ipcGetMemHandle(self, address: int) -> bytes:  # noqa: N802
+        return bytes([7]) * HANDLE_BYTES
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:  # noqa: N802
+        if handle[0] == 9:
+            raise Refused("cudaErrorPeerAccessUnsupported")
+        self.calls.append(("open", handle, flags))
+        return 1 << 40
+
+    def ipcCloseMemHandle(self, address: int) -> None:  # noqa: N802
+        self.calls.append(("close", address))
+        raise Refused("it is gone")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+
+    @contextmanager
+    def on(device: object) -> Iterator[None]:
+        yield
+
+    stream = SimpleNamespace(ptr=77, synchronize=lambda: runtime.calls.append(("stream",)))
+    cuda = SimpleNamespace(runtime=runtime, Device=on, Stream=lambda non_blocking: stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    return runtime
+
+
+def test_windows_of_gpus_are_mapped_by_their_handles(runtime: Runtime) -> None:
+    theirs, said = bytes([5]) * HANDLE_BYTES, Said((bytes([5]) * HANDLE_BYTES).hex())
+    windows = CudaWindows(torch.device("cuda:1"), said, 0, 2, SIZE)
+    own = 1 << 30
+    assert windows.addresses == [own, 1 << 40]
+    assert said.said["window/0"] == (bytes([7]) * HANDLE_BYTES).hex()
+    assert runtime.calls == [
+        ("malloc", SIZE),
+        ("memset", own, 0, SIZE),
+        ("deviceSynchronize",),  # before another rank writes there
+        ("open", theirs, 1),
+    ]
+    runtime.calls.clear()
+    windows.stop(3)
+    ((name, to, _, *rest), waited) = runtime.calls
+    assert (name, to, rest, waited) == ("memcpyAsync", own, [8, 1, 77], ("stream",))
+    runtime.calls.clear()
+    windows.close()
+    windows.free()
+    assert runtime.calls == [("close", 1 << 40), ("free", own)]
+
+
+def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None:
+    for said, message in (
+        ("09" * HANDLE_BYTES, "cannot map windows: cudaErrorPeerAccessUnsupported; .*NVLink"),
+        ("05", "rank 1's window cannot be at"),
+        ("no handle", "rank 1's window cannot be at"),
+    ):
+        with pytest.raises(CommunicationError, match=message):
+            CudaWindows(torch.device("cuda:1"), Said(said), 0, 2, SIZE)
