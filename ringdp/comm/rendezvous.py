@@ -129,11 +129,11 @@ def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -
     CommunicationError where they are not on one host, or one does not come.
     """
     store, times = meeting(store, rank, ranks)
-    _one_host(store, rank, ranks)
+    _one_host(store, rank, ranks, "between hosts torch's backend 'gloo'")
     return _made(store, rank, ranks, f"{name}/{times}", timeout=timeout)
 
 
-def _one_host(store: Store, rank: int, ranks: int) -> None:
+def _one_host(store: Store, rank: int, ranks: int, instead: str) -> None:
     here, making = host(), Making(store, rank, ranks)
     with making.telling():
         making.say(f"host/{rank}", here)
@@ -142,8 +142,8 @@ def _one_host(store: Store, rank: int, ranks: int) -> None:
         if there.split()[-1:] != here.split()[-1:]:
             raise CommunicationError(
                 f"rank {rank} is on host {here.split()[0]}, rank {other} on "
-                f"{' '.join(there.split()[:1])}: ringdp moves data through memory that ranks of "
-                "one host share; allowed: one host, or between hosts torch's backend 'gloo'"
+                f"{' '.join(there.split()[:1])}: here data moves through memory that ranks of one "
+                f"host share; allowed: one host, or {instead}"
             )
 
 
@@ -191,6 +191,9 @@ def _gloo(
     if rank == ranks[0]:
         store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {len(ranks)}")
     here, size = ranks.index(rank), len(ranks)
+    if "peer" in transport:
+        between = "between hosts transport 'nccl', or 'c10d'"
+        _one_host(PrefixStore("host", prefixed), here, size, between)
     making = Making(prefixed, here, size)
     with making.telling():
         group = gloo(making, prefixed, here, size, timeout)

@@ -156,6 +156,20 @@ def test_a_window_is_no_larger_than_it_may_be(ranks: int):
     assert Shape(ranks, 16, DEPTH, 2 * made.slab).window > MOST or ranks <= 8
 
 
+def apart(comm: Communicator) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host", lambda: f"host{comm.rank} boot{comm.rank}")
+        with pytest.raises(ringdp.CommunicationError) as error:
+            ringdp.init(transport="peer-host", timeout=PATIENCE)
+    return str(error.value)
+
+
+def test_ranks_of_two_hosts_are_told_what_to_take(ranks):
+    for said in ranks(2)(apart):
+        assert "on host host" in said
+        assert "allowed: one host, or between hosts transport 'nccl', or 'c10d'" in said
+
+
 def test_it_says_what_it_needs():
     with pytest.raises(ringdp.UsageError, match=r"'peer' needs a CUDA device, .*'peer-host'"):
         ringdp.init(transport="peer")
