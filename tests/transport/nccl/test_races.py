@@ -1,0 +1,51 @@
+"""Whatever the NCCL transport launches is ordered by events, not by luck: see `racing`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringdp import Communicator
+from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.nccl.racing import Device, racing
+from tests.transport.over import over_nccl
+
+only_with_host_nccl()
+pytestmark = pytest.mark.process
+
+ELEMENTS = 1000  # several tiles of either parity
+
+
+def called(device: Device, comm: Communicator, elements: int, algorithm: str, op: str) -> None:
+    here, x = device.current.cuda_stream, torch.ones(elements)
+    device.touch("caller", here, writes=True, data=x)
+    comm.all_reduce(x, op, algorithm=algorithm)
+    device.touch("caller again", here, writes=True, data=x)
+
+
+def on_two_streams(device: Device, comm: Communicator) -> None:
+    """By algorithms whose stagings have different shapes, so that rows of both parities are used by
+    one where the other parity's were."""
+    side = device.stream()
+    for algorithm in ("two_way_ring", "doubling"):
+        for op in ("sum", "max"):
+            called(device, comm, ELEMENTS, algorithm, op)
+            with device.using(side):
+                called(device, comm, ELEMENTS // 3, "direct", op)
+
+
+@over_nccl
+def in_turn(comm: Communicator) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        device = racing(comm, patch)
+        on_two_streams(device, comm)
+        assert not device.races, device.races[0]
+        device.capture()
+        on_two_streams(device, comm)
+        device.capturing = False
+        assert not device.races, device.races[0]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_collectives_in_turn(ranks, n: int) -> None:
+    ranks(n)(in_turn)
