@@ -317,7 +317,10 @@ class Communicator(Reductions, Moves, Messages, Taped):
         self._transport.release()
         if ticket:
             waited = 0.0 if background else time.monotonic() - begun
-            return self._waited(Work(self._guard, call, ticket, job.finish, waited), background)
+            gpu = job.one.device if job.one.is_cuda else None
+            finish = job.bring_home if gpu else job.finish
+            work = Work(self._guard, call, ticket, finish, waited, gpu)
+            return self._waited(work, background)
         if job.finish is not None:
             job.finish()
         return ENDED

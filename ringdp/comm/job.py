@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from ringdp.comm.asked import MOST, check_tensor
@@ -78,6 +79,15 @@ class Job(NamedTuple):
         buffer = self.part if self.whole is None else self.whole
         assert buffer is not None
         return buffer
+
+    def bring_home(self) -> None:
+        """`finish`, on a GPU: in the stream of who waits, while buffers go back, as soon as nobody
+        holds them, to the one that they were made in."""
+        if self.finish is not None:
+            self.finish()
+        for buffer in (self.whole, self.part):
+            if buffer is not None:
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
     def told(self, how: How) -> tuple[int, int]:
         """The call's fingerprint and elements, as others are told."""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from copy import copy
 
+import torch
+
 from ringdp.comm.asked import own_patience
 from ringdp.comm.call import told
 from ringdp.comm.guard import Guard
@@ -31,14 +33,18 @@ class Work:
         ticket: int,
         finish: Callable[[], None] | None,
         waited: float = 0.0,
+        gpu: torch.device | None = None,
     ) -> None:
-        """`waited`: seconds that its own call has waited for it."""
+        """`waited`: seconds that its own call has waited for it. `gpu`: where its tensors are."""
         self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
         self._done, self._finishing, self._waited = False, False, waited
+        self._gpu = gpu
+        self._home: torch.cuda.Stream | None = None  # behind which the result is there
         self._error: CommunicationError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the result is there, at most `timeout` seconds (default: the communicator's).
+        On a GPU: until it will be there for what comes next in the current stream.
 
         Raises PeerLost, CollectiveTimeout or CollectiveMismatch, each time it is called. In a
         signal's handler that has interrupted this work's own `wait` while it brought the result
@@ -47,6 +53,7 @@ class Work:
         if self._error:
             raise copy(self._error)
         if self._done:
+            self._follow()
             return
         allowed = self._guard.transport.timeout if timeout is None else own_patience(timeout)
         waited, tell = self._waited, self._guard.warn_after
@@ -113,14 +120,23 @@ class Work:
                         self._finish = None  # it holds the buffer
                     finally:
                         self._finishing = False
+        if self._gpu is not None:
+            self._home = torch.cuda.current_stream(self._gpu)
         self._done = True
+
+    def _follow(self) -> None:
+        """It has been waited for in one stream; now perhaps in another one."""
+        if self._home is not None:
+            here = torch.cuda.current_stream(self._gpu)
+            if here != self._home:
+                here.wait_stream(self._home)
 
 
 class _Ended(Work):
     """Of a call that has waited itself."""
 
     def __init__(self) -> None:
-        self._done, self._error = True, None
+        self._done, self._error, self._home = True, None, None
 
 
 ENDED = _Ended()

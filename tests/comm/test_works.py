@@ -14,6 +14,7 @@ import torch
 
 from ringdp import CommunicationError, Communicator, PeerLost, Work
 from ringdp.comm.call import fingerprint
+from ringdp.comm.job import Job
 from tests.comm.test_collectives import everyone, values
 from tests.limits import room
 
@@ -287,3 +288,45 @@ def test_a_wait_does_not_hear_of_what_failed_after_its_end():
     ended: list[bool] = []
     Work(cast(Any, Fails()), cast(Any, None), 1, lambda: ended.append(True)).wait()
     assert ended == [True]
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.behind = list[Stream]()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind.append(other)
+
+
+def test_a_work_on_a_gpu_is_waited_for_in_every_stream(monkeypatch: pytest.MonkeyPatch):
+    """By the second one, too, which the transport knows nothing of."""
+
+    class Ended:
+        timeout, warn_after = 60.0, 60.0
+        wait = staticmethod(lambda ticket, seconds: True)
+        transport = property(lambda self: self)
+
+    gpu, first, second = torch.device("cuda", 0), Stream(), Stream()
+    work = Work(cast(Any, Ended()), cast(Any, None), 1, None, 0.0, gpu)
+    for here in (first, first, second):
+        monkeypatch.setattr(torch.cuda, "current_stream", {gpu: here}.__getitem__)
+        work.wait()
+    assert (first.behind, second.behind) == ([], [first])
+
+
+def test_what_a_gpu_brings_home_is_kept_for_the_stream_that_does(monkeypatch: pytest.MonkeyPatch):
+    """A copy was made in the stream of the call, which may give its memory to others at once."""
+
+    class Buffer:
+        device = torch.device("cuda", 0)
+
+        def __init__(self) -> None:
+            self.users = list[Stream]()
+            self.record_stream = self.users.append
+
+    here, done = Stream(), list[bool]()
+    monkeypatch.setattr(torch.cuda, "current_stream", {Buffer.device: here}.__getitem__)
+    whole, part = Buffer(), Buffer()
+    buffers: Any = whole, part
+    Job("reduce_scatter", (0, 1), *buffers, finish=lambda: done.append(True)).bring_home()
+    assert (done, whole.users, part.users) == ([True], [here], [here])

@@ -218,6 +218,27 @@ def test_ddp_moves_inputs_to_device_ids(comms, device):
     assert net(data(0, "cpu")).equal(net.module(data(0, device)))
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
+def test_a_result_is_there_in_every_stream_that_waits(comms, device):
+    """A copy is reduced, brought home on a stream that is late, and the memory that it leaves is
+    taken at once."""
+    there, _ = comms
+    given, out = (
+        torch.arange(1 << 20, dtype=torch.float32, device=device),
+        torch.zeros(1 << 20, device=device),
+    )
+    torch.cuda.synchronize()
+    late = torch.cuda.Stream()
+    work = there.reduce_scatter(out, given, async_op=True)
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        work.wait()
+    taken = torch.zeros_like(given)
+    work.wait()
+    assert torch.equal(out, given)
+    assert not taken.any()
+
+
 def test_ddp_trains_over_torchs_own_group(comms, device):
     _, here = comms
     backend = "nccl" if device == "cuda" else "gloo"
