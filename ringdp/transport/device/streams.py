@@ -132,18 +132,18 @@ class CudaStreams(Streams):
         self._comm.wait_event(arrival)
         self._reduce.wait_event(arrival)
 
-    def moving(self, chain: int) -> AbstractContextManager[object]:
-        return self._next(chain, self._comm)
-
-    def folding(self, chain: int) -> AbstractContextManager[object]:
-        return self._next(chain, self._reduce)
+    @contextmanager
+    def moving(self, chain: int) -> Iterator[None]:
+        self._comm.wait_event(self._events[chain])
+        yield  # whatever the current stream: NCCL is given this one's handle
+        self._events[chain].record(self._comm)
 
     @contextmanager
-    def _next(self, chain: int, stream: torch.cuda.Stream) -> Iterator[None]:
-        stream.wait_event(self._events[chain])
-        with torch.cuda.stream(stream):
+    def folding(self, chain: int) -> Iterator[None]:
+        self._reduce.wait_event(self._events[chain])
+        with torch.cuda.stream(self._reduce):
             yield
-        self._events[chain].record(stream)
+        self._events[chain].record(self._reduce)
 
     def end(self) -> End:
         folded, last = _events()
@@ -181,7 +181,7 @@ class CudaStreams(Streams):
         return torch.cuda.is_current_stream_capturing()
 
     def watch(self) -> None:
-        self._comm.query()  # a first call, so that the thread has a context
+        _events()[0].record(self._comm)  # a first call, which asks nothing: for a context
         mode = ctypes.c_int(THREAD_LOCAL)
         code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if code:

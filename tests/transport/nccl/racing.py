@@ -168,14 +168,20 @@ class Comm:
         self._comm.recv(data, count, dtype, peer, 0)
 
 
-def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
-    """Puts the communicator's transport on such a device."""
-    device, transport = Device(), comm._transport
+def faked(patch: pytest.MonkeyPatch) -> Device:
+    """What torch takes for the current device."""
+    device = Device()
     patch.setattr(torch.cuda, "Stream", device.stream)
     patch.setattr(torch.cuda, "Event", type("Made", (Event,), {"__init__": _with(device)}))
     patch.setattr(torch.cuda, "stream", device.using)
     patch.setattr(torch.cuda, "device", lambda _: nullcontext())
     patch.setattr(torch.cuda, "current_stream", lambda _=None: device.current)
+    return device
+
+
+def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
+    """Puts the communicator's transport on such a device."""
+    device, transport = faked(patch), comm._transport
     streams = Streams(device)
     transport._streams, transport._staging = streams, streams.empty(0)
     transport._nccl = transport._nccl._replace(comm=Comm(device, transport._nccl), streams=streams)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import pytest
 import torch
 
 from ringdp import Communicator
+from ringdp.transport.nccl.streams import THREAD_LOCAL, CudaStreams
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.nccl.racing import Device, racing
+from tests.transport.nccl.racing import Device, faked, racing
 from tests.transport.over import over_nccl
 
 only_with_host_nccl()
@@ -49,3 +53,21 @@ def in_turn(comm: Communicator) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_collectives_in_turn(ranks, n: int) -> None:
     ranks(n)(in_turn)
+
+
+def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins while the user captures, as to end a communicator."""
+    modes = list[int]()
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+            modes.append(mode._obj.value)
+            return 0
+
+    faked(monkeypatch)  # whose streams cannot be asked
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    CudaStreams(torch.device("cpu")).watch()
+    assert modes == [THREAD_LOCAL]
