@@ -47,6 +47,7 @@ class Reducing:
         self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
         self._open: dict[int, _Open] = {}
         self._pending: list[_Reduction] = []
+        self._copying: set[torch.cuda.Stream] = set()  # results to the host
         self._accumulate: dict[int, bool] = {}  # units whose p.grad held something before
         self._shows: dict[int, list[bool]] = {}  # of each unit: which have a .grad afterwards
         self.kept = Kept(ledger)
@@ -116,7 +117,7 @@ class Reducing:
         accumulate = self._accumulate[unit.index]
         sums = self.kept.pop(unit)
         if sums is not None or bucket is not unit.bucket:
-            self.finish()
+            self._land()
         if sums is not None:
             bucket = self._bucket(unit, accumulate)
             scaled_copy(sums, bucket, 1 / self.comm.size)
@@ -139,12 +140,10 @@ class Reducing:
         return all(reduction.work.is_completed() for reduction in self._pending)
 
     def finish(self) -> None:
-        """Wait for all that has been started."""
-        to_host = False
-        while self._pending:
-            to_host |= self._finish(self._pending.pop(0))
-        if to_host:
-            torch.cuda.current_stream().synchronize()
+        """Wait for all that has been started, and until what goes to the host is there."""
+        self._land()
+        while self._copying:
+            self._copying.pop().synchronize()
 
     def drop(self) -> None:
         """Forget what has come and is not reduced."""
@@ -163,19 +162,25 @@ class Reducing:
         if bucket is not unit.bucket:
             self.ledger.give("buckets", bucket.nbytes)
 
-    def _finish(self, reduction: _Reduction) -> bool:
-        """True if a copy to the host is under way."""
+    def _land(self) -> None:
+        """The next bucket takes the place of those before. No one waits for copies to the host
+        here, which would keep it from going on."""
+        while self._pending:
+            self._finish(self._pending.pop(0))
+
+    def _finish(self, reduction: _Reduction) -> None:
         unit, bucket, work, accumulate = reduction
         work.wait()
         if bucket is unit.bucket and unit.widths.own:
-            return False
+            return
         result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.part]
         if accumulate:
             unit.gradient.add_(result.to(unit.gradient.device))
         else:
             unit.gradient.copy_(result, non_blocking=True)
+            if result.is_cuda and not unit.gradient.is_cuda:
+                self._copying.add(torch.cuda.current_stream(result.device))
         self._give(unit, bucket)
-        return result.is_cuda and not unit.gradient.is_cuda
 
 
 def _set_aside(unit: FlatUnit) -> bool:
