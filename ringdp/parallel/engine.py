@@ -293,6 +293,7 @@ class Engine(Taped):
         self.check_reduced("the optimizer steps")
         self._settle()
         self._rest(learn=False)
+        self.gathering.let_write()
         steps.release(self.units, self.stage)
 
     def check_reduced(self, what: str) -> None:

@@ -21,7 +21,7 @@ from ringdp.comm import Communicator
 from ringdp.parallel import written
 from ringdp.parallel.given import Given
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
-from ringdp.parallel.unit import State
+from ringdp.parallel.unit import FlatUnit, State
 
 
 class Gathering:
@@ -51,6 +51,7 @@ class Gathering:
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
         self.over = True  # whether the next forward starts an iteration: all are sharded
+        self._reading: set[torch.cuda.Stream] = set()  # masters on the host
 
     def begin(self, *, foreseen: bool) -> None:
         """A new iteration starts, after which nothing may be left of one without a backward: what
@@ -77,7 +78,7 @@ class Gathering:
         self._seen.append(index)
         self.in_use.append(index)
         if unit.state is State.SHARDED:
-            unit.gather(self.comm)
+            self._gather(unit)
         self._ahead.discard(index)
         self.prefetch()
         if unit.state is State.GATHERING:
@@ -123,9 +124,20 @@ class Gathering:
                 unit.reshard()
         return bool(self.in_use)
 
+    def _gather(self, unit: FlatUnit) -> None:
+        unit.gather(self.comm)
+        if unit.offload.any and unit.full.is_cuda:
+            self._reading.add(torch.cuda.current_stream(unit.full.device))
+
+    def let_write(self) -> None:
+        """Return once no gather reads masters on the host any more."""
+        while self._reading:
+            self._reading.pop().synchronize()
+
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""
         self.reshard_all()
+        self.let_write()
         for unit in self.units:
             if unit.state is State.SHARDED:
                 unit.summon(self.comm)
@@ -167,7 +179,7 @@ class Gathering:
             return  # all are there since the first use
         under_way = self._under_way()
         for index in self._wanted(under_way):
-            self.units[index].gather(self.comm)
+            self._gather(self.units[index])
             self._ahead.add(index)
         self.deferred = under_way > 0 and bool(self._wanted(0))
 

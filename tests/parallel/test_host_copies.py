@@ -1,4 +1,4 @@
-"""Gradients on their way from a GPU to the host: beside the backward, and there at its end."""
+"""Copies between a GPU and the host: beside the GPU's work, and over before the host needs them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import ringdp
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import STAGES
 
@@ -27,11 +28,17 @@ class Bucket:
         return self
 
 
+def go_to(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    """Copies do, to a stream that says when it is waited for."""
+    streams = {Bucket.device: Stream(events)}
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+
+
 def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pytest.MonkeyPatch):
     """Else the GPU would run dry after every unit, since the host launches nothing meanwhile."""
     events = list[str]()
-    stream, bucket = Stream(events), Bucket()
-    monkeypatch.setattr(torch.cuda, "current_stream", {bucket.device: stream}.__getitem__)
+    bucket = Bucket()
+    go_to(monkeypatch, events)
     work = SimpleNamespace(wait=lambda: None)
     comm: Any = SimpleNamespace(reduce_scatter=lambda *_, **__: work)
     ledger: Any = SimpleNamespace(give=lambda *_: None)
@@ -45,3 +52,21 @@ def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pyte
         reducing.start(unit)
     reducing.finish()
     assert events == ["copied", "copied", "the host waits"]
+
+
+def test_a_step_waits_for_gathers_that_read_its_masters(monkeypatch: pytest.MonkeyPatch):
+    """As those of an evaluation between backward and step: the host is ahead of its GPU."""
+    events = list[str]()
+    go_to(monkeypatch, events)
+    with ringdp.init() as comm:
+        model = torch.nn.Linear(4, 4)
+        engine = ringdp.shard(model, stage=3, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: events.append("the step"))
+        model(torch.ones(4)).sum().backward()
+        offload, full = ringdp.Offload(optimizer=True), Bucket()
+        unit: Any = SimpleNamespace(gather=lambda _: None, offload=offload, full=full)
+        engine.gathering._gather(unit)
+        optimizer.step()
+        engine.close()
+    assert events == ["the host waits", "the step"]
