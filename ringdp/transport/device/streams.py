@@ -61,6 +61,10 @@ class Streams:
     def folding(self, chain: int) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def launching(self) -> AbstractContextManager[object]:
+        """What the block launches goes where groups do."""
+        return nullcontext()
+
     def end(self) -> End:
         """Of all that has been put in the streams."""
         return _Past()
@@ -137,6 +141,9 @@ class CudaStreams(Streams):
         self._comm.wait_event(self._events[chain])
         yield  # whatever the current stream: NCCL is given this one's handle
         self._events[chain].record(self._comm)
+
+    def launching(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._comm)
 
     @contextmanager
     def folding(self, chain: int) -> Iterator[None]:

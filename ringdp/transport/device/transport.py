@@ -17,7 +17,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -96,6 +96,9 @@ class DeviceTransport(C10dTransport):
     def _leave_device(self, *, hangs: bool) -> None:
         """Abort what hangs, or end what has nothing to do: that may wait for ranks of this host
         that have not closed."""
+
+    def _leave_to_exit(self) -> None:
+        """The process ends: let nothing end before it that waits for others."""
 
     @abstractmethod
     def _translated(self, ours: Stamped | None) -> AbstractContextManager[None]:
@@ -301,9 +304,12 @@ class DeviceTransport(C10dTransport):
         """End what there is on the device, which can hang itself: then it is left alone."""
         hangs = self._busy()
         ending = threading.Thread(target=partial(self._let_go, hangs), daemon=True)
-        with suppress(RuntimeError):  # at exit no thread can be started, and none is needed
+        try:
             ending.start()
-            ending.join(PATIENCE)
+        except RuntimeError:  # at exit no thread can be started, and this one may not wait
+            self._leave_to_exit()
+            return
+        ending.join(PATIENCE)
         if hangs and ending.is_alive():
             launches.cache_clear()  # its queue may never move again: new communicators have another
 

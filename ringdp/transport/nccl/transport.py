@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,6 +105,10 @@ class NcclTransport(DeviceTransport):
 
     def _leave_device(self, *, hangs: bool) -> None:
         (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
+
+    def _leave_to_exit(self) -> None:
+        """Python must not destroy it, either: NCCL waits for graphs that are still there."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl.comm))
 
     @contextmanager
     def _translated(self, ours: Stamped | None) -> Iterator[None]:

@@ -122,7 +122,7 @@ class PeerTransport(device.DeviceTransport):
         if self.ranks == 1:
             return mine
         sent = self._put(mine)
-        with self._streams.moving(0):
+        with self._streams.moving(0), self._streams.launching():
             self._stamps[:STAMP_BYTES].copy_(sent)
         self._execute(self._greeting, self._stamps, (0, STAMP_BYTES, 2 * STAMP_BYTES), "max")
         self._greeted += STAMP_BYTES
@@ -131,7 +131,7 @@ class PeerTransport(device.DeviceTransport):
     def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
         made = self._made(program, buffer.dtype, bounds, op)
         name, grid = kernel_name(buffer.dtype), (self._shape.channels, 1)
-        with self._launching, self._streams.moving(0):
+        with self._launching, self._streams.moving(0), self._streams.launching():
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
             self._kernels.launch(name, grid, made.job, made.shared, buffer.data_ptr())

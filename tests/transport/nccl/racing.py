@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ringdp import Communicator
+from ringdp.transport.device.streams import CudaStreams
 from ringdp.transport.nccl import execute
 from ringdp.transport.nccl.execute import Nccl
-from ringdp.transport.nccl.streams import CudaStreams
 
 Clock = dict[int, int]  # by stream: how many of what was put into it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -131,13 +132,18 @@ class Unstartable:
 @over_nccl
 def exiting(comm: Communicator) -> None:
     other = comm.duplicate()
+    nccl, spied = other._transport._nccl, weakref.ref(Spied(other))
     transport_module.threading = SimpleNamespace(Thread=Unstartable)
     try:
         other._transport._leave()
     finally:
         transport_module.threading = threading
+    other._transport._nccl = nccl
+    gc.collect()
+    assert spied() is not None, "its end would be NCCL's, which waits for graphs that are there"
     other.close()
 
 
 def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(ranks) -> None:
+    """And without an end of NCCL on the main thread, after all has gone well."""
     ranks(2)(exiting)

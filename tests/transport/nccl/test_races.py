@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringdp import Communicator
-from ringdp.transport.nccl.streams import THREAD_LOCAL, CudaStreams
+from ringdp.transport.device.streams import THREAD_LOCAL, CudaStreams
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import Device, faked, racing
 from tests.transport.over import over_nccl
