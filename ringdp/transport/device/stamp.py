@@ -9,6 +9,7 @@ neighbours agree then all ranks do. A stamp is STAMP_BYTES bytes:
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from ringdp.transport.base import Stamp
 from ringdp.transport.records import SITE_BYTES, Call
 
-NUMBERS = 4
-STAMP_BYTES = 8 * NUMBERS + SITE_BYTES
+NUMBERS = Struct("=4q")
+STAMP_BYTES = NUMBERS.size + SITE_BYTES
 
 
 class Stamped(NamedTuple):
@@ -36,11 +37,12 @@ class Stamped(NamedTuple):
 def packed(stamped: Stamped) -> Tensor:
     """uint8[STAMP_BYTES], on the CPU."""
     number, kind, elements, site = stamped.call
-    numbers = torch.tensor([number, stamped.digest, kind, elements]).view(torch.uint8)
-    return torch.cat([numbers, torch.tensor(list(site), dtype=torch.uint8)])
+    data = bytearray(NUMBERS.pack(number, stamped.digest, kind, elements) + site)
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def unpacked(data: Tensor) -> Stamped:
     """Of whatever a peer has sent."""
-    number, digest, kind, elements = data[: 8 * NUMBERS].clone().view(torch.int64).tolist()
-    return Stamped((number, kind, elements, bytes(data[8 * NUMBERS :].tolist())), digest)
+    found = data.numpy().tobytes()
+    number, digest, kind, elements = NUMBERS.unpack_from(found)
+    return Stamped((number, kind, elements, found[NUMBERS.size :]), digest)
