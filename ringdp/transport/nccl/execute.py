@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ringdp.errors import CommunicationError
 from ringdp.kernels import fold as fold_rows
@@ -94,23 +93,23 @@ def _move(
     tile: int,
     peer: Callable[[int], int],
 ) -> int:
-    sends: list[tuple[int, int, Tensor]] = []  # from, to
-    receives: list[tuple[int, int, Tensor]] = []
+    sends: list[tuple[int, int, tuple[int, int]]] = []  # from, to, (address, bytes)
+    receives: list[tuple[int, int, tuple[int, int]]] = []
     for rank, step in steps.items():
-        at = ranks[rank].place
+        at = ranks[rank].bytes_of
         sends += [(rank, c.peer, at(c.place, c.like, tile)) for c in step.sends]
         receives += [(c.peer, rank, at(c.place, c.like, tile)) for c in step.receives]
-    sends = sorted((s for s in sends if s[2].numel()), key=lambda s: s[:2])
-    receives = sorted((r for r in receives if r[2].numel()), key=lambda r: r[:2])
+    sends = sorted((s for s in sends if s[2][1]), key=lambda s: s[:2])
+    receives = sorted((r for r in receives if r[2][1]), key=lambda r: r[:2])
     if not sends and not receives:
         return 0
     comm, stream = nccl.comm, nccl.streams.handle
     with nccl.streams.moving(tile % PARITIES), grouped(nccl.binding):
-        for _, to, data in sends:
-            comm.send(data.data_ptr(), data.nbytes, BYTES, peer(to), stream)
-        for sender, _, data in receives:
-            comm.recv(data.data_ptr(), data.nbytes, BYTES, peer(sender), stream)
-    return sum(data.nbytes for _, _, data in sends)
+        for _, to, (address, size) in sends:
+            comm.send(address, size, BYTES, peer(to), stream)
+        for sender, _, (address, size) in receives:
+            comm.recv(address, size, BYTES, peer(sender), stream)
+    return sum(size for _, _, (_, size) in sends)
 
 
 def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: Op) -> None:

@@ -31,6 +31,7 @@ class Tiles:
         self.plan = plan
         self._buffer, self._bounds, self._slab = buffer, bounds, slab
         self._staging = staging.view(staging_shape(plan, bounds, slab))
+        self._at = buffer.data_ptr(), staging.data_ptr()
         self.count = -(-longest(bounds) // slab)
 
     def place(self, place: int, like: int, tile: int) -> Tensor:
@@ -40,6 +41,17 @@ class Tiles:
             return self._buffer[begin:end]
         begin, end = self._span(like, tile)
         return self._staging[tile % PARITIES, place - self.plan.chunks, : end - begin]
+
+    def bytes_of(self, place: int, like: int, tile: int) -> tuple[int, int]:
+        """Of `place(...)` the address, and how many: NCCL needs no tensor, which takes longer."""
+        size, (buffer, staging) = self._buffer.element_size(), self._at
+        if place < self.plan.chunks:
+            begin, end = self._span(place, tile)
+            return buffer + begin * size, (end - begin) * size
+        begin, end = self._span(like, tile)
+        _, rows, width = self._staging.shape
+        row = tile % PARITIES * rows + place - self.plan.chunks
+        return staging + row * width * size, (end - begin) * size
 
     def block(self, places: Sequence[int], like: int, tile: int) -> Tensor | None:
         """[len(places), elements] if they lie side by side in staging."""

@@ -35,6 +35,11 @@ def run(programs: list[Program], buffers: list[Tensor], op: Op = "sum") -> None:
             for rank, step in steps.items():
                 for fold in step.folds:
                     fold_tile(tiles[rank], fold, tile, op)
+                for call in (*step.sends, *step.receives):
+                    where = call.place, call.like, tile
+                    value, (address, size) = tiles[rank].place(*where), tiles[rank].bytes_of(*where)
+                    assert size == value.nbytes
+                    assert not size or address == value.data_ptr()
                 for call in step.sends:
                     value = tiles[rank].place(call.place, call.like, tile)
                     sent[rank, call.peer].append(value.clone())
