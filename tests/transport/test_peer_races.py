@@ -1,0 +1,79 @@
+"""Whatever the peer transport launches is ordered by events, not by luck: see `nccl.racing`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringdp import Communicator
+from ringdp.transport.base import DTYPES
+from ringdp.transport.device.stamp import STAMP_BYTES
+from ringdp.transport.peer.jobs import Job, kernel_name
+from ringdp.transport.peer.kernels import HostKernels
+from tests.transport.nccl.racing import Device, Streams, faked
+from tests.transport.over import over_peer
+
+pytestmark = pytest.mark.process
+
+SIZES = {kernel_name(dtype): dtype.itemsize for dtype in DTYPES}
+
+
+class Launched:
+    """Kernels whose launches say what they touch, on what is then the current stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._kernels = device, HostKernels()
+
+    def launch(
+        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+    ) -> None:
+        job, here = Job(*jobs[0].tolist()), self._device.current.cuda_stream
+        length = ctypes.c_int64.from_address(job.bounds + 8 * job.chunks).value
+        self._device.touch("job", here, writes=False, data=jobs)
+        self._device.touch_bytes("buffer", here, buffer, length * SIZES[name], writes=True)
+        if job.sums > job.spare:
+            self._device.touch_bytes("spare", here, job.spare, job.sums - job.spare, writes=True)
+        self._kernels.launch(name, grid, jobs, shared, buffer)
+
+
+def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
+    device, transport = faked(patch), comm._transport
+    transport._streams = streams = Streams(device)
+    transport._staging = streams.empty(0)
+    transport._stamps = streams.empty(2 * STAMP_BYTES)
+    transport._kernels = Launched(device)
+    return device
+
+
+def called(device: Device, comm: Communicator) -> None:
+    """By algorithms with scratch and without, of two sizes."""
+    here = device.current.cuda_stream
+    for algorithm, elements in (("direct", 1000), ("ring", 77), ("tree", 1000)):
+        x = torch.ones(elements, dtype=torch.bfloat16)
+        device.touch("caller", here, writes=True, data=x)
+        comm.all_reduce(x, algorithm=algorithm)
+        device.touch("caller again", here, writes=True, data=x)
+        assert torch.all(x == comm.size)
+
+
+@over_peer
+def in_turn(comm: Communicator) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        device = racing(comm, patch)
+        side = device.stream()
+        for captures in (False, True):
+            called(device, comm)
+            with device.using(side):
+                called(device, comm)
+            assert not device.races, device.races[0]
+            if not captures:
+                device.capture()
+        device.capturing = False
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_collectives_in_turn(ranks, n: int) -> None:
+    ranks(n)(in_turn)
