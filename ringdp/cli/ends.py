@@ -27,6 +27,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
     """Run a command; say what ended it, if anything did, and with which code to exit."""
     try:
         code = command() or 0
+        if code == 128 + signal.SIGINT:  # what typer makes of Ctrl-C
+            return _ended_by(signal.SIGINT)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code

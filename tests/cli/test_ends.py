@@ -42,3 +42,12 @@ def test_what_nobody_reads_is_written_all_the_same(tmp_path: Path, monkeypatch, 
         assert main(["show", "--list"]) == 0, "printed nowhere now"
     assert json.loads(file.read_bytes())["model"] == "gpt2"
     assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_is_said(monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ringdp.cli.show.show", interrupted)
+    assert main(["show", "ring"]) == 130
+    assert capsys.readouterr().err.endswith("ringdp: ended by SIGINT; every rank has ended\n")
