@@ -20,6 +20,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel.precision import Precision
 from ringdp.schedule.cost import CLOSED
 
+LEAST_MEMORY, MOST_MEMORY = 10**6, 10**15  # bytes
 MOST_FLOPS, MOST_ALPHA, LEAST_UTILISATION = 1e24, 60.0, 1e-6
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 USED = ("all_reduce", "reduce_scatter", "all_gather")
@@ -64,7 +65,11 @@ def check(options: Options) -> Setting:
     memory = has.memory
     if options.memory is not None:
         memory = parse_bytes("--memory", options.memory, kilo=1000)  # as GPUs are sold
-    between("--memory", memory, 1, 1 << 50)
+    if not LEAST_MEMORY <= memory <= MOST_MEMORY:
+        raise UsageError(
+            f"--memory is {options.memory!r}, which is {memory:,} bytes; allowed: 1MB to "
+            f"{MOST_MEMORY // 10**9:,}GB, with its unit, as in 80GB or 80GiB"
+        )
     if options.json is not None:
         check_writable(options.json)
     peak = has.fp32 if options.precision == "fp32" else has.bf16

@@ -233,6 +233,10 @@ REFUSED = {
     "slow": (["--model", "gpt2", "--alpha", "1e308"], "--alpha is 1e+308; allowed: 0 to 60 s"),
     "fast": (["--model", "gpt2", "--network", f"{'9' * 400}Gb"], "a rate from 1e-06 to 1e+09"),
     "memory": (["--model", "gpt2", "--memory", "big"], "--memory is 'big'; allowed"),
+    "memory of no unit": (
+        ["--model", "gpt2", "--memory", "80"],
+        "--memory is '80', which is 80 bytes; allowed: 1MB to 1,000,000GB, with its unit",
+    ),
     "alpha": (["--model", "gpt2", "--alpha", "-1"], "--alpha is -1.0; allowed"),
     "algorithm": (["--model", "gpt2", "--algorithm", "tree"], "--algorithm is 'tree'; allowed"),
     "batch": (["--model", "gpt2", "--batch", "0"], "--batch is 0; allowed"),
