@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import inf
 from pathlib import Path
 
-from ringdp.cli.options import check_writable, write
+from ringdp.cli.options import between, check_writable, write
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
 from ringdp.schedule.contracts import contract
@@ -68,13 +68,13 @@ def show(
     Raises UsageError for bad input, ScheduleError for an algorithm that does not do what
     `collective` asks.
     """
-    if not 1 <= ranks <= MOST_RANKS:
-        raise UsageError(f"--ranks is {ranks}; allowed: a whole number from 1 to {MOST_RANKS}")
+    between("--ranks", ranks, 1, MOST_RANKS)
     if program is not None and not 0 <= program < ranks:
         raise UsageError(f"--program is {program}; allowed: a rank from 0 to {ranks - 1}")
-    if cost is not None and not all(0 <= term < inf for term in cost[:-1]):
-        raise UsageError(f"{cost} has a term that is no time; allowed: at least 0 s, finite")
-    if collective not in COLLECTIVES:
+    for term, given in _terms(cost).items() if cost is not None else ():
+        if not 0 <= given < inf:
+            raise UsageError(f"--{term} is {given}; allowed: a finite time, at least 0 s")
+    if collective not in COLLECTIVES:  # which is what tells mypy, too
         raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
     for option, file in (("--svg", svg_file), ("--html", html_file)):
         if file is not None:
@@ -88,10 +88,13 @@ def show(
         write(svg_file, svg(schedule))
     if html_file is not None:
         write(html_file, page)
+    written = [f"wrote {file}" for file in (svg_file, html_file) if file is not None]
+    scratch = f"; chunks from {schedule.chunks} on are scratch" if schedule.scratch else ""
     lines = [
         f"{title}, proved",
         f"{_count(len(schedule.rounds), 'round')}, {_count(schedule.chunks, 'chunk')}, "
         f"{_count(schedule.scratch, 'scratch chunk')}, {sent(schedule)} sent per rank",
+        "rank.chunk +> rank.chunk adds, -> replaces" + scratch,
         "",
         grid(schedule) or "nothing moves",
     ]
@@ -99,6 +102,8 @@ def show(
         lines += _programs(schedule, collective, program)
     if cost is not None:
         lines += _cost(schedule, cost)
+    if written:
+        lines += ["", *written]
     return "\n".join(lines)
 
 
@@ -130,12 +135,16 @@ def _cost(schedule: Schedule, machine: Machine) -> Iterator[str]:
         f"{counts.messages} α + S ({counts.moved} β + {counts.reduced} γ + {counts.crossing} bus), "
         "by the slowest rank of each round"
     )
-    terms = machine._asdict()
-    del terms["call"], terms["caches"]  # which are not the schedule's
-    yield "   ".join(f"{k} {x:.3g} {'s' if k == 'alpha' else 's/B'}" for k, x in terms.items())
+    terms = _terms(machine).items()
+    yield "   ".join(f"{k} {x:.3g} {'s' if k == 'alpha' else 's/B'}" for k, x in terms)
     yield f"{'bytes':>13} {'predicted µs':>14}"
     for size in SIZES:
         yield f"{size:>13,} {seconds(counts, machine, size) * 1e6:>14,.1f}"
+
+
+def _terms(machine: Machine) -> dict[str, float]:
+    """Without `call` and `caches`, which are not the schedule's."""
+    return {term: getattr(machine, term) for term in ("alpha", "beta", "gamma", "bus")}
 
 
 def _table(program: Program) -> Iterator[str]:

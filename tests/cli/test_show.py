@@ -16,6 +16,7 @@ from ringdp.schedule.algorithms import COLLECTIVES
 RING = """\
 ring all_reduce on 4 ranks, proved
 6 rounds, 4 chunks, 0 scratch chunks, 3/2 S sent per rank
+rank.chunk +> rank.chunk adds, -> replaces
 
 round 0: 0.3 +> 1.3  1.0 +> 2.0  2.1 +> 3.1  3.2 +> 0.2
 round 1: 0.2 +> 1.2  1.3 +> 2.3  2.0 +> 3.0  3.1 +> 0.1
@@ -92,7 +93,17 @@ def test_it_writes_an_svg_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["show", *arguments]) == 0
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert "<h1>hierarchical:2 all_reduce on 6 ranks</h1>" in page.read_text(encoding="utf-8")
-    assert capsys.readouterr().out.startswith("hierarchical:2 all_reduce on 6 ranks, proved\n")
+    out = capsys.readouterr().out
+    assert out.startswith("hierarchical:2 all_reduce on 6 ranks, proved\n")
+    assert out.endswith(f"\n\nwrote {svg}\nwrote {page}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("ring", ""), ("direct", "; chunks from 4 on are scratch")]
+)
+def test_it_says_how_to_read_a_line(name: str, says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["show", name]) == 0
+    assert f"\nrank.chunk +> rank.chunk adds, -> replaces{says}\n\n" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_leaves_no_svg(tmp_path: Path):
@@ -156,6 +167,8 @@ REFUSED = {
     "list of some": (["--list", "--collective", "gather"], "an ALGORITHM or --list alone"),
     "terms of nothing": (["ring", "--beta", "1e-9"], "--beta changes what --cost prints; allowed"),
     "unknown": (["rng"], "no all_reduce algorithm 'rng'; there are ring, "),
+    "a file of no name": (["mine:star"], "doubling, tree, hierarchical, and your own as FILE.py:"),
+    "no time": (["ring", "--cost", "--beta", "-1"], "--beta is -1.0; allowed: a finite time, at"),
     "unknown there": (["ring", "--collective", "gather"], "there are direct, binomial"),
     "collective": (["ring", "--collective", "sum"], "--collective is 'sum'; allowed: all_reduce"),
     "no ranks": (["ring", "--ranks", "0"], "--ranks is 0; allowed: a whole number from 1 to 256"),

@@ -82,7 +82,10 @@ def schedule(collective: Collective, algorithm: str, n: int, root: int = 0) -> S
     if algorithm.startswith("hierarchical:") and collective == "all_reduce":
         return ring.hierarchical_all_reduce(n, _local(algorithm.removeprefix("hierarchical:"), n))
     names = [a.name for a in ALGORITHMS if a.collective == collective]
-    raise UsageError(f"no {collective} algorithm {algorithm!r}; there are {', '.join(names)}")
+    raise UsageError(
+        f"no {collective} algorithm {algorithm!r}; there are {', '.join(names)}, and your own as "
+        "FILE.py:function"
+    )
 
 
 def check_asked(collective: str, n: int) -> None:
