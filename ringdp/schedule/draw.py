@@ -54,7 +54,8 @@ def svg(schedule: Schedule, *, columns: int = 3) -> str:
     """One panel a round, ranks on a circle; an arrow carries the chunks that move.
 
     Reduces are solid, copies dashed; the colour is the first chunk's. Local transfers are a loop at
-    their rank. A panel with more than three arrows a rank has no labels: it would be all labels.
+    their rank. A panel with more than three arrows a rank has no labels, of which it would be full,
+    and all arrows but rank 0's are pale: of so many none could be followed.
     """
     radius = max(62.0, 32 / sin(pi / max(2, schedule.ranks)))
     loops = any(t.src == t.dst for transfers in schedule.rounds for t in transfers)
@@ -93,9 +94,11 @@ def _panel(r: int, schedule: Schedule, radius: float, size: int) -> str:
     for t in schedule.rounds[r]:
         arrows[t.src, t.dst, t.reduce].append(t)
     labels = len(arrows) <= 3 * schedule.ranks
-    out = [f'<text x="{size / 2:.0f}" y="18" fill="#555">round {r}</text>']
+    title = f"round {r}" if labels else f"round {r}, rank 0's arrows in front"
+    out = [f'<text x="{size / 2:.0f}" y="18" fill="#555">{title}</text>']
     out.append(f'<g transform="translate({size / 2:.0f},{size / 2 + 16:.0f})">')
-    drawn = [_arrow(transfers, schedule, radius, labels=labels) for transfers in arrows.values()]
+    back_to_front = sorted(arrows.values(), key=lambda ts: not labels and ts[0].src == 0)
+    drawn = [_arrow(transfers, schedule, radius, labels=labels) for transfers in back_to_front]
     out += [path for path, _ in drawn]
     for rank in range(schedule.ranks):
         x, y = _place(rank, schedule.ranks, radius)
@@ -132,8 +135,9 @@ def _arrow(
         f'<text x="{at[0]:.1f}" y="{at[1] + 4:.1f}" fill="{stroke}" stroke="#fff" stroke-width="4" '
         f'paint-order="stroke">{chunks}</text>'
     )
+    pale = "" if labels or first.src in (0, first.dst) else ' opacity="0.12"'
     line = (
-        f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{2 if labels else 1}"{dash} '
+        f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="2"{dash}{pale} '
         f'marker-end="url(#a{chunk})"/>'
     )
     return line, label if labels and first.src != first.dst else ""

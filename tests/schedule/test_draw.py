@@ -59,3 +59,13 @@ def test_a_wide_label_lies_in_its_panel_beside_its_short_arrow():
     for x, y, text in outside:
         assert hypot(x, y) > circle + 15  # a circle's radius
         assert abs(x) + 7.3 * len(text) / 2 <= float(middle)
+
+
+def test_of_more_arrows_than_can_be_followed_rank_0s_are_in_front():
+    _, exchange, folds, *_ = svg(schedule("all_reduce", "direct", 16)).split(">round ")
+    paths = re.findall(r"<path [^>]*marker-end[^>]*>", exchange)
+    pale = [path for path in paths if "opacity" in path]
+    assert (len(paths), len(pale)) == (16 * 15, 15 * 15)
+    assert pale == paths[: len(pale)], "behind"
+    assert exchange.startswith("0, rank 0's arrows in front<")
+    assert "opacity" not in folds, "a rank's own stay as they are"

@@ -196,6 +196,16 @@ def test_every_digit_can_be_read_on_its_chunks_color(browse):
 
 
 @needs_browser
+def test_of_more_arrows_than_can_be_followed_rank_0s_are_in_front(browse):
+    page = html(schedule("all_reduce", "direct", 8), "all_reduce")
+    exchange, folds = browse(page, "#round=0"), browse(page, "#round=1")
+    in_front = [a["class"].endswith(" picked") for a in exchange.of_class("arrow")]
+    assert in_front == 7 * 7 * [False] + 7 * [True]
+    assert "Rank 0’s arrows are in front." in exchange.texts["says"]
+    assert "in front" not in folds.texts["says"], "a rank's own stay as they are"
+
+
+@needs_browser
 def test_what_is_said_of_a_chunk_is_in_sight_however_tall_the_grid(browse):
     script = """
         for (const { cell } of cells) cell.focus();
