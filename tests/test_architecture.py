@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
+from typing import get_type_hints
 
 import pytest
 
@@ -130,6 +132,14 @@ def test_import_stays_light():
         [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ringdp.__all__)
+def test_annotations_can_be_read(name: str) -> None:
+    public = getattr(ringdp, name)
+    for annotated in (public, getattr(public, "__init__", public)):
+        if isinstance(annotated, FunctionType | type):
+            get_type_hints(annotated)
 
 
 def test_public_names():

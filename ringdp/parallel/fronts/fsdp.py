@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-
-if TYPE_CHECKING:  # it takes 1 s
-    from torch.distributed.fsdp import MixedPrecision
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
@@ -68,7 +65,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         cpu_offload: Any = None,
         auto_wrap_policy: Callable[..., bool] | None = None,
         backward_prefetch: Any = None,
-        mixed_precision: MixedPrecision | None = None,
+        mixed_precision: Any = None,
         ignored_modules: object = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: object = None,
@@ -218,7 +215,7 @@ def _field(argument: str, value: object, name: str) -> bool:
     return bool(getattr(value, name))
 
 
-def _precision(policy: MixedPrecision | None, *, wraps: bool) -> Precision | None:
+def _precision(policy: Any, *, wraps: bool) -> Precision | None:
     if policy is None:
         return None
     inner = _field("mixed_precision", policy, "cast_forward_inputs")

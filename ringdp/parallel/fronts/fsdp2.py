@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -22,9 +22,6 @@ from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-
-if TYPE_CHECKING:  # it takes 1 s
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Of torch's FSDPModule.
 ABSENT = (
@@ -98,7 +95,7 @@ def fully_shard(
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: object = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: Any = None,
     offload_policy: object = None,
     ignored_params: object = None,
     comm: Communicator | ProcessGroup | None = None,
@@ -194,7 +191,7 @@ def _taken_in(module: nn.Module) -> set[nn.Module]:
     return set(inner)
 
 
-def _precision(policy: MixedPrecisionPolicy | None) -> Precision:
+def _precision(policy: Any) -> Precision:
     if policy is None:
         return Precision()
     if not hasattr(policy, "output_dtype"):
