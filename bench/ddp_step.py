@@ -138,7 +138,8 @@ def overlapped(rounds: int) -> list[Overlap]:
         copies.append(time.process_time() - start)
 
     local = copy.deepcopy(model)
-    compute = interleaved({"forward": lambda: forward(local), "both": lambda: both(local)}, rounds)
+    alone = {"forward": lambda: forward(local), "both": lambda: both(local)}
+    compute = interleaved(alone, "without a link", rounds)
     backward = statistics.median(compute["both"]) - statistics.median(compute["forward"])
     sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * elements(model)
     link = slow(sent, backward, lambda comm: partial(communicate, over(comm, None), []), rounds)
@@ -148,7 +149,7 @@ def overlapped(rounds: int) -> list[Overlap]:
         together = over(ringdp.init(link=link), cap)
         steps[f"communication {cap}"] = partial(communicate, together, copies[cap])
         steps[f"together {cap}"] = partial(both, together)
-    times = interleaved(steps, rounds)
+    times = interleaved(steps, "over the link", rounds)
     found = []
     for cap in CAPS:
         ms = {
@@ -180,7 +181,8 @@ def slow(
 ) -> Link:
     """Over which communication takes so long; of the bytes sent a rough count will do."""
     link = Link(LATENCY, sent / seconds)
-    (took,) = interleaved({"": communicate(ringdp.init(link=link))}, rounds).values()
+    ways = {"": communicate(ringdp.init(link=link))}
+    (took,) = interleaved(ways, "over a link to try", rounds).values()
     # The emulation takes time of its own: a faster link makes up for it.
     return Link(LATENCY, link.bandwidth * statistics.median(took) / seconds)
 

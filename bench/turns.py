@@ -35,9 +35,10 @@ Way = TypeVar("Way", bound=Hashable)
 
 
 def interleaved(
-    ways: Mapping[Way, Callable[[], object]], rounds: int = ROUNDS
+    ways: Mapping[Way, Callable[[], object]], what: str, rounds: int = ROUNDS
 ) -> dict[Way, list[float]]:
-    """Seconds of every turn but the warm-ups', over torch.distributed's default group."""
+    """Seconds of every turn but the warm-ups', over torch.distributed's default group; `what` the
+    turns are of is said while they go on."""
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for round_ in range(rounds + WARMUPS):
         for way in random.Random(round_).sample(list(ways), len(ways)):
@@ -47,7 +48,7 @@ def interleaved(
             if round_ >= WARMUPS:
                 times[way].append(time.perf_counter() - start)
         if dist.get_rank() == 0:
-            _progress("turns", round_, rounds)
+            _progress(what, round_, rounds)
     return {way: slowest(seconds) for way, seconds in times.items()}
 
 

@@ -142,7 +142,7 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
         return net, engine
 
     silent, _ = over(single, 1)
-    compute = interleaved({"silent": lambda: both(silent)}, rounds)["silent"]
+    compute = interleaved({"silent": lambda: both(silent)}, "without a link", rounds)["silent"]
     ranks = dist.get_world_size()
     sent = 3 * 4 * elements(model) * (ranks - 1) / ranks
     link = slow(
@@ -161,6 +161,7 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
         }
         | {f"{ahead}": lambda net=net: both(net) for ahead, (net, _) in trained.items()}
         | {f"sent {ahead}": lambda e=e: communicate(e) for ahead, (_, e) in trained.items()},
+        "over the link",
         rounds,
     )
     ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}

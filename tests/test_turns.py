@@ -29,3 +29,15 @@ def test_jobs_take_turns_and_say_how_far_they_are(
         for start in (1, 2)
         for k in range(1, 3 + turns.WARMUPS)
     ]
+
+
+def test_turns_of_one_job_say_what_they_are_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(turns, "slowest", list)
+    assert len(turns.interleaved({"one": lambda: None}, "over the link", 1)["one"]) == 1
+    assert (
+        capfd.readouterr().err.splitlines()[0] == f"over the link: round 1 of {1 + turns.WARMUPS}"
+    )
