@@ -7,6 +7,7 @@ several, of some columns each. A file gets every line and every table whole.
 from collections.abc import Collection
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import IO
 
 from rich import box
@@ -34,6 +35,12 @@ def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
 
 def say(console: Console, line: str, style: str = "") -> None:
     console.print(Text(line, style), soft_wrap=not console.is_terminal)
+
+
+def say_written(console: Console, file: Path | None, then: str = "") -> None:
+    """Where one was asked for."""
+    if file is not None:
+        say(console, f"wrote {file}{then}")
 
 
 def wide_enough(console: Console, width: int) -> Console:

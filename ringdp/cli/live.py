@@ -22,8 +22,9 @@ HEADINGS = ("params", "gather", "grads", "bucket", "optim")  # of MEMORY, at 80 
 class Display:
     """Shows the latest progress of every run. `update` may be called from any thread."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, memory: bool = True) -> None:
         self._console = console
+        self._memory = memory
         self._latest: dict[str, Progress] = {}
         self._plain_due = 0.0
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self.table)
@@ -54,7 +55,7 @@ class Display:
     def table(self) -> Table:
         """One row a run, the last one running. Bytes are those of rank 0. A terminal too narrow
         for all of it shows no memory, one narrower still no bar."""
-        made = self._table(memory=True, bar=True)
+        made = self._table(memory=self._memory, bar=True)
         if width_of(self._console, made) > self._console.width:
             made = self._table(memory=False, bar=True)
         if width_of(self._console, made) > self._console.width:

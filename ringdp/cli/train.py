@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ringdp.cli import mode_report, text
-from ringdp.cli.console import say
+from ringdp.cli.console import say, say_written
 from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
@@ -34,8 +34,10 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         f"Learning {len(learned.data):,} bytes of {learned.source} ({learned.files} files): "
         f"{options.steps} steps of {options.batch} rows × {options.context} bytes",
     )
+    if options.modes and options.ranks > 1:
+        say(console, "While a mode runs, the loss is of one worker's rows; in the table, of all.")
     warm_up(entry)
-    with Display(console) as display:
+    with Display(console, memory=not options.modes) as display:
         reference = None
         if options.reference:
             reference = run_single(options, learned.data, display.update)
@@ -50,11 +52,15 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         if options.json is not None:
             write_json(options.json, _whole([mode_report.to_json(run) for run in modes]))
         mode_report.show(console, modes, reference, problems)
+        say_written(console, options.json)
         return 1 if problems else 0
     problems = complaints(ranks, reference)
     if options.json is not None:
         write_json(options.json, _whole([to_json(run) for run in ranks[0]]))
     show(console, ranks[0], reference, problems)
+    say_written(console, options.json)
+    and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
+    say_written(console, options.trace, and_then)
     return 1 if problems else 0
 
 

@@ -90,6 +90,8 @@ def test_all_modes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shown = capfd.readouterr().out
     assert code == 0, shown
     assert "equal bit for bit" in shown
+    assert "the loss is of one worker's rows" in shown.splitlines()[1]
+    assert shown.endswith(f"\nwrote {out}\n")
     runs = {run["mode"]: run for run in json.loads(out.read_bytes())}
     assert list(runs) == list(MODES)
     size = 4 * runs["ddp"]["parameters"]

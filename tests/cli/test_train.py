@@ -58,6 +58,7 @@ def test_a_traced_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert main([*SMALL, *arguments]) == 0
     assert main(["report", str(traced), "--html", str(page)]) == 0
     shown = capfd.readouterr().out
+    assert f"\nwrote {traced}; `ringdp report {traced} --html FILE` makes a page of it\n" in shown
     assert all(re.search(rf"^rank {rank}: in .* computed ", shown, re.M) for rank in range(2))
     found = digest(read(traced), None, lambda _: None)
     assert [(m["rank"], m["stage"]) for m in found["memory"]] == [(0, 3), (1, 3)]

@@ -16,7 +16,7 @@ from ringdp.cli.bench.options import Options, check
 from ringdp.cli.bench.rows import Report, write
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
-from ringdp.cli.console import say
+from ringdp.cli.console import say, say_written
 from ringdp.cli.launch import SignalError
 
 BAR = 14  # characters
@@ -34,6 +34,7 @@ def bench(options: Options, console: Console) -> int:
     with _signals_raised():
         report = watch(options, console, keep)
     show(console, report, options.op)
+    say_written(console, options.json)
     return 1 if any(row.wrong for row in report.rows) else 0
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, only
-from ringdp.cli.console import say, show_table, table
+from ringdp.cli.console import say, say_written, show_table, table
 from ringdp.cli.options import check_writable, write_json
 from ringdp.comm.programs import program
 from ringdp.errors import UsageError
@@ -83,6 +83,7 @@ def bench(options: Options, console: Console) -> int:
     if options.json is not None:
         write_json(options.json, rows)
     show(rows, console)
+    say_written(console, options.json)
     return 0
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe, free_memory, last_cache
 from ringdp.cli.bench.options import MOST_BYTES, Options, only
-from ringdp.cli.console import say, show_table, table
+from ringdp.cli.console import say, say_written, show_table, table
 from ringdp.cli.options import between, check_writable, write
 
 NAME = "kernels"
@@ -108,6 +108,7 @@ def bench(options: Options, console: Console) -> int:
 
     report = measure(options, lambda says: say(console, says), keep)
     show(report, console)
+    say_written(console, options.json)
     return 1 if report.failures else 0
 
 

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from ringdp.cli.bench.options import parse_bytes
+from ringdp.cli.console import say_written
 from ringdp.cli.options import between, check_writable, one_of, write
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
 from ringdp.cli.plan.models import Model, read
@@ -37,6 +38,7 @@ def plan(options: Options, console: Console) -> int:
         found = to_json(options, model, setting, rows, says)
         write(options.json, json.dumps(found, indent=1) + "\n")
     show(console, options, model, setting, rows, says)
+    say_written(console, options.json)
     return 0
 
 

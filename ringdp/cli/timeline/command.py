@@ -39,5 +39,5 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         )
     for note in data["notes"]:
         say(console, note, "bold red")
-    say(console, f"{page}: {len(text.encode()):,} bytes")
+    say(console, f"wrote {page}, {len(text.encode()):,} bytes")
     return 0

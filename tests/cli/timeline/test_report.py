@@ -278,7 +278,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path, capsy
     place = tmp_path / "[bold]:zap:[" / "b]"
     place.mkdir(parents=True)
     assert main(["report", str(trace(place)), "--html", str(place / "page.html")]) == 0
-    assert f"{place / 'page.html'}: " in capsys.readouterr().out
+    assert f"wrote {place / 'page.html'}, " in capsys.readouterr().out
 
 
 def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
@@ -287,7 +287,7 @@ def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
     said = capsys.readouterr().out
     assert "rank 0: in 3.8 ms computed 3.2 ms, was 0.0 ms in the engine, communicated" in said
     assert "communicated 1.0 ms, of which 0.6 hidden and 0.4 waited for; waited 0.0 ms" in said
-    assert f"{page}: {page.stat().st_size:,} bytes" in " ".join(said.split())
+    assert f"wrote {page}, {page.stat().st_size:,} bytes" in " ".join(said.split())
     parts = [file.read_text(encoding="utf-8") for file in PARTS.iterdir()]
     assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
     assert "default-src 'none'" in page.read_text(encoding="utf-8")
