@@ -145,7 +145,7 @@ def show(
         print(showing.listing())
         return 0
     if everything or algorithm is None:
-        raise UsageError("show takes either an ALGORITHM or --list alone")
+        raise UsageError("show takes either an ALGORITHM, such as ring, or --list alone")
     if not cost and (terms := [term for term in Machine._fields if term in given]):
         raise UsageError(f"--{terms[0]} changes what --cost prints; allowed: with --cost")
     print(
@@ -217,7 +217,10 @@ def bench(
 def plan(
     model: Annotated[
         str | None,
-        typer.Option(help="a name, params=7e9, params=7e9/48 (units), or FILE.py:factory"),
+        typer.Option(
+            help="a name such as gpt2 or llama-7b, params=7e9, params=7e9/48 (units), or "
+            "FILE.py:factory"
+        ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="processes that train together")] = PlanOptions.ranks,
     per_node: Annotated[
@@ -228,13 +231,13 @@ def plan(
         str, typer.Option(help="of compute: fp32, bf16, fp16")
     ] = PlanOptions.precision,
     reduce: Annotated[
-        str | None, typer.Option(help="of reductions; as compute if not given")
+        str | None, typer.Option(help="of reductions: the same; as compute if not given")
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(
-            help="of a rank between nodes: 400Gb (bits a second, if not given), 50GB (bytes), or "
-            "with commas .json files of ringdp bench --json"
+            help="of a rank between nodes, a second: 400Gb (bits, the default) or 50GB (bytes); or "
+            ".json files of ringdp bench --json, with commas"
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="rows of one rank in a step")] = PlanOptions.batch,
@@ -247,16 +250,18 @@ def plan(
         typer.Option(help=f"share of its peak that compute reaches; {UTILISATION} if not given"),
     ] = None,
     flops: Annotated[
-        float | None, typer.Option(help="a second and rank, sustained, instead of that share")
+        float | None, typer.Option(help="that a rank sustains a second, instead of that share")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="that a rank may hold, as in 80GB or 80GiB; else the device's"),
+        typer.Option(help="most that a rank may hold, as in 80GB or 80GiB; else the device's"),
     ] = None,
     alpha: Annotated[
         float | None, typer.Option(help="s per message on a named network; 1e-5 if not given")
     ] = None,
-    algorithm: Annotated[str, typer.Option(help="of every collective")] = PlanOptions.algorithm,
+    algorithm: Annotated[
+        str, typer.Option(help=f"of every collective: {', '.join(planning.ALGORITHMS)}")
+    ] = PlanOptions.algorithm,
     json: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     published: Annotated[
         bool, typer.Option("--published", help="instead, published figures beside the formulas")
@@ -264,7 +269,7 @@ def plan(
 ) -> int:
     """Say before a run what each stage holds and sends, how long a step takes, and what fits."""
     if published == (model is not None):
-        raise UsageError("plan takes either --model or --published")
+        raise UsageError("plan takes either --model, such as gpt2, or --published")
     console = plain()
     options = PlanOptions(
         model=model or "",

@@ -162,9 +162,9 @@ def test_its_help_names_every_collective(capsys: pytest.CaptureFixture[str]):
 
 
 REFUSED = {
-    "neither": ([], "either an ALGORITHM or --list"),
-    "both": (["ring", "--list"], "either an ALGORITHM or --list"),
-    "list of some": (["--list", "--collective", "gather"], "an ALGORITHM or --list alone"),
+    "neither": ([], "either an ALGORITHM, such as ring, or --list"),
+    "both": (["ring", "--list"], "either an ALGORITHM, such as ring, or --list"),
+    "list of some": (["--list", "--collective", "gather"], "such as ring, or --list alone"),
     "terms of nothing": (["ring", "--beta", "1e-9"], "--beta changes what --cost prints; allowed"),
     "unknown": (["rng"], "no all_reduce algorithm 'rng'; there are ring, "),
     "a file of no name": (["mine:star"], "doubling, tree, hierarchical, and your own as FILE.py:"),

@@ -39,7 +39,7 @@ def read(path: Path) -> Run:
         raise UsageError(f"{path} is nested too deeply; {WRITTEN_BY}") from None
     except ValueError as error:
         cut = text[:1] == "{" and not text.rstrip().endswith("}")
-        why = "is cut off" if cut else "is no JSON"
+        why = "is cut off" if cut else "is not JSON"
         raise UsageError(f"{path} {why} ({error}); {WRITTEN_BY}") from None
     about = document.get("ringdp") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("version") != VERSION:

@@ -196,7 +196,7 @@ def test_published_is_shown(capsys):
 
 
 REFUSED = {
-    "nothing": ([], "plan takes either --model or --published"),
+    "nothing": ([], "plan takes either --model, such as gpt2, or --published"),
     "both": (["--model", "gpt2", "--published"], "plan takes either"),
     "published and more": (["--published", "--ranks", "8"], "--published takes no other option"),
     "unknown model": (["--model", "gpt9"], "--model is 'gpt9'; allowed: gpt2"),

@@ -179,8 +179,8 @@ def test_predictions_from_a_bench(tmp_path: Path):
 
 REFUSED = {
     "missing": (None, "cannot read {}: No such file or directory; allowed: a file of ringdp.trace"),
-    "empty": ("", "{} is no JSON"),
-    "words": ("hello", "{} is no JSON"),
+    "empty": ("", "{} is not JSON"),
+    "words": ("hello", "{} is not JSON"),
     "bytes": (b"\xff\xfe\x00", "{} is no text"),
     "a list": ("[]", "{} is no trace of this version of ringdp"),
     "another's": ('{"traceEvents": []}', "{} is no trace of this version of ringdp"),
