@@ -44,6 +44,8 @@ def test_every_slot_shows_what_the_proof_says(browse, collective, name, n, r):
     transfers = plan.rounds[r] if r >= 0 else ()
     assert len(dom.of_class("arrow")) == len(transfers)
     assert len(dom.of_class("copy")) == sum(not t.reduce for t in transfers)
+    (explained,) = (a for _, a in dom.elements if a.get("id") == "scratch")
+    assert ("hidden" in explained) == (plan.scratch == 0)
     after = contract(collective, n, plan.chunks).after
     state = list(states(plan, contract(collective, n, plan.chunks).before))[r + 1]
     assert len(dom.of_class("done")) == sum(state.get(s) == value for s, value in after.items())
