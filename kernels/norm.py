@@ -35,10 +35,11 @@ from .spans import BLOCK, tables
 if TYPE_CHECKING:
     import triton.language as tl
 
-# At most: four for each of an H200's 132 multiprocessors. So many run at once with up to 64
-# registers a thread [Triton 3.6 to 3.9 take 40 to 64 for float32 and bfloat16], and none waits for
-# another to end. Fewer registers would let more run, and some of these versions spill.
-PROGRAMS = 528
+# At most: six for each of an H200's 132 multiprocessors. So many run at once with up to 40
+# registers a thread [Triton 3.6 to 3.9 take 30 to 40 on sm_90, 32 to 48 on sm_80], and none waits
+# for another to end.
+PROGRAMS = 792
+THREADS = 256
 _repeats = Repeats()
 
 
@@ -81,7 +82,7 @@ def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
-@jit(num_warps=8, unspecialized=("total",))
+@jit(num_warps=THREADS // 32, unspecialized=("total",))
 def squared_norm_kernel(
     chunks: tl.tensor,  # int64[count, 3], rows are Spans of at most BLOCK elements
     count: tl.tensor,
@@ -89,28 +90,34 @@ def squared_norm_kernel(
     total: tl.tensor,  # float64[]
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,  # sums of a program: added up once, behind its last chunk
+    MOST: tl.constexpr,  # at least the number of programs, and a power of two
 ) -> None:
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
-    lane = tl.arange(0, BLOCK)
-    mine = tl.full((), 0, tl.float64)
+    lane = tl.arange(0, LANES)
+    sums = tl.full((LANES,), 0, tl.float64)
     # Rows that are neighbours, so that the first brings the next ones into the cache.
     for row in range(program * count // programs, (program + 1) * count // programs):
         address = tl.load(chunks + row * 3)
-        elems = tl.load(chunks + row * 3 + 2)
+        elems = tl.load(chunks + row * 3 + 2).to(tl.int32)
         source = address.to(tl.pointer_type(SOURCE))
         if (elems == BLOCK) & ((address & 15) == 0):  # 16-byte accesses: known alignment, no mask
-            x = tl.load(tl.multiple_of(source, 16) + lane).to(tl.float64)
-            part = tl.sum(x * x, 0)
+            aligned = tl.multiple_of(source, 16)
+            for first in tl.static_range(0, BLOCK, LANES):
+                x = tl.load(aligned + (first + lane)).to(tl.float64)
+                sums += x * x
         else:
-            x = tl.load(source + lane, mask=lane < elems, other=0).to(tl.float64)
-            part = tl.sum(x * x, 0)
-        mine += part
-    tl.store(scratch + 1 + program, mine)
+            for first in range(0, elems, LANES):
+                inside = first + lane < elems
+                x = tl.load(source + first + lane, mask=inside, other=0).to(tl.float64)
+                sums += x * x
+    tl.store(scratch + 1 + program, tl.sum(sums, 0))
     tl.debug_barrier()  # one thread has stored, maybe another releases
     if tl.atomic_add(scratch, 1.0, sem="acq_rel") == programs - 1:  # the last adds, in fixed order
-        sums = tl.load(scratch + 1 + lane, mask=lane < programs, other=0, volatile=True)
-        tl.store(total, tl.sum(sums, 0))
+        every = tl.arange(0, MOST)
+        parts = tl.load(scratch + 1 + every, mask=every < programs, other=0, volatile=True)
+        tl.store(total, tl.sum(parts, 0))
         tl.store(scratch, 0.0)  # for the next launch
 
 
@@ -142,6 +149,8 @@ def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
         total,
         SOURCE=parts[0][0].dtype,
         BLOCK=BLOCK,
+        LANES=THREADS * 16 // parts[0][0].dtype.itemsize,  # an access of 16 bytes for each thread
+        MOST=1 << (PROGRAMS - 1).bit_length(),
     )
     _repeats.keep(place, [launch], held=[chunks])
     return total

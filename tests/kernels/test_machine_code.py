@@ -22,7 +22,7 @@ from ringdp.kernels.copying import copy_kernel
 from ringdp.kernels.fold import BLOCK as FOLD_BLOCK
 from ringdp.kernels.fold import fold_kernel
 from ringdp.kernels.jit import Kernel, triton_dtype
-from ringdp.kernels.norm import squared_norm_kernel
+from ringdp.kernels.norm import PROGRAMS, THREADS, squared_norm_kernel
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import BLOCK as SPAN_BLOCK
 from ringdp.kernels.stochastic import BLOCK as STOCHASTIC_BLOCK
@@ -171,11 +171,15 @@ def test_copy(
 @pytest.mark.parametrize(("arch", "source"), by_turns((F32,), (BF16,)))
 def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "count": "i32", "scratch": "*fp64", "total": "*fp64"}
-    constants = {"SOURCE": source, "BLOCK": SPAN_BLOCK}
+    constants = {"SOURCE": source, "BLOCK": SPAN_BLOCK, "MOST": 1024}
+    constants["LANES"] = THREADS * 16 // source.itemsize
     code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, odd=("count",))
-    assert count_128(code, "LDG") == SPAN_BLOCK // 256 * source.itemsize // 16
+    assert count_128(code, "LDG") == SPAN_BLOCK // THREADS * source.itemsize // 16
     assert not spills(code)
-    assert 4 * 256 * code.registers <= 65536  # of a multiprocessor: all PROGRAMS run at once
+    given = -(-code.registers // 8) * 8  # a thread gets eights of a multiprocessor's 65536
+    assert PROGRAMS // 132 * THREADS * given <= 65536 or arch == 80  # all run at once
+    # A thread's sums meet those of others once, and so do all programs': none waits in the loop.
+    assert len(re.findall(r"\bshfl\.sync", code.ptx)) == 2 * 2 * (5 + 3)
     assert ".ftz" not in code.ptx
     # What a program has stored is seen by the one that counts after it.
     assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.acq_rel.add.f64"]
