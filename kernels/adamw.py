@@ -216,7 +216,9 @@ def adamw_kernel(
 def adamw_triton(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> list[Launch | None]:
-    whole = map(_flat, (param, grad, avg, avg_sq, param if copy is None else copy))
+    whole = list(map(_flat, (param, grad, avg, avg_sq, param if copy is None else copy)))
+    for x in whole:
+        address(x)  # or an error: a GPU that reads what was freed is of no more use
     return [
         adamw_kernel.launch(
             -(-elems // BLOCK), *parts, elems, *k, COPIES=copy is not None, BLOCK=BLOCK

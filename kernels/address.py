@@ -1,4 +1,4 @@
-"""Where a tensor lies, for C++, which cannot ask whether anything is there."""
+"""Where a tensor lies, for C++ and GPUs, which cannot ask whether anything is there."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .address import address
+
 BLOCK = 4096  # elements per program
 
 
@@ -36,8 +38,9 @@ def tables(
     """A chunk table for each dtype among contiguous tensors, on the device: one launch each.
 
     `padding`: what no tensor covers of the flat buffer's `elems` becomes chunks of the first table,
-    or of one for this dtype. To be read by kernels on the current stream only. Raises RuntimeError
-    in the capture of a CUDA graph, where the upload would not take place.
+    or of one for this dtype. To be read by kernels on the current stream only. Raises ValueError
+    where a tensor is not in memory, and RuntimeError in the capture of a CUDA graph, where the
+    upload would not take place.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("tables of addresses cannot be made in the capture of a CUDA graph")
@@ -49,7 +52,7 @@ def tables(
         first += [Span(0, begin, end - begin) for begin, end in gaps(sizes, offsets, elems)]
     for x, offset in zip(tensors, offsets, strict=True):
         if x.numel():
-            spans[x.dtype].append(Span(x.data_ptr(), offset, x.numel()))
+            spans[x.dtype].append(Span(address(x), offset, x.numel()))
     return {
         dtype: _upload(chunk_table(rows, dtype.itemsize), device) for dtype, rows in spans.items()
     }

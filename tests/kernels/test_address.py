@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ringdp.kernels import adamw, squared_norm
+from ringdp.kernels import squared_norm
+from ringdp.kernels.adamw import adamw_cpp, adamw_triton
 from ringdp.kernels.address import address
+from ringdp.kernels.flatten import flatten_triton
+from ringdp.kernels.norm import squared_norm_triton
+from tests.kernels.test_adamw import FACTORS
 
 
 def test_is_that_of_the_first_element() -> None:
@@ -24,15 +28,15 @@ def test_is_that_of_the_first_element() -> None:
 def test_freed_or_cut(left: int) -> None:
     x = torch.ones(4)
     x.untyped_storage().resize_(left)
-    with pytest.raises(
-        ValueError, match=rf"float32\[4\] at element 0 of a storage of {left} bytes"
-    ):
-        squared_norm([x])
-    with pytest.raises(ValueError, match="is not in memory"):
-        adamw(
-            torch.ones(4), x, torch.ones(4), torch.ones(4),
-            step=1, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0,
-        )  # fmt: skip
+    says = rf"float32\[4\] at element 0 of a storage of {left} bytes is not in memory"
+    for norm in (squared_norm, squared_norm_triton):
+        with pytest.raises(ValueError, match=says):
+            norm([x])
+    with pytest.raises(ValueError, match=says):
+        flatten_triton([x], torch.ones(4), 1.0, [0])
+    for step in (adamw_cpp, adamw_triton):
+        with pytest.raises(ValueError, match=says):
+            step(torch.ones(4), x, torch.ones(4), torch.ones(4), None, FACTORS)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
