@@ -34,7 +34,7 @@ def copy_kernel(
     chunk = chunks + tl.program_id(0).to(tl.int64) * 3
     address = tl.load(chunk)
     place = flat + tl.load(chunk + 1)
-    count = tl.load(chunk + 2)
+    count = tl.load(chunk + 2).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     factor = tl.cast(scale, WIDE)
     if INTO_FLAT:

@@ -165,6 +165,7 @@ def test_copy(
     assert count_128(code, "LDG") == per_thread * source.itemsize // 16
     assert count_128(code, "STG") == per_thread * target.itemsize // 16
     assert not spills(code)
+    assert code.registers <= 40 or F64 in (apart, flat)  # so six programs share a multiprocessor
     assert ".ftz" not in code.ptx
 
 
