@@ -37,3 +37,9 @@ def some(elems: int, dtype: torch.dtype, *, skip: int = 0, special: bool = False
         ]
         x[: len(odd)] = torch.tensor(odd, dtype=torch.float64).to(dtype)[:elems]
     return x
+
+
+def there(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the GPU, as far behind a multiple of 16 bytes as x; `x.cuda()` begins at one."""
+    skip = x.data_ptr() % 16 // x.itemsize
+    return torch.empty(skip + len(x), dtype=x.dtype, device="cuda")[skip:].copy_(x)

@@ -18,7 +18,7 @@ from ringdp.kernels.norm import (
 )
 from ringdp.kernels.precision import FLOATS
 from ringdp.kernels.spans import BLOCK
-from tests.kernels.inputs import LENGTHS, some
+from tests.kernels.inputs import LENGTHS, some, there
 
 U = 2.0**-53
 WAYS = (squared_norm_cpp, squared_norm_torch, squared_norm_triton)
@@ -137,10 +137,10 @@ def test_refuses() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gpu_against_exact(dtype: torch.dtype) -> None:
     tensors = [some(elems, dtype, skip=elems % 2) for elems in LENGTHS]
-    want, there = exact(tensors), [x.cuda() for x in tensors]
-    first = squared_norm(there)
+    want, copies = exact(tensors), [there(x) for x in tensors]
+    first = squared_norm(copies)
     assert abs(first.item() - want) <= bound(tensors, want)
-    assert squared_norm(there).item() == first.item()
+    assert squared_norm(copies).item() == first.item()
 
 
 @pytest.mark.gpu

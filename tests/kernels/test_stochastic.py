@@ -10,7 +10,7 @@ import torch
 
 from ringdp.kernels import stochastic_round
 from ringdp.kernels.stochastic import CACHED, keys, stochastic_round_torch, stochastic_round_triton
-from tests.kernels.inputs import LENGTHS, same_bits, some
+from tests.kernels.inputs import LENGTHS, same_bits, some, there
 
 HALF_ULP = 2.0**-8  # of a bfloat16 near 1, whose neighbours are 2^-7 apart
 
@@ -107,10 +107,11 @@ def test_refuses(x: torch.Tensor, out: torch.Tensor, seed: int, message: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("skip", [0, 1])  # an odd address
 @pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
-def test_gpu_equals_cpu(elems: int) -> None:
-    x = some(elems, torch.float32, special=elems > 15)
-    there, got = x.cuda(), torch.empty(elems, dtype=torch.bfloat16, device="cuda")
+def test_gpu_equals_cpu(elems: int, skip: int) -> None:
+    x = some(elems, torch.float32, skip=skip, special=elems > 15)
+    copy, got = there(x), torch.empty(elems, dtype=torch.bfloat16, device="cuda")
     for seed in (4, 5):  # the second time as the first was launched
-        stochastic_round(there, got, seed=seed, offset=2**32 - 20)
+        stochastic_round(copy, got, seed=seed, offset=2**32 - 20)
         assert same_bits(got.cpu(), rounded(x, seed, 2**32 - 20))
