@@ -52,11 +52,16 @@ def _flatten(elems: int, device: torch.device) -> dict[str, Call]:
         torch._foreach_copy_(views, tensors)
         torch._foreach_mul_(views, -1.0)
 
+    def each() -> None:
+        for x, view in zip(tensors, views, strict=True):
+            torch.mul(x, -1.0, out=view)
+
     return {
         OURS: lambda: flatten(tensors, out, scale=-1.0, offsets=places),
         "cat, mul_": lambda: torch.cat(tensors, out=out).mul_(-1.0),
         "_chunk_cat, mul_": lambda: torch._chunk_cat(tensors, 0, 1, out=out[None]).mul_(-1.0),
         "_foreach": foreach,
+        "mul of each": each,
     }
 
 
@@ -69,9 +74,14 @@ def _unflatten(elems: int, device: torch.device) -> dict[str, Call]:
         torch._foreach_copy_(tensors, views)
         torch._foreach_mul_(tensors, -1.0)
 
+    def each() -> None:
+        for x, view in zip(tensors, views, strict=True):
+            torch.mul(view, -1.0, out=x)
+
     return {
         OURS: lambda: unflatten(flat, tensors, scale=-1.0, offsets=places),
         "_foreach": foreach,
+        "mul of each": each,
     }
 
 

@@ -47,11 +47,11 @@ COPY = "copy_"
 ROUND_SECONDS = 0.01
 MOST_CALLS = 1000  # in a round
 ALONE = 64 << 20  # bytes of a buffer
-ALONE_CALLS = 20  # in a round: all their launches must fit the queue of the device, some 1000
+ALONE_CALLS = 10  # in a round: all their launches must fit the queue of the device, some 1000
 ROOF_CACHES = 16
 MOST_ROOF = 2 << 30  # bytes, of which there are two buffers
 EVICTING = 256 << 20  # bytes to read: several times any cache of a GPU
-LAUNCH_CYCLES = 500_000  # of the device for each call's launches: a quarter of a millisecond
+LAUNCH_CYCLES = 1_000_000  # of the device for each call's launches, up to 70: half a millisecond
 
 
 @dataclass(frozen=True)
