@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,8 @@ from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, staging_shape
 from ringdp.transport.records import Call
 
+LAUNCH = 0.1  # s that one on the host may last before NCCL is aborted under it: it can be stuck
+
 
 class NcclTransport(DeviceTransport):
     """One rank's end of an NCCL communicator. See `Transport`."""
@@ -54,6 +58,7 @@ class NcclTransport(DeviceTransport):
         the real one. Raises UsageError where NCCL cannot be had."""
         device = device_of("nccl", host=host)
         self._binding = binding(host=host)
+        self._launching = threading.Lock()
         self._unique = shared_id(making, group.rank(), self._binding)
         super().__init__(store, group, making, device, differ=differ)
 
@@ -100,11 +105,18 @@ class NcclTransport(DeviceTransport):
         tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
         return execute(self._nccl, {self.rank: tiles}, op)
 
+    def _run_on_device(self, *job: Any) -> None:
+        with self._launching:
+            super()._run_on_device(*job)
+
     def _check_health(self) -> None:
         self._nccl.comm.check_async_error()
 
     def _leave_device(self, *, hangs: bool) -> None:
+        through = self._launching.acquire(timeout=LAUNCH)  # it uses what NCCL would free
         (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
+        if through:
+            self._launching.release()
 
     def _leave_to_exit(self) -> None:
         """Python must not destroy it, either: NCCL waits for graphs that are still there."""

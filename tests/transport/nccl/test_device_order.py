@@ -14,6 +14,8 @@ from ringdp import Communicator
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
 from ringdp.transport.device.streams import End, Streams
+from ringdp.transport.nccl import transport as transport_module
+from ringdp.transport.told import LOOK
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over_nccl
@@ -211,3 +213,35 @@ def met(comm: Communicator) -> None:
 
 def test_a_barrier_is_met_on_the_host(ranks) -> None:
     ranks(2)(met)
+
+
+class Held(Spied):
+    """Whose sends take until they are let go."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.sends, self.goes_on = threading.Event(), threading.Event()
+
+    def send(self, *where: int) -> None:
+        self.sends.set()
+        self.goes_on.wait(60)
+        self._comm.send(*where)
+
+
+@over_nccl
+def amid_a_launch(comm: Communicator) -> None:
+    other = comm.duplicate()
+    held, transport = Held(other), other._transport
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_module, "LAUNCH", 60.0)
+        other.all_reduce(torch.ones(4), async_op=True)
+        assert held.sends.wait(60)
+        comm.barrier()
+        transport.fail(FailureKind.ABORTED, comm.rank)
+        assert not held.aborted.wait(3 * LOOK), "what is being launched uses what an abort frees"
+        held.goes_on.set()
+        assert held.aborted.wait(60)
+
+
+def test_an_abort_lets_a_launch_on_the_host_end(ranks) -> None:
+    ranks(2)(amid_a_launch)
