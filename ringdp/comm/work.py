@@ -39,7 +39,7 @@ class Work:
         self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
         self._done, self._finishing, self._waited = False, False, waited
         self._gpu = gpu
-        self._home: torch.cuda.Stream | None = None  # behind which the result is there
+        self._home: torch.cuda.Stream | None = None  # in which it has come home
         self._error: CommunicationError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -117,15 +117,16 @@ class Work:
                     try:
                         self._finishing = True
                         self._finish()
+                        if self._gpu is not None:
+                            self._home = torch.cuda.current_stream(self._gpu)
                         self._finish = None  # it holds the buffer
                     finally:
                         self._finishing = False
-        if self._gpu is not None:
-            self._home = torch.cuda.current_stream(self._gpu)
+        self._follow()
         self._done = True
 
     def _follow(self) -> None:
-        """It has been waited for in one stream; now perhaps in another one."""
+        """On a GPU: it has come home in one stream, and is waited for perhaps in another one."""
         if self._home is not None:
             here = torch.cuda.current_stream(self._gpu)
             if here != self._home:
