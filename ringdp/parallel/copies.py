@@ -79,7 +79,10 @@ def check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, _NAME, None) is not None:
             what = f"module {name} of this model" if name else "this model"
-            raise UsageError(f"{what} is sharded already; shard() takes a model once")
+            raise UsageError(
+                f"{what} is sharded already, or lies in a module that is: shard() takes a model "
+                "once, and fully_shard inner modules before those around them"
+            )
     for name, p in model.named_parameters():
         if isinstance(p, Sharded):
             raise UsageError(

@@ -144,6 +144,8 @@ def retried(comm: Communicator) -> None:
         fronts.fully_shard(model, comm=3)
     fronts.fully_shard(model, comm=comm)
     loss(model).backward()
+    with pytest.raises(UsageError, match="fully_shard inner modules before those around them"):
+        fronts.fully_shard(model[0], comm=comm)
     model.engine.close()
     with pytest.raises(UsageError, match="this model is sharded already"):
         fronts.fully_shard(model, comm=comm)  # closed as slices

@@ -158,6 +158,53 @@ def test_a_parameter_used_outside_its_forward_is_named(ranks):
     ranks(2)(outside)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(x + self.embed(x)))
+
+
+class Reaches(nn.Module):
+    """As diffusion transformers do: what its first block embeds, the last layer needs, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.last = nn.ModuleList([Block(), Block()]), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[1](self.blocks[0](x))
+        return self.last(y + self.blocks[0].embed(x))
+
+
+def apart(comm: Communicator, stage: int) -> list[float]:
+    model = Reaches()
+    engine = ringdp.shard(
+        model, stage=stage, unit=lambda m: m in (*model.blocks, model.blocks[0].embed), comm=comm
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(batch(comm.rank + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = values(engine)
+    engine.close()
+    if stage == 3:
+        blocks = ringdp.shard(refused := Reaches(), stage=3, unit=Block, comm=comm)
+        with pytest.raises(UsageError, match=r"blocks\.0\.embed\.weight.* is a unit itself"):
+            refused(batch(comm.rank))
+        blocks.close()
+    return found
+
+
+def test_a_module_called_within_its_unit_and_apart_from_it_is_to_be_a_unit(ranks):
+    runs = [ranks(2)(apart, stage) for stage in (0, 3)]
+    assert all(found == runs[0][0] for run in runs for found in run)
+
+
 def unreduced(comm: Communicator, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
