@@ -91,14 +91,23 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     """A communicator of the ranks of a torch.distributed group, of which only the store is used,
     and a barrier where it has one for CPUs: that hears of who has died.
 
-    Collective over the group. `transport` as for `init`.
+    Collective over the group, whose timeout it has. `transport` as for `init`.
     """
     rank, ranks = group.rank(), group.size()
     name = f"ringdp/{group.group_name}"
     there = PrefixStore(name, group.get_group_store())
     _all_there(group, there)
     store, times = meeting(there, rank, ranks)
-    return _made(store, rank, ranks, f"{name}/{times}", transport=transport)
+    return _made(store, rank, ranks, f"{name}/{times}", transport, timeout=_timeout(group))
+
+
+def _timeout(group: ProcessGroup) -> float:
+    """What the group was given, where its backend tells."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if (given := getattr(options, "_timeout", None)) is not None:
+            return float(given.total_seconds())
+    return TIMEOUT
 
 
 def _all_there(group: ProcessGroup, store: Store) -> None:

@@ -56,11 +56,13 @@ def in_groups(comm: Communicator, *phases: list[int]) -> None:
     for phase, members in enumerate(phases):
         part = dist.PrefixStore(f"groups/{comm.issued}/{phase}", comm._connect.args[0])
         dist.init_process_group("gloo", store=part, rank=comm.rank, world_size=comm.size)
-        group = dist.new_group(members)
+        limit = timedelta(seconds=70 + phase)
+        group = dist.new_group(members, limit, ("gloo", "ringdp")[phase])
         for _ in range(2):
             if comm.rank in members:
                 with over(group) as made:
                     assert total(made, 1) == len(members)
+                    assert made.timeout == 70 + phase
                     dist.barrier(group)
         dist.barrier()
         dist.destroy_process_group()
