@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -21,11 +20,9 @@ from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit, State
 
-# Of torch's, those that look at a parameter, or at all of them, as a whole.
-_NOT_BY_ELEMENT = tuple(
-    getattr(torch.optim, name)
-    for name in ("LBFGS", "Adafactor", "Muon")
-    if hasattr(torch.optim, name)
+# Classes, torch's and others', that look at a parameter, or at all of them, as a whole.
+_NOT_BY_ELEMENT = frozenset(
+    {"Adafactor", "CAME", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
 )
 _REFUSING: WeakSet[Optimizer] = WeakSet()  # whose state_dict is an error
 
@@ -99,7 +96,7 @@ def _check_state(optimizer: Optimizer) -> None:
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
     """Raises UsageError if it cannot step slices."""
-    if isinstance(optimizer, _NOT_BY_ELEMENT):
+    if not _NOT_BY_ELEMENT.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise UsageError(
             f"{type(optimizer).__name__} needs whole parameters, and {where} has this rank's "
             f"slices; allowed: optimizers that step each element by itself, {otherwise}"
