@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 from ringdp.errors import ModelError
 from ringdp.parallel.ddp.settings import Trainable
 
+SHOWN = 3  # names in an error
+
 
 class Outers:
     """The DDPs in whose forward one has been called. It hears of them there, as they may be made
@@ -36,10 +38,12 @@ class Outers:
         theirs = {t.parameter for t in active._trainable} if ours else {*active._module_parameters}
         both = [t.name for t in mine if t.parameter in theirs]
         if both and not (ours and len(both) == len(mine)):
+            some = ", ".join(both[:SHOWN]) + f" and {len(both) - SHOWN} more" * (len(both) > SHOWN)
             raise ModelError(
                 f"a DistributedDataParallel is called within another, a {type(active)}, and both "
-                f"would reduce {', '.join(both)}: take ringdp's for both, and let the outer one "
-                "train all of the inner one's parameters, or none of them"
+                f"would reduce {some}: take one alone, as where a library wraps the model once "
+                "more; or ringdp's for both, and let the outer one train all of the inner one's "
+                "parameters, or none of them"
             )
         self._train[active] = bool(both)
 
