@@ -148,35 +148,32 @@ def project(schedule: Schedule, rank: int) -> Program:
 
 
 def _incoming(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
-    """See `Program`: what is copied keeps its length, whichever way it goes."""
-    like: dict[tuple[int, int], int] = {}  # of scratch: by rank and chunk
-    found: dict[tuple[int, int], int] = {}
-    for r, transfers in enumerate(schedule.rounds):
-        copied = {}
-        for t in transfers:
-            if not t.reduce and t.write >= schedule.chunks:
-                copied[t.dst, t.write] = like.get((t.src, t.read), t.read)
-                if t.dst == rank != t.src:
-                    found[r, t.write] = copied[t.dst, t.write]
-        like |= copied
-    return found
+    """See `Program`."""
+    return {
+        (r, t.write): source
+        for r, t, source, target in _sized(schedule)
+        if target is None and t.dst == rank != t.src
+    }
 
 
 def alike(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """Pairs of chunks that must be equally long: what one holds is somewhere copied over, or added
     to, the other. Of our own schedules only in an all_to_all, whose parts are."""
-    like: dict[tuple[int, int], int] = {}  # of scratch, which takes any length: by rank and chunk
-    found = set()
-    for transfers in schedule.rounds:
-        copied = {}
-        for t in transfers:
-            source = like.get((t.src, t.read), t.read)
-            if t.write >= schedule.chunks and not t.reduce:
-                copied[t.dst, t.write] = source
-            else:
-                found.add((source, like.get((t.dst, t.write), t.write)))
-        like |= copied
-    return tuple(sorted((a, b) for a, b in found if a != b))
+    pairs = {(source, target) for _, _, source, target in _sized(schedule) if target is not None}
+    return tuple(sorted((a, b) for a, b in pairs if a != b))
+
+
+def _sized(schedule: Schedule) -> Iterator[tuple[int, Transfer, int, int | None]]:
+    """Every transfer with its round, and the chunks as long as what it reads and what it writes to:
+    None for scratch that it copies to, which takes any length."""
+    like: dict[tuple[int, int], int] = {}  # of scratch: by rank and chunk
+    for r, transfers in enumerate(schedule.rounds):
+        for t in transfers:  # none of which reads what another writes
+            source, slot = like.get((t.src, t.read), t.read), (t.dst, t.write)
+            copied = t.write >= schedule.chunks and not t.reduce
+            yield r, t, source, None if copied else like.get(slot, t.write)
+            if copied:
+                like[slot] = source
 
 
 def fuse(program: Program, live: Iterable[int] | None = None) -> Program:
