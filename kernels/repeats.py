@@ -20,9 +20,7 @@ from .jit import Launch, raw_stream
 
 KEPT = 1024  # calls of a function
 KEPT_BYTES = 16 << 20  # that they hold on devices; those of the last call are kept in any case
-_tensors = _core.Tensors(
-    getattr(Tensor, "__dlpack_c_exchange_api__", None), Tensor, torch.nn.Parameter
-)
+_tensors = _core.Tensors(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
 
 Key = tuple[object, ...]
 

@@ -26,8 +26,6 @@ def uncompiled(kind: C) -> C:
 def as_they_are(*classes: type) -> None:
     """Run their methods, and all that these call, untraced. By itself it is for what no compiled
     function calls by name: C++ calls a group's methods while a compiled function runs."""
-    if not hasattr(eval_frame, "set_code_exec_strategy"):
-        return  # a torch before 2.7, which does not compile around collectives from C++
     skip = eval_frame._FrameAction.SKIP
     plain = eval_frame._FrameExecStrategy(skip, skip)
     for function in (f for kind in classes for f in _functions(kind)):

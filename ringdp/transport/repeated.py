@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch import Tensor
-
 from ringdp._core import SLICE as SLICE  # s that one waits until Python looks for Ctrl-C
 from ringdp._core import Repeated
 
@@ -30,7 +28,5 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def repeated(method: F) -> F:
     """For a method of Communicator."""
-    if not hasattr(Tensor, "__dlpack_c_exchange_api__"):  # see csrc/tensors.hpp
-        return method
     made: F = Repeated(METHODS.index(method.__name__), method)  # type: ignore[assignment]
     return made

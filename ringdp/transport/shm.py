@@ -135,7 +135,8 @@ class ShmTransport:
                 room.stride,
             )
             self.tape = self._core
-            self.ready = _ready(self.rank, self.ranks)
+            table = Tensor.__dlpack_c_exchange_api__  # see csrc/tensors.hpp
+            self.ready = _core.Ready(self.rank, self.ranks, table, Tensor, torch.nn.Parameter)
             self._mail = _core.Mailbox(self._core, files[1], self.rank)
 
     def prepare_program(
@@ -325,8 +326,3 @@ def _forget() -> None:
 
 _all: WeakSet[ShmTransport] = WeakSet()
 os.register_at_fork(after_in_child=_forget)
-
-
-def _ready(rank: int, ranks: int) -> _core.Ready | None:
-    table = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # from torch 2.10 on
-    return table and _core.Ready(rank, ranks, table, Tensor, torch.nn.Parameter)
