@@ -227,14 +227,9 @@ NB_MODULE(_core, m) {
       nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
       nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Tensors>(m, "Tensors")
-      .def("__init__",
-           [](Tensors* made, nb::object table, nb::handle tensor, nb::handle parameter) {
-             new (made) Tensors(table.ptr(), tensor.ptr(), parameter.ptr());
-           },
-           nb::arg("table").none(), nb::arg("tensor"), nb::arg("parameter"))
-      .def("seen", [](Tensors& made, nb::handle tensors, nb::handle offsets) {
-        return nb::steal(made.seen(tensors.ptr(), offsets.ptr()));
-      }, nb::arg("tensors"), nb::arg("offsets").none());
+      .def(nb::init<nb::handle, nb::handle, nb::handle>(), nb::arg("table"), nb::arg("tensor"),
+           nb::arg("parameter"))
+      .def("seen", &Tensors::seen, nb::arg("tensors"), nb::arg("offsets").none());
   m.def(
       "squared_norm",
       [](int floats, const std::vector<std::pair<std::uintptr_t, std::size_t>>& tensors, std::size_t threads) {

@@ -4,10 +4,20 @@
 
 #include <nanobind/nanobind.h>
 
-#include "kept.hpp"
 #include "progress.hpp"
 
 namespace ringdp {
+
+namespace nb = nanobind;
+
+// `kept` has what calls under way use, by ticket, whoever goes on without them. To be called before C++
+// returns: Python raises KeyboardInterrupt at that very call, so its caller may never see the ticket, and
+// what it passed goes with its frame.
+template <class Ticket>
+Ticket keep(const nb::dict& kept, Ticket ticket, nb::handle used) {
+  kept[nb::int_(ticket)] = used;
+  return ticket;
+}
 
 inline const char* checked(const nb::bytes& site) {
   if (site.size() != kSite) throw nb::value_error("a site has SITE_BYTES bytes");

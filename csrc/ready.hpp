@@ -23,7 +23,7 @@ struct Asked {
 class Ready {
  public:
   Ready(int rank, int ranks, nb::handle table, nb::handle tensor, nb::handle parameter)
-      : rank_(rank), ranks_(ranks), tensors_(table.ptr(), tensor.ptr(), parameter.ptr()) {}
+      : rank_(rank), ranks_(ranks), tensors_(table, tensor, parameter) {}
 
   // The call has been made, with `whole` of so many elements: `op` and `algorithm` as the user says them.
   void remember(int method, int dtype, std::int64_t elements, std::string_view op, std::int64_t root,

@@ -11,7 +11,7 @@
 //   and by chance in its old place, with no call between, would not be noticed.
 #pragma once
 
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
 #include <array>
 #include <cstdint>
@@ -19,6 +19,8 @@
 #include <vector>
 
 namespace ringdp {
+
+namespace nb = nanobind;
 
 // DLPack's layouts, as far as they are used.
 struct DlVersion {
@@ -51,15 +53,15 @@ struct Plain {
 class Tensors {
  public:
   // `table`: the capsule that the class carries; tensors of both classes are looked at.
-  Tensors(PyObject* table, PyObject* tensor, PyObject* parameter)
-      : exchange_(static_cast<const DlExchange*>(PyCapsule_GetPointer(table, "dlpack_exchange_api"))),
+  Tensors(nb::handle table, nb::handle tensor, nb::handle parameter)
+      : exchange_(static_cast<const DlExchange*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"))),
         tensor_(tensor), parameter_(parameter) {
     while (exchange_ && exchange_->version.major > 1) exchange_ = exchange_->older;
     PyErr_Clear();
   }
 
   // Nothing for what is no such tensor: others may still be flattened, slowly.
-  std::optional<Plain> plain(PyObject* object) {
+  std::optional<Plain> plain(nb::handle object) {
     const auto seen = viewed(object);
     if (!seen || seen->device != kCpu) return std::nullopt;
     std::int64_t elements = 1;
@@ -75,38 +77,36 @@ class Tensors {
 
   // How each of a list lies, what it is, and its offset (None: there are none), as bytes that are equal
   // where all of that is. None if one is not of a real dtype or of another class.
-  PyObject* seen(PyObject* tensors, PyObject* offsets) {
-    if (!PyList_CheckExact(tensors) || (offsets != Py_None && !PyList_CheckExact(offsets))) Py_RETURN_NONE;
-    const auto count = PyList_Size(tensors), places = offsets == Py_None ? 0 : PyList_Size(offsets);
+  nb::object seen(nb::handle tensors, nb::handle offsets) {
+    const auto is_list = [](nb::handle x) { return PyList_CheckExact(x.ptr()); };
+    if (!is_list(tensors) || !(offsets.is_none() || is_list(offsets))) return nb::none();
     numbers_.clear();
-    numbers_.push_back(count);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      const auto found = viewed(PyList_GetItem(tensors, i));
-      if (!found || !found->strides) Py_RETURN_NONE;
+    numbers_.push_back(std::int64_t(nb::len(tensors)));
+    for (nb::handle tensor : nb::borrow<nb::list>(tensors)) {
+      const auto found = viewed(tensor);
+      if (!found || !found->strides) return nb::none();
       numbers_.push_back(reinterpret_cast<std::intptr_t>(found->data) + std::int64_t(found->byte_offset));
       numbers_.push_back(std::int64_t(code(*found)) << 48 | std::int64_t(found->dimensions) << 32 |
                          std::int64_t(found->device) << 16 | found->device_number);
       numbers_.insert(numbers_.end(), found->shape, found->shape + found->dimensions);
       numbers_.insert(numbers_.end(), found->strides, found->strides + found->dimensions);
     }
-    for (Py_ssize_t i = 0; i < places; ++i) {
-      numbers_.push_back(PyLong_AsLongLong(PyList_GetItem(offsets, i)));
-      if (PyErr_Occurred()) {
-        PyErr_Clear();
-        Py_RETURN_NONE;
+    if (is_list(offsets)) {
+      for (nb::handle offset : nb::borrow<nb::list>(offsets)) {
+        std::int64_t number;
+        if (!nb::try_cast(offset, number)) return nb::none();
+        numbers_.push_back(number);
       }
     }
-    const auto* first = reinterpret_cast<const char*>(numbers_.data());
-    return PyBytes_FromStringAndSize(first, Py_ssize_t(numbers_.size() * sizeof numbers_[0]));
+    return nb::bytes(numbers_.data(), numbers_.size() * sizeof numbers_[0]);
   }
 
  private:
   // What is of another class, or of no dtype of ours, is none.
-  std::optional<DlTensor> viewed(PyObject* object) {
-    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    if (!exchange_ || (type != tensor_ && type != parameter_)) return std::nullopt;
+  std::optional<DlTensor> viewed(nb::handle object) {
+    if (!exchange_ || !(object.type().is(tensor_) || object.type().is(parameter_))) return std::nullopt;
     DlTensor seen;
-    if (exchange_->view(object, &seen) != 0) {
+    if (exchange_->view(object.ptr(), &seen) != 0) {
       PyErr_Clear();
       return std::nullopt;
     }
@@ -115,7 +115,7 @@ class Tensors {
   }
 
   struct Asked {  // a tensor that is trusted
-    const PyObject* tensor;
+    nb::handle tensor;
     const std::byte* data;
     std::size_t bytes;
   };
@@ -142,52 +142,30 @@ class Tensors {
   }
 
   // Of what DLPack does not tell: it is not negated lazily, and lies in its storage. See Note [asked once].
-  bool trusted(PyObject* tensor, const Plain& seen) {
-    Asked& asked = asked_[reinterpret_cast<std::uintptr_t>(tensor) / 16 % kAsked];
-    const bool known = asked.tensor == tensor && asked.data == seen.data && seen.bytes <= asked.bytes;
+  bool trusted(nb::handle tensor, const Plain& seen) {
+    Asked& asked = asked_[reinterpret_cast<std::uintptr_t>(tensor.ptr()) / 16 % kAsked];
+    const bool known = asked.tensor.is(tensor) && asked.data == seen.data && seen.bytes <= asked.bytes;
     const bool maybe_imaginary = seen.elements == 1 && seen.dtype <= 2;
     if (known && !maybe_imaginary) return true;
-    const bool is = !negated(tensor) && (known || stored(tensor, seen));
+    bool is = false;
+    try {
+      is = !nb::cast<bool>(tensor.attr("is_neg")()) && (known || stored(tensor, seen));
+    } catch (const std::exception&) {  // of one that has no storage
+    }
     asked = is ? Asked{tensor, seen.data, seen.bytes} : Asked{};
     return is;
   }
 
-  static bool negated(PyObject* tensor) {
-    static PyObject* const method = method_of(tensor, "is_neg");
-    PyObject* const answer = PyObject_Vectorcall(method, &tensor, 1, nullptr);
-    const bool is = answer != Py_False;
-    Py_XDECREF(answer);
-    PyErr_Clear();
-    return is;
-  }
-
   // Whether all its elements are in memory: its storage may have been freed or cut, or be none.
-  static bool stored(PyObject* tensor, const Plain& seen) {
-    static PyObject* const method = method_of(tensor, "untyped_storage");
-    PyObject* const storage = PyObject_Vectorcall(method, &tensor, 1, nullptr);
-    const auto base = number(storage, "data_ptr"), size = number(storage, "nbytes");
-    Py_XDECREF(storage);
-    PyErr_Clear();
+  static bool stored(nb::handle tensor, const Plain& seen) {
+    const auto storage = tensor.attr("untyped_storage")();
+    const auto base = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
     const auto at = reinterpret_cast<std::uintptr_t>(seen.data);
-    return base != 0 && base <= at && at + seen.bytes <= base + size;
-  }
-
-  // What the method gives; 0 if it raises.
-  static std::size_t number(PyObject* object, const char* method) {
-    PyObject* const answer = object ? PyObject_CallMethod(object, method, nullptr) : nullptr;
-    const auto number = answer ? PyLong_AsSize_t(answer) : 0;
-    Py_XDECREF(answer);
-    PyErr_Clear();
-    return number;
-  }
-
-  // Not bound, so that it is looked up once; both classes have torch.Tensor's.
-  static PyObject* method_of(PyObject* tensor, const char* name) {
-    return PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), name);
+    return base != 0 && base <= at && at + seen.bytes <= base + nb::cast<std::size_t>(storage.attr("nbytes")());
   }
 
   const DlExchange* exchange_;
-  const PyObject *tensor_, *parameter_;  // which torch keeps alive
+  nb::handle tensor_, parameter_;  // which torch keeps alive
   std::array<Asked, kAsked> asked_{};
   std::vector<std::int64_t> numbers_;  // of `seen`
 };
