@@ -84,8 +84,10 @@ def open_other(pid: int, fd: int, rank: int = 0) -> int:
 def ask(making: Making) -> Address:
     said = making.heard("segment", 0)
     try:
-        return Address(*map(int, said.split()))
-    except (TypeError, ValueError) as e:
+        address = Address(*map(int, said.split()))
+        address.token.to_bytes(8)  # of which csrc makes a number
+        return address
+    except (TypeError, ValueError, OverflowError) as e:
         raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
 
 

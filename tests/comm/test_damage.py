@@ -132,10 +132,12 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
         ("1", "cannot be at"),
         (address(1, 2, 3) + " 4", "cannot be at"),
         (address("here", 2, 3), "cannot be at"),
+        (address(1, 2, -1), "cannot be at"),
+        (address(1, 2, 1 << 64), "cannot be at"),
         (address(os.getpid(), 99999, 7), "cannot open"),
         (address(os.getpid(), 0, 7), "is not the shared memory of a rank 0"),
     ],
-    ids=["nothing", "a number", "five numbers", "a word", "no file", "another file"],
+    ids=["nothing", "a number", "five numbers", "a word", "below 0", "65 bits", "no file", "other"],
 )
 def test_a_rank_refuses_an_address_where_there_is_none(there, said):
     with pytest.raises(CommunicationError, match=said):
