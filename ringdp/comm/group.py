@@ -12,6 +12,7 @@ group is no transaction and no fusion: the bits, the messages and the errors are
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from ringdp.comm.asked import own_patience
 from ringdp.comm.work import Work
@@ -19,10 +20,10 @@ from ringdp.errors import CommunicationError
 
 
 class Group:
-    """The works of a block, as one: to wait for, or to ask for."""
+    """Works, as those of a block, as one: to wait for, or to ask for."""
 
-    def __init__(self) -> None:
-        self.works: list[Work] = []
+    def __init__(self, works: Iterable[Work] = ()) -> None:
+        self.works = [*works]
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until all results are there, at most `timeout` seconds for all of them together.

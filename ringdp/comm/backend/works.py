@@ -7,7 +7,7 @@ A future is made when it is asked for, and only then does a thread wait for the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch.distributed import Work as TorchWork
 
 from ringdp.comm.backend import futures
+from ringdp.comm.group import Group
 from ringdp.comm.messages import Received
 from ringdp.comm.work import Work
 from ringdp.transport.threads import spawn
@@ -60,15 +61,16 @@ class GroupWork(TorchWork):
 
     def __init__(
         self,
-        works: Sequence[Work],
+        works: Iterable[Work],
         results: Sequence[Any],
         finishes: Sequence[Finish],
         limit: float | None,
         watcher: Watcher | None,
     ) -> None:
-        """`limit`: seconds that `wait` lasts, None: the group's. No `watcher`: one for itself."""
+        """`limit`: seconds that `wait` lasts, for all of them together; None: the communicator's,
+        for each. No `watcher`: one for itself."""
         super().__init__()
-        self._works, self._results, self._finishes = works, results, finishes
+        self.all, self._results, self._finishes = Group(works), results, finishes
         self._limit, self._watcher = limit, watcher
         self._finishing = threading.Lock()  # two threads may wait
         self._future: torch._C.Future[Any] | None = None
@@ -77,9 +79,7 @@ class GroupWork(TorchWork):
     def wait(self, timeout: timedelta = UNLIMITED) -> bool:
         """Block until the results are there. Raises CommunicationError as the communicator does."""
         seconds = timeout.total_seconds()
-        limit = seconds if seconds > 0 else self._limit
-        for work in self._works:
-            work.wait(limit)
+        self.all.wait(seconds if seconds > 0 else self._limit)
         self._complete()
         return True
 
@@ -95,18 +95,16 @@ class GroupWork(TorchWork):
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        if self.exception() is not None:
-            return True
-        if not all(work.is_completed() for work in self._works):
-            return False
-        self._complete()
-        return True
+        ended = self.all.is_completed()
+        if ended and self.exception() is None:
+            self._complete()
+        return ended
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        return next((e for w in self._works if (e := w.exception())), None)
+        return self.all.exception()
 
     def outcome(self) -> Exception | None:
         """Wait, and give the error that `wait` raises, or None."""
@@ -121,7 +119,7 @@ class GroupWork(TorchWork):
 
     def source_rank(self) -> int:
         """Of a received message: who sent it."""
-        (work,) = self._works
+        (work,) = self.all.works
         assert isinstance(work, Received)
         return work.source
 
@@ -137,7 +135,7 @@ class GroupWork(TorchWork):
                 return self._future
             told: torch.futures.Future[Any] = torch.futures.Future()
             self._future = told.then(_value)  # torch fails a future only where a callback raises
-        if all(work.is_completed() for work in self._works):
+        if self.all.is_completed():
             told.set_result(self.outcome() or self.result())
         elif self._watcher is not None:
             self._watcher.watch(self, told)
@@ -169,7 +167,7 @@ def span_of(what: str) -> Span | None:
 
 def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
     """Them as one."""
-    works = [work for group in groups for work in group._works]
+    works = [work for group in groups for work in group.all.works]
     results = [result for group in groups for result in group.result()]
     return GroupWork(works, results, [group._complete for group in groups], None, watcher)
 

@@ -14,8 +14,9 @@ import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringdp
-from ringdp import CollectiveMismatch, CollectiveTimeout, Communicator, PeerLost
+from ringdp import CollectiveMismatch, CollectiveTimeout, Communicator, PeerLost, Work
 from ringdp.comm import rendezvous
+from ringdp.comm.backend.works import GroupWork
 from tests.comm.backend.jobs import world
 from tests.forks import PATIENCE, Say, store
 
@@ -110,6 +111,23 @@ def futures(comm: Communicator, say: Say) -> None:
 
 def test_futures_and_coalesced_works(forks):
     assert [ended.said for ended in forks(2, futures)] == [[6.0, 5.0]] * 2
+
+
+class Slow(Work):
+    """Takes 20 ms, and keeps how long it might have taken."""
+
+    def __init__(self) -> None:
+        self.limit: float | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.limit = timeout
+        time.sleep(0.02)
+
+
+def test_a_limit_is_one_for_several_works_together():
+    first, second = works = Slow(), Slow()
+    GroupWork(works, (), (), 60.0, None).wait()
+    assert second.limit <= first.limit - 0.02 < 60
 
 
 def fails(comm: Communicator, say: Say, how: str) -> None:
