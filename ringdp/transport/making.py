@@ -150,6 +150,8 @@ class Making:
                 return PeerLost(f"{self._here()}; rank {failure.rank} has ended")
             case FailureKind.TIMEOUT:
                 return CollectiveTimeout(f"{self._here()}; rank {failure.rank} gave up waiting")
+            case FailureKind.DAMAGED:
+                return CommunicationError(f"{self._here()}; what its store says makes no sense")
             case _:
                 why = f" ({failure.why})" * bool(failure.why)
                 return PeerLost(f"{self._here()}; rank {failure.rank} has given up{why}")

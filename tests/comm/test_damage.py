@@ -144,6 +144,14 @@ def test_a_rank_refuses_an_address_where_there_is_none(there, said):
         ShmTransport(saying(there), 1, 2)
 
 
+def test_a_failure_in_the_store_that_makes_no_sense_is_no_ranks_fault():
+    store = saying(address(1, 2, 3))
+    store.set("failed", "1 7")
+    with pytest.raises(CommunicationError, match="what its store says makes no sense") as error:
+        ShmTransport(store, 1, 2)
+    assert error.type is CommunicationError
+
+
 def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> None:
     talk = store()
     comm.barrier()
