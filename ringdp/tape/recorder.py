@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -89,7 +88,8 @@ class Recorder:
 
 _sources: WeakSet[Source] = WeakSet()
 _recording: Recorder | None = None
-_drains: _Drain | None = None
+_drains: threading.Thread | None = None
+_over = threading.Event()  # the trace, for that thread
 _changing = threading.RLock()
 
 
@@ -124,7 +124,8 @@ def start() -> Recorder:
         _recording.thread()  # the first lane
         for source in list(_sources):
             source.tape_on(_recording)
-        _drains = _Drain(_drain)
+        _over.clear()
+        _drains = threading.Thread(target=_drain, name="ringdp-tape", daemon=True)
         _drains.start()
         return _recording
 
@@ -133,7 +134,8 @@ def stop() -> None:
     """Of what `start` began: afterwards the recorder has everything."""
     global _recording, _drains
     assert _drains is not None
-    _drains.end()
+    _over.set()
+    _drains.join()
     with _changing:
         for source in list(_sources):
             source.tape_off()
@@ -141,20 +143,7 @@ def stop() -> None:
 
 
 def _drain() -> None:
-    with _changing:
-        for source in list(_sources):
-            source.tape_drain()
-
-
-class _Drain(threading.Thread):
-    def __init__(self, drain: Callable[[], None]) -> None:
-        super().__init__(name="ringdp-tape", daemon=True)
-        self._drain, self._over = drain, threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(DRAIN_EVERY):
-            self._drain()
-
-    def end(self) -> None:
-        self._over.set()
-        self.join()
+    while not _over.wait(DRAIN_EVERY):
+        with _changing:
+            for source in list(_sources):
+                source.tape_drain()

@@ -277,7 +277,8 @@ def test_an_algorithm_without_a_name_is_called_by_its_repr(ranks, tmp_path):
 
 def full(comm: ringdp.Communicator, path: Path) -> None:
     with ringdp.trace(path):
-        recorder._drains.end()  # nobody empties the tapes until the end
+        recorder._over.set()  # nobody empties the tapes until the end
+        recorder._drains.join()
         for _ in range(ENTRIES // 4):  # each of which takes four cells, and one or more for chunks
             comm.all_reduce(torch.ones(1))
 
