@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ringdp.comm import Communicator
-from ringdp.parallel import memory
+from ringdp.parallel.formula import formula, traffic
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.memory import Ledger, Memory
+from ringdp.parallel.memory import Ledger, Memory, state_bytes
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
@@ -36,12 +36,12 @@ class Accounts:
             gathered_peak=peak["gathered"],
             gradients=now["gradients"],
             buckets=peak["passing"] - peak["gathered"],
-            optimizer=memory.state_bytes(optimizer.state.values()),
+            optimizer=state_bytes(optimizer.state.values()),
         )
 
     def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
-        """What `memory` must say. The defaults are Adam's in float32; see `memory.formula`."""
-        return memory.formula(
+        """What `memory` must say. The defaults are Adam's in float32; see `formula`."""
+        return formula(
             [u.plan for u in self.units],
             self.groups,
             self.stage,
@@ -60,7 +60,7 @@ class Accounts:
 
     def traffic_formula(self) -> int:
         """Bytes that this rank sends in a step: one forward and one backward."""
-        return memory.traffic(
+        return traffic(
             [u.plan for u in self.units],
             self.groups,
             self.stage,

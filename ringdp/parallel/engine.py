@@ -77,8 +77,8 @@ class Engine(Taped):
         self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
         self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
         under_way = self.reducing.under_way if self.yields else lambda: 0
-        given, gathers = Given(model, units), comm.duplicate()
-        self.gathering = Gathering(given, self.groups, gathers, prefetch_bytes, under_way)
+        self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, under_way)
+        self._given = Given(model, units)
 
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
@@ -102,7 +102,7 @@ class Engine(Taped):
                 model, lambda: self._held, lambda: self._held and self._writes, own
             )
         else:
-            self._handles += state_dict.of_masters(model, self.gathering, own)
+            self._handles += state_dict.of_masters(model, self.gathering, self._given, own)
         recorder.join(self)
 
     # ---- forward
@@ -130,6 +130,7 @@ class Engine(Taped):
                 self._settle()
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
+                    self._given.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self._around[index].update(self.gathering.in_use)
             self._use(index)
@@ -341,6 +342,7 @@ class Engine(Taped):
             self._held = False
             if not self.closed:
                 self.gathering.dismiss_all(write=self._writes)
+                self._given.check()
                 self._rest(learn=False)
 
     def close(self) -> None:

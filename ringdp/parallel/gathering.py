@@ -15,11 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from ringdp.comm import Communicator
 from ringdp.parallel import written
-from ringdp.parallel.given import Given
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
 from ringdp.parallel.unit import FlatUnit, State
 
@@ -32,14 +29,13 @@ class Gathering:
 
     def __init__(
         self,
-        given: Given,
+        units: Sequence[FlatUnit],
         groups: Groups,
         comm: Communicator,
         prefetch_bytes: int | None,
         under_way: Callable[[], int],
     ) -> None:
-        self.given, self.groups, self.comm = given, groups, comm
-        self.units = units = given.units
+        self.units, self.groups, self.comm = units, groups, comm
         self._under_way = under_way
         self.deferred = False  # whether a gather waits for what is under way
         self._frees = any(u.freed for u in units)
@@ -57,10 +53,6 @@ class Gathering:
         """A new iteration starts, after which nothing may be left of one without a backward: what
         its slices are may have changed. One not `foreseen`, of a unit's call alone, gathers nothing
         ahead: after it that would be in vain."""
-        self.given.check()
-        for unit in self.units if torch.is_grad_enabled() else ():
-            if unit.static and unit.trainable:  # others settle when they are gathered
-                unit.check(unit.views)
         for index in self._ahead:
             if self.units[index].state is State.GATHERING:
                 self.units[index].unshard()
@@ -151,7 +143,6 @@ class Gathering:
         finally:
             for unit in summoned:
                 unit.dismiss(write=write)
-        self.given.check()
 
     def reshard_all(self) -> None:
         """Every unit sharded, nothing in flight."""

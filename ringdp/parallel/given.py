@@ -34,6 +34,13 @@ class Given:
                 for module, name, _ in where:
                     self._at.setdefault(module, {})[name] = both
 
+    def begin(self) -> None:
+        """An iteration starts: `check`, and that those always whole have the shape they had."""
+        self.check()
+        for unit in self.units if torch.is_grad_enabled() else ():
+            if unit.static and unit.trainable:  # others settle when they are gathered
+                unit.check(unit.views)
+
     def check(self) -> None:
         """Raises UsageError for a parameter that was not given."""
         if not (torch.is_grad_enabled() or any(unit.apart for unit in self.units)):

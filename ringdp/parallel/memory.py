@@ -1,4 +1,4 @@
-"""Bytes per rank by category: measured as buffers are taken and freed, and by formula.
+"""What an engine's buffers take: named by category, and counted as they are taken and freed.
 
     parameters     what the rank keeps of them between steps, masters included
     gathered_peak  units gathered for their forward or backward, at the worst moment (stage 3)
@@ -6,22 +6,14 @@
     buckets        gradients on their way to other ranks: what they add to that peak (stages 2, 3)
     optimizer      the optimizer's state
 
-A unit's bucket is there from the start of its backward to the end of its reduction, the root's for
-the whole backward. With equal units, in one dtype, buckets are in stage 2 the root's and two units;
-in stage 3, where gathers yield to reductions, the root's and one unit. So stage 3's peak is, beside
-shards and activations: two gathered units, one bucket, and the root's weights and gradients (see
-`replay.peaks`).
-Bytes on the host count, too, where something is offloaded.
-It leaves out activations, and the gradient that autograd hands over, of one parameter. The formulas
-are those of a step with one forward and one backward, in which every unit is called once and none
-lies inside another; gradients that accumulate over several backwards take buckets in stages 0 and
-1, too, and those that wait in no_sync the masters' size of their unit.
+Bytes on the host count, too, where something is offloaded. It leaves out activations, and the
+gradient that autograd hands over, of one parameter. `formula` says what it must come to.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +23,6 @@ from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
-from ringdp.parallel.replay import gathers, iteration, peaks
 from ringdp.parallel.spare import Spare
 from ringdp.parallel.stages import Keep, Stage
 
@@ -146,70 +137,3 @@ def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
 def holders(tensor: Tensor) -> int:
     """How many tensors share its memory, and a constant."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def formula(
-    units: Sequence[Unit],
-    groups: Sequence[Sequence[int]],
-    stage: Stage,
-    rank: int,
-    *,
-    widths: Sequence[Widths],
-    limit: int,
-    overlap: bool = True,
-    yields: bool = True,
-    per_element: int,
-    per_parameter: int,
-) -> Memory:
-    """Exact bytes per rank. For Adam in float32: 8 bytes per element, 4 per parameter (`step`).
-
-    In elements, with Ψ the sum of the units' padded sizes: parameters Ψ or Ψ/n, gradients Ψ or Ψ/n,
-    the optimizer its elements of Ψ or Ψ/n without padding (Rajbhandari et al. 2020, figure 1);
-    gathered units and buckets by replaying an iteration. `groups`: units of one module, the root's
-    first. `limit`, `overlap`, `yields`: see `replay.iteration`.
-    """
-    each = list(zip(units, widths, strict=True))
-    trained = [u for u, w in each if w.trainable]
-    if stage.optimizer is Keep.FULL:
-        owned = [e.elements for u in trained for e in u.entries if e.elements]
-    else:
-        owned = [elements for u in trained for elements in u.owned(rank)]
-    freed = stage.parameters is Keep.SHARD
-    sizes = [w.compute * u.padded if freed else 0 for u, w in each]
-    buckets = [w.bucket(u, stage) for u, w in each]
-    events = iteration(
-        sizes, groups, limit, freed=freed, buckets=buckets, overlap=overlap, yields=yields
-    )
-    gathered, passing = peaks(events, sizes, buckets)
-    return Memory(
-        parameters=sum(w.parameters(u, stage) for u, w in each),
-        gathered_peak=gathered,
-        gradients=sum(w.gradients(u, stage) for u, w in each),
-        buckets=passing - gathered,
-        optimizer=per_element * sum(owned) + per_parameter * len(owned),
-    )
-
-
-def traffic(
-    units: Sequence[Unit],
-    groups: Sequence[Sequence[int]],
-    stage: Stage,
-    *,
-    widths: Sequence[Widths],
-    limit: int,
-) -> int:
-    """Exact bytes that one rank sends in a step.
-
-    A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
-    twice what it frees between forward and backward (see `replay.gathers`); frozen units are not
-    reduced.
-    """
-    reductions = 2 if stage.reduction == "all_reduce" else 1
-    often = dict.fromkeys(range(len(units)), stage.gathers)
-    if stage.parameters is Keep.SHARD:
-        sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
-        often |= gathers(sizes, groups, limit)
-    return sum(
-        (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)
-        for i, (u, w) in enumerate(zip(units, widths, strict=True))
-    )

@@ -1,7 +1,8 @@
-"""What the engine does in one iteration, without doing it, for the formulas of memory and of
-traffic, and for whoever predicts times.
+"""One iteration of an engine without its tensors, for the formulas of memory and of traffic, and
+for whoever predicts times.
 
-It follows `forecast`: one forward and one backward, every unit called once, none inside another.
+What is gathered and freed when, the engine's own `Gathering` decides, over units that only tell of
+it. It follows `forecast`: one forward, one backward, every unit called once, none inside another.
 The root's forward is taken to run after those of all others, its backward before theirs; of several
 units in a module the last one's gradients are taken to be complete first.
 """
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ringdp.parallel.prefetch import Groups, ahead, forecast
+from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.layout import Unit
+from ringdp.parallel.prefetch import Groups
+from ringdp.parallel.unit import FlatUnit, State
 
 
 class Event(NamedTuple):
@@ -77,8 +81,33 @@ def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
     return Counter(unit for what, unit in events if what == "gather")
 
 
+class _Unit(FlatUnit):
+    """One without tensors: it tells what happens to it."""
+
+    apart = False
+    computed, views, versions, plan = (), [], [], Unit("", (), 1, 0)  # `written` looks for them
+
+    def __init__(self, index: int, size: int, events: list[Event], *, freed: bool) -> None:
+        self.index, self.bytes, self.freed, self._events = index, size, freed, events
+        self.state = State.SHARDED
+
+    def gather(self, comm: object) -> None:
+        self._events.append(Event("gather", self.index))
+        self.state = State.GATHERING
+
+    def unshard(self) -> None:
+        self.state = State.UNSHARDED
+
+    def set_aside(self) -> None:
+        self.state = State.GATHERING
+
+    def reshard(self) -> None:
+        self._events.append(Event("free", self.index))
+        self.state = State.SHARDED
+
+
 class _Replay:
-    """Every method does what the engine's of that name does, or its gathering's or reducing's."""
+    """What an engine has its gathering and reducing do; of the latter there are buckets only."""
 
     def __init__(
         self,
@@ -90,16 +119,12 @@ class _Replay:
         overlap: bool,
         yields: bool,
     ) -> None:
-        self.sizes, self.groups, self.limit = sizes, groups, limit
-        self.freed, self.buckets, self.overlap, self.yields = freed, buckets, overlap, yields
-        self.order = forecast(groups)
+        self.groups, self.buckets, self.overlap, self.yields = groups, buckets, overlap, yields
         self.events: list[Event] = []
-        self.held: set[int] = set()
-        self.waiting: set[int] = set()  # gathered, not yet used
-        self.position = -1
-        self.in_use: int | None = None  # but for the root
+        units = [_Unit(i, size, self.events, freed=freed) for i, size in enumerate(sizes)]
+        nowhere: Any = None
+        self.gathering = Gathering(units, groups, nowhere, limit, self.under_way)
         self.reducing: int | None = None  # whose bucket is being reduced
-        self.deferred = False
 
     def forward(self) -> None:
         inner = range(1, len(self.groups))
@@ -127,26 +152,14 @@ class _Replay:
 
     def use(self, group: int, *, fill: bool = False) -> None:
         for unit in self.groups[group]:
-            self.position += 1
-            if unit not in self.held:
-                self.gather(unit)
-            self.waiting.discard(unit)
-            self.in_use = unit if group else None
-            self.prefetch()
+            self.gathering.use(unit)
             self.events.append(Event("use", unit))
             if fill and self.buckets[unit]:
                 self.events.append(Event("fill", unit))
 
     def free(self, group: int) -> None:
-        for unit in self.groups[group] if self.freed else ():
-            self.held.discard(unit)
-            self.in_use = None
-            if unit in self.wanted():
-                self.held.add(unit)
-                self.waiting.add(unit)
-            else:
-                self.events.append(Event("free", unit))
-            self.prefetch()
+        for unit in self.groups[group]:
+            self.gathering.done_with(unit, free=True)
 
     def reduce(self, unit: int) -> None:
         if self.buckets[unit]:
@@ -163,33 +176,9 @@ class _Replay:
             self.reducing = None
 
     def gather_deferred(self) -> None:
-        if self.deferred:
+        if self.gathering.deferred:
             self.finish()
-            self.prefetch()
-
-    def prefetch(self) -> None:
-        for unit in self.wanted():
-            self.gather(unit)
-            self.waiting.add(unit)
-        self.deferred = self.under_way() > 0 and bool(self.wanted(0))
-
-    def gather(self, unit: int) -> None:
-        self.held.add(unit)
-        self.events.append(Event("gather", unit))
+            self.gathering.prefetch()
 
     def under_way(self) -> int:
         return self.buckets[self.reducing] if self.yields and self.reducing is not None else 0
-
-    def wanted(self, under_way: int | None = None) -> list[int]:
-        if len(self.held) == len(self.sizes):
-            return []  # soon said, where nothing is freed
-        beside = self.under_way() if under_way is None else under_way
-        return ahead(
-            self.order,
-            self.position,
-            in_use=self.in_use,
-            is_sharded=lambda unit: unit not in self.held,
-            in_flight=sum(self.sizes[u] for u in self.waiting) + beside,
-            sizes=self.sizes,
-            limit=self.limit,
-        )

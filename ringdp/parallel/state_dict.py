@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ringdp.errors import UsageError
 from ringdp.parallel.copies import Own
 from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.given import Given
 from ringdp.parallel.unit import FlatUnit, State
 
 
@@ -46,7 +47,9 @@ def guard(
     return handles
 
 
-def of_masters(model: nn.Module, gathering: Gathering, own: Own) -> list[RemovableHandle]:
+def of_masters(
+    model: nn.Module, gathering: Gathering, given: Given, own: Own
+) -> list[RemovableHandle]:
     """In stage 0 they are, from now on: the units rest meanwhile."""
     units = [unit for unit in gathering.units if not unit.static]
     if not units:
@@ -66,7 +69,7 @@ def of_masters(model: nn.Module, gathering: Gathering, own: Own) -> list[Removab
 
     def loaded(module: nn.Module, *_: Any) -> None:
         if resting.get(module):
-            gathering.given.check()
+            given.check()
             resume(module)
 
     handles: list[RemovableHandle] = []

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringdp
+from ringdp.parallel.formula import formula, traffic
 from ringdp.parallel.layout import layout
-from ringdp.parallel.memory import Ledger, Widths, formula, state_bytes, traffic
+from ringdp.parallel.memory import Ledger, Widths, state_bytes
 from ringdp.parallel.stages import STAGES, Keep, stage_of
 
 

@@ -241,10 +241,10 @@ class LoRA(nn.Module):
         return torch.tanh(self.base(x.to(BF16)).float() + self.up(self.down(x)))
 
 
-def lora(comm: Communicator, stage: int) -> list[float]:
+def lora(comm: Communicator, stage: int, prefetch_bytes: int | None = None) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(LoRA(), LoRA())
-    engine = ringdp.shard(model, stage=stage, comm=comm)
+    engine = ringdp.shard(model, stage=stage, comm=comm, prefetch_bytes=prefetch_bytes)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = ringdp.AdamW(trained, lr=0.1)
     for step in range(3):
@@ -265,6 +265,16 @@ def lora(comm: Communicator, stage: int) -> list[float]:
 def test_adapters_train_in_their_dtype_and_frozen_units_have_no_gradients(ranks):
     runs = [ranks(2)(lora, stage) for stage in range(4)]
     assert all(found == runs[0][0] for run in runs for found in run)
+
+
+def lora_traffic(comm: Communicator, limits: range) -> None:
+    for limit in limits:
+        lora(comm, 3, limit)
+
+
+def test_what_is_kept_of_a_module_with_several_units_is_foreseen(ranks):
+    """Of those that the last module frees, its backward's first stay as far as the bound allows."""
+    ranks(2)(lora_traffic, range(0, 1024, 64))
 
 
 def recurrent(comm: Communicator, stage: int) -> list[float]:

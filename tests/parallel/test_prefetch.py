@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringdp.parallel import replay
+from ringdp.parallel import gathering
 from ringdp.parallel.prefetch import ahead, forecast, position_of
 from ringdp.parallel.replay import gathers, iteration, peaks
 
@@ -72,7 +72,7 @@ def test_the_bound_holds_and_nothing_is_gathered_twice(sizes, limit, data):
 def test_where_nothing_is_freed_there_is_one_look_ahead(monkeypatch):
     """The first gathers all: to look again at every use would take the square of many units."""
     looks = []
-    monkeypatch.setattr(replay, "ahead", lambda *a, **k: looks.append(a) or ahead(*a, **k))
+    monkeypatch.setattr(gathering, "ahead", lambda *a, **k: looks.append(a) or ahead(*a, **k))
     events = iteration([0] * 50, alone(50), 0, freed=False)
     assert [unit for what, unit in events if what == "gather"] == list(range(50))
     assert len(looks) == 1
