@@ -8,7 +8,6 @@ those take the hooks over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,6 +36,7 @@ class Arrivals:
         self._made: dict[int, Any] = {}
         self._strays: dict[int, Any] = {}
         self._unheard = list(range(len(unit.parameters)))
+        self.owed: set[int] = set()  # gradients that the unit's backward has yet to make
 
     def hear(self) -> list[Any]:
         """From now on, of the parameters that train by now: until the new handles are removed."""
@@ -62,18 +62,19 @@ class Arrivals:
     def expect(self) -> None:
         """The unit's backward starts."""
         self._backward = torch._C._current_graph_task_id()  # they count up
+        self.owed = {at for at, p in enumerate(self.unit.parameters) if p.requires_grad}
         for at, handle in self._made.items():
             hooks: Any = self.unit.computed[at]._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # torch does not see move_to_end
 
-    def may_come(self, owed: Iterable[int]) -> bool:
-        """Whether any of these gradients may still come in the backward that was expected. Another,
+    def may_come(self) -> bool:
+        """Whether any gradient owed may still come in the backward that was expected. Another,
         under way within that one as reentrant checkpointing has it, cannot tell; one around it
         can: it has ended."""
         now = torch._C._current_graph_task_id()
         if now != self._backward:
             return now > self._backward
-        return any(map(self.will_come, owed))
+        return any(map(self.will_come, self.owed))
 
     def will_come(self, at: int) -> bool:
         """Whether the backward under way has yet to make this gradient. One of `autograd.grad`
@@ -90,7 +91,8 @@ class Arrivals:
         return any(self.will_come(at) for at in self._made if self.unit.computed[at].requires_grad)
 
     def relay(self, at: int) -> None:
-        """Call what the user has hung on a master, with the parameter that has the gradient."""
+        """One is there: call what the user has hung on a master, with the parameter that has it."""
+        self.owed.discard(at)
         p, master = self.unit.computed[at], self.unit.parameters[at]
         hooks: Any = master._post_accumulate_grad_hooks
         if p is not master and hooks:

@@ -81,7 +81,7 @@ class Engine(Taped):
         self._given = Given(model, units)
 
         self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
-        self._awaiting: dict[int, set[int]] = {}  # unit -> gradients that its backward still owes
+        self._begun: set[int] = set()  # units whose backward has, in the one under way
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._trained: dict[int, FlatUnit] = {}  # by it
         self._second = False  # whether a second is to come, through weights that its graph holds
@@ -142,7 +142,7 @@ class Engine(Taped):
         output, starts = self._made[indices[0]].returned(output, (*args, *named.values()))
         if not self._held:
             for index in indices:
-                free = index not in self.roots and not self._awaiting
+                free = index not in self.roots and not self._begun
                 self.gathering.done_with(index, free=free)
         for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ class Engine(Taped):
 
     def _use(self, index: int) -> None:
         self._gather_deferred(wait=True)
-        if self._awaiting:
+        if self._begun:
             self.gathering.free_before(index, self._are_nested)
         self.gathering.use(index)
         self._handles += self._arrivals[index].hear()  # of what was frozen before
@@ -186,12 +186,12 @@ class Engine(Taped):
         """A parameter's, for which its unit may not be prepared: that of a penalty of gradients
         need not come by outputs, and that of a weight which autocast has cast comes late."""
         self._settle()
-        if index in self._awaiting or self._arrivals[index].will_come(at):
+        if index in self._begun or self._arrivals[index].will_come(at):
             self._prepare_backward(index)
 
     @unguarded
     def _prepare_backward(self, index: int) -> None:
-        if index in self._awaiting:
+        if index in self._begun:
             if self.units[index].state is not State.UNSHARDED:
                 self._use(index)
             return
@@ -199,7 +199,7 @@ class Engine(Taped):
             raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
         if self._held:
             raise UsageError("backward within full_parameters(), which is for reading only")
-        if not self._awaiting:
+        if not self._begun:
             after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
             self._trained = self._trains()
@@ -207,8 +207,7 @@ class Engine(Taped):
             self.gathering.amid = [] if self._trained else [*self.gathering.in_use]
             torch.autograd.Variable._execution_engine.queue_callback(after)
         unit = self.units[index]
-        owed = {at for at, p in enumerate(unit.parameters) if p.requires_grad}
-        self._awaiting[index] = owed if self._trained else set()
+        self._begun.add(index)
         self._use(index)
         if index in self._trained:
             self._arrivals[index].expect()
@@ -226,9 +225,8 @@ class Engine(Taped):
         self.reducing.check_open(unit, at)
         self._arrivals[index].relay(at)
         self.reducing.take(unit, at)
-        self._awaiting[index].discard(at)
         self._gather_deferred(wait=False)
-        if not self._awaiting[index] and index not in self.roots:
+        if not self._arrivals[index].owed and index not in self.roots:
             self._reduce(index)
 
     def _reduce_through(self, index: int) -> None:
@@ -236,16 +234,16 @@ class Engine(Taped):
         rank, as of experts that others use. So all ranks reduce in one order. Experts that differ
         by rank lie in one unit: ranks that use different units raise CollectiveMismatch."""
         for unit in self.reducing.opened():
-            other, owed = unit.index, self._awaiting[unit.index]
-            if not (self._are_nested(index, other) or self._arrivals[other].may_come(owed)):
+            other = unit.index
+            if not (self._are_nested(index, other) or self._arrivals[other].may_come()):
                 self._reduce(other)
 
     def _reduce(self, index: int) -> None:
         """After those inside it, which on other ranks may have been whole before it was."""
         for unit in self.reducing.opened():
-            inner, owed = unit.index, self._awaiting.get(unit.index, ())
+            inner = unit.index
             within = inner > index and index in self._around[inner]  # a module may call itself
-            if within and not self._arrivals[inner].may_come(owed):
+            if within and not self._arrivals[inner].may_come():
                 self._reduce(inner)
         if self.reducing.is_open(self.units[index]):
             self._gather_deferred(wait=True)
@@ -254,7 +252,7 @@ class Engine(Taped):
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
         for index, unit in reversed(self._trained.items()):
-            if index not in self._awaiting:
+            if index not in self._begun:
                 self.reducing.open(unit, keep=not self.sync)
             if self.reducing.is_open(unit):
                 self._reduce(index)
@@ -264,7 +262,7 @@ class Engine(Taped):
 
     def _settle(self) -> None:
         """Clear what a backward that raised has left, once all it started has ended."""
-        if not self._awaiting or (in_backward() and self._backward()):
+        if not self._begun or (in_backward() and self._backward()):
             return
         self._gather_deferred(wait=True)
         self._end_backward(learn=False)
@@ -275,7 +273,7 @@ class Engine(Taped):
 
     def _end_backward(self, *, learn: bool) -> None:
         self.reducing.finish()
-        self._awaiting.clear()
+        self._begun.clear()
         if not (self.gathering.resume() or self._second):
             self._rest(learn=learn)
 
