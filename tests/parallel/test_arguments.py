@@ -44,6 +44,8 @@ def net() -> nn.Sequential:
         ({"unit": 0}, "must be at least 1"),
         ({"precision": torch.bfloat16}, "allowed: Precision or None"),
         ({"offload": True}, "allowed: Offload or None"),
+        ({"stage": 2, "offload": ringdp.Offload(parameters=True)}, "in stage 2; it needs stage 3"),
+        ({"stage": 0, "offload": ringdp.Offload(optimizer=True)}, "in stage 0; it needs 1, 2 or 3"),
         ({"comm": 3}, "allowed: a ringdp.Communicator, a torch.distributed group, or None"),
         ({"init": 3}, "allowed: Callable or None"),
         ({"prefetch_bytes": "5"}, "prefetch_bytes is '5'; it must be an int"),
@@ -143,6 +145,11 @@ SIZED = {"train_micro_batch_size_per_gpu": 1}
             "of at least 0 and below 128",
         ),
         (SIZED | {"fp16": {"enabled": True, "min_loss_scale": 0}}, ringdp.AdamW, "minimum=0"),
+        (
+            SIZED | {"zero_optimization": {"offload_param": {"pin_memory": False}}},
+            ringdp.AdamW,
+            "offload_param.pin_memory=false is not implemented",
+        ),
     ],
 )
 def test_initialize(comm, config, optimizer, said):
@@ -218,3 +225,19 @@ def test_fully_shard(comm, wrong, said):
     with pytest.raises(UsageError, match="takes a module; this is a list"):
         fronts.fully_shard([net()], comm=comm)
     fronts.fully_shard(net(), mp_policy=MixedPrecisionPolicy(), comm=comm).engine.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"delay_all_reduce_named_params": [("0.bias", 3)]}, {"param_to_hook_all_reduce": 3}]
+)
+def test_distributed_data_parallel(comm, wrong):
+    with pytest.raises(
+        UsageError, match=f"{next(iter(wrong))}=.* is not implemented; allowed: None"
+    ):
+        ringdp.DistributedDataParallel(net(), process_group=comm, **wrong)
+
+
+def test_the_zero_redundancy_optimizer(comm):
+    turned = nn.Parameter(torch.ones(3, 2).t())
+    with pytest.raises(UsageError, match=r"has strides \(1, 2\); allowed: contiguous ones"):
+        ringdp.ZeroRedundancyOptimizer([turned], torch.optim.SGD, process_group=comm, lr=1.0)

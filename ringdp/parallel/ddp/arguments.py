@@ -1,4 +1,4 @@
-"""What DDP's arguments mean here, and which of torch's, and which models, are refused."""
+"""What DDP's arguments mean here, and which models are refused."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tup
     if any(cap < 0 for cap in given):
         raise UsageError(f"bucket_cap_mb is {given}; it must be at least 0")
     return tuple(int(cap * MIB) for cap in given) or (WIRED if comm.wired else CAPS)
-
-
-def refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value not in (None, False, []):
-            raise UsageError(f"{name} is {value!r}, which is not implemented; allowed: None")
 
 
 def place(

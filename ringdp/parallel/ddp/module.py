@@ -32,6 +32,7 @@ from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
 from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.outputs import tensors
+from ringdp.parallel.refuse import refuse
 from ringdp.parallel.underway import in_backward
 
 
@@ -76,9 +77,10 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        arguments.refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
+        refuse(
+            "DistributedDataParallel",
+            delay_all_reduce_named_params=(delay_all_reduce_named_params or None, None),
+            param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
         )
         self.module, self.device_mesh = module, device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -15,10 +15,10 @@ from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import config as configs
-from ringdp.parallel.fronts.refuse import refuse
 from ringdp.parallel.fronts.trainer import Scheduler, Trainer
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
+from ringdp.parallel.refuse import refuse
 from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.units import UnitRule
 
@@ -56,12 +56,10 @@ def initialize(
     """
     refuse(
         "initialize",
-        {
-            "distributed_port": (distributed_port, PORT),
-            "mpu": (mpu, None),
-            "dist_init_required": (dist_init_required or None, None),
-            "mesh_param": (mesh_param, None),
-        },
+        distributed_port=(distributed_port, PORT),
+        mpu=(mpu, None),
+        dist_init_required=(dist_init_required or None, None),
+        mesh_param=(mesh_param, None),
     )
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model={model!r}): allowed: a torch.nn.Module")

@@ -16,10 +16,10 @@ from ringdp.errors import UsageError
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE
-from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
+from ringdp.parallel.refuse import NotHere, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
@@ -86,13 +86,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             )
         refuse(
             "FullyShardedDataParallel",
-            {
-                "ignored_modules": (ignored_modules, None),
-                "backward_prefetch": (prefetch, "BACKWARD_PRE"),
-                "device_id": (device_id, None),
-                "limit_all_gathers": (limit_all_gathers, True),
-                "ignored_states": (ignored_states, None),
-            },
+            ignored_modules=(ignored_modules, None),
+            backward_prefetch=(prefetch, "BACKWARD_PRE"),
+            device_id=(device_id, None),
+            limit_all_gathers=(limit_all_gathers, True),
+            ignored_states=(ignored_states, None),
         )
         if not (auto_wrap_policy is None or callable(auto_wrap_policy)):
             raise UsageError(
@@ -142,7 +140,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients over all ranks, before they were clipped. Collective."""
-        refuse("clip_grad_norm_", {"norm_type": (norm_type, 2.0)})
+        refuse("clip_grad_norm_", norm_type=(norm_type, 2.0))
         return torch.tensor(clip_grad_norm_(self.engine, max_norm))
 
     @staticmethod
@@ -160,12 +158,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             raise UsageError(f"summon_full_params: {type(module).__name__} is not wrapped")
         refuse(
             "summon_full_params",
-            {
-                "recurse": (recurse, True),
-                "rank0_only": (rank0_only, False),
-                "offload_to_cpu": (offload_to_cpu, False),
-                "with_grads": (with_grads, False),
-            },
+            recurse=(recurse, True),
+            rank0_only=(rank0_only, False),
+            offload_to_cpu=(offload_to_cpu, False),
+            with_grads=(with_grads, False),
         )
         with module.engine.full_parameters(write=writeback):
             yield
@@ -222,10 +218,8 @@ def _precision(policy: Any, *, wraps: bool) -> Precision | None:
     root = _field("mixed_precision", policy, "cast_root_forward_inputs")
     refuse(
         "MixedPrecision",
-        {
-            "buffer_dtype": (policy.buffer_dtype, None),
-            "keep_low_precision_grads": (policy.keep_low_precision_grads, False),
-        },
+        buffer_dtype=(policy.buffer_dtype, None),
+        keep_low_precision_grads=(policy.keep_low_precision_grads, False),
     )
     return Precision(
         policy.param_dtype,

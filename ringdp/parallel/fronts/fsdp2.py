@@ -18,10 +18,10 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
-from ringdp.parallel.fronts.refuse import NotHere, refuse
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
+from ringdp.parallel.refuse import NotHere, refuse
 
 # Of torch's FSDPModule.
 ABSENT = (
@@ -56,7 +56,7 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
-        refuse("set_requires_gradient_sync", {"recurse": (recurse, True)})
+        refuse("set_requires_gradient_sync", recurse=(recurse, True))
         whole: object = self.engine.model
         if whole is not self:
             raise UsageError(
@@ -116,17 +116,15 @@ def fully_shard(
         )
     refuse(
         "fully_shard",
-        {
-            "shard_placement_fn": (shard_placement_fn, None),
-            "ignored_params": (ignored_params, None),
-        },
+        shard_placement_fn=(shard_placement_fn, None),
+        ignored_params=(ignored_params, None),
     )
     if not isinstance(module, nn.Module):
         raise UsageError(f"fully_shard takes a module; this is a {type(module).__name__}")
     kind = type(offload_policy).__name__
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
-    refuse("CPUOffloadPolicy", {"pin_memory": (getattr(offload_policy, "pin_memory", True), True)})
+    refuse("CPUOffloadPolicy", pin_memory=(getattr(offload_policy, "pin_memory", True), True))
     asked = Asked(
         reshard_after_forward is not False,
         _precision(mp_policy),

@@ -18,7 +18,7 @@ from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.fronts.config import Batches
-from ringdp.parallel.fronts.refuse import NotHere
+from ringdp.parallel.refuse import NotHere
 from ringdp.parallel.scaler import LossScaler
 
 # Of DeepSpeed's engine, and of no module.

@@ -18,9 +18,9 @@ from torch.distributed.algorithms.join import JoinHook
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel import replicas
-from ringdp.parallel.fronts.refuse import refuse
 from ringdp.parallel.joins import Joins, Shadow
 from ringdp.parallel.layout import Unit, layout
+from ringdp.parallel.refuse import refuse
 from ringdp.parallel.steps import check_slices
 
 
@@ -43,10 +43,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
     ) -> None:
         refuse(
             "ZeroRedundancyOptimizer",
-            {
-                "parameters_as_bucket_view": (parameters_as_bucket_view, False),
-                "overlap_with_ddp": (overlap_with_ddp, False),
-            },
+            parameters_as_bucket_view=(parameters_as_bucket_view, False),
+            overlap_with_ddp=(overlap_with_ddp, False),
         )
         super().__init__(params, defaults)
         Joins.__init__(self)

@@ -1,5 +1,5 @@
-"""Arguments that a front takes for its signature's sake: anything but the default is an error. So
-are names that one may look for in it."""
+"""Arguments taken for the sake of another library's signature: anything but what they may be is an
+error. So are names that one may look for in it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class NotHere(UsageError, AttributeError):
         super().__init__(f"{front}: {name} is not implemented; use {instead}")
 
 
-def refuse(front: str, given: dict[str, tuple[object, object]]) -> None:
-    """`given`: name -> (value, the one that is allowed)."""
+def refuse(front: str, **given: tuple[object, object]) -> None:
+    """`given`: of each argument its value, and the one that is allowed."""
     for name, (value, allowed) in given.items():
         if value is not allowed and value != allowed:
             raise UsageError(f"{front}: {name}={value!r} is not implemented; allowed: {allowed!r}")
