@@ -191,6 +191,10 @@ def sparse_built_in(comm: Communicator) -> None:
         net(torch.tensor([0, 1 + comm.rank])).sum().backward()
     assert torch.equal(plain.module.weight.grad.to_dense(), hooked.module.weight.grad.to_dense())
     says(lambda: wrap()._register_builtin_comm_hook(3), ValueError)
+    halved = wrap()
+    halved._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    said = says(lambda: halved(torch.tensor([0])).sum().backward(), UsageError)
+    assert said.startswith("BuiltinCommHookType.FP16_COMPRESS takes no sparse gradients")
 
 
 def test_a_built_in_hook_takes_sparse_gradients(ranks):

@@ -12,38 +12,20 @@ p._mp_param the low one. `Precision`, of `shard`, is the richer way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _recursive_to
 
 from ringdp.errors import UsageError
-from ringdp.parallel.ddp.bucket import Bucket
-from ringdp.parallel.ddp.profiled import all_reduce
+from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.passed import give_back
 from ringdp.parallel.precision import cast
 
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-
-
-class Reduction(NamedTuple):
-    """What a bucket goes through, in the place of a communication hook. See `hook.CommHook`."""
-
-    dtype: torch.dtype | None
-    name: str = "mixed precision"
-
-    def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
-        low = bucket.tensor().to(self.dtype)
-        work = all_reduce(bucket.comm, low, tag=bucket.index)
-
-        def finish() -> None:
-            work.wait()
-            bucket.store(low.div_(bucket.comm.size))
-
-        return finish
 
 
 class Mixed:
@@ -53,7 +35,7 @@ class Mixed:
         """`config`: torch's `_MixedPrecision`, or None. Casts buffers. Raises UsageError."""
         self.model, self.ignored = model, ignored
         self.dtype, reduce, buffer = dtypes(config)
-        self.hook = None if config is None else Reduction(reduce)
+        self.hook = None if config is None else BuiltIn("mixed precision", reduce, divides_sum=True)
         self._rest: dict[nn.Parameter, Tensor] = {}  # p.data at rest, of those that are low
         for p in self._parameters():
             _show(p, p.data, p.new_empty(0, dtype=self.dtype))

@@ -40,7 +40,7 @@ from ringdp.parallel.ddp.builtin import BuiltIn
 from ringdp.parallel.ddp.hook import CommHook
 from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
 from ringdp.parallel.ddp.listening import Ears, kept, raiser
-from ringdp.parallel.ddp.mixed import Mixed, Reduction
+from ringdp.parallel.ddp.mixed import Mixed
 from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
@@ -64,7 +64,7 @@ class Reducer(Taped):
         self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
         self.journal = journal
         self.uneven: Uneven | None = None  # a rank may have ended, and then reduces every bucket
-        self.hook: CommHook | Reduction | BuiltIn | None = None
+        self.hook: CommHook | BuiltIn | None = None
         self.layouts: list[Layout] = []  # at first, and rebuilt
         self._build()
         self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
