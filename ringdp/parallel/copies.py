@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import UsageError
 from ringdp.parallel.outside import Sharded
 
-_NAME = "_ringdp_sharded"  # an attribute of every module of a sharded model
+_SHARDED: WeakSet[nn.Module] = WeakSet()  # every module of every sharded model; no copy of one
 
 
 # Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run as they
@@ -55,29 +56,19 @@ def _nothing(*_: object) -> None:
     """In the place of a hook."""
 
 
-class _Mark:
-    """A copy of the module has none."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-
 def mark(model: nn.Module) -> None:
-    for module in model.modules():
-        setattr(module, _NAME, _Mark())
+    _SHARDED.update(model.modules())
 
 
 def unmark(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, _NAME):  # it may have been put there since
-            delattr(module, _NAME)
+    _SHARDED.difference_update(model.modules())
 
 
 def check(model: nn.Module) -> None:
     """Raises UsageError if it is sharded, or a part of it, or what it is a part of, or if it has
     slices of a shard() that did not come to its end."""
     for name, module in model.named_modules():
-        if getattr(module, _NAME, None) is not None:
+        if module in _SHARDED:
             what = f"module {name} of this model" if name else "this model"
             raise UsageError(
                 f"{what} is sharded already, or lies in a module that is: shard() takes a model "
