@@ -226,6 +226,24 @@ def test_the_norm_is_that_of_all_gradients(ranks):
     assert after == pytest.approx(0.01, rel=1e-3)
 
 
+def put_there(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    model(batch(comm.rank)).square().mean().backward()
+    first, *others = model.parameters()
+    first.grad = None
+    for p in others:
+        p.grad = torch.full_like(p.grad, 2.0)
+    elements = sum(p.numel() for p in list(net().parameters())[1:])
+    assert ringdp.clip_grad_norm_(engine, 1.0) == pytest.approx(2 * math.sqrt(elements))
+    assert all(p.grad.allclose(torch.tensor(elements**-0.5)) for p in others)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_the_user_has_put_there_are_clipped(ranks, stage):
+    ranks(2)(put_there, stage)
+
+
 def clipped_by_no_number(comm: Communicator, stage: int) -> None:
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     model(batch(comm.rank)).square().mean().backward()
