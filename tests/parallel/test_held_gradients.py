@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator, Offload
-from tests.parallel.test_misuse import APART, loss, net
+from tests.parallel.small import APART, loss, net
 
 pytestmark = pytest.mark.process
 

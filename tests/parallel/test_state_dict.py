@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import loss, net, whole
-from tests.parallel.test_misuse import assert_equal
+from tests.parallel.small import assert_equal, loss, net, whole
 
 pytestmark = pytest.mark.process
 

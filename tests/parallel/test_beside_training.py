@@ -1,0 +1,219 @@
+"""What people do to a model beside training it: put tensors into `p.data`, clear gradients late,
+freeze, step something else on one rank. It trains as in one process, which is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringdp
+from ringdp import Communicator, Offload, Precision
+from ringdp.parallel.clip import grad_norm, unscale_gradients
+from tests.parallel.small import APART, assert_equal, batch, loss, net
+
+pytestmark = pytest.mark.process
+
+STEPS = 3
+
+Loop = Callable[[nn.Module, Any], None]
+
+
+def clears_late(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        value = loss(model, step)
+        model.zero_grad(set_to_none=step != 1)
+        value.backward()
+        optimizer.step()
+
+
+def puts_into_data(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        loss(model, step).backward()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:  # as that of an empty slice is
+                    p.data = p.data - 0.1 * p.grad
+        optimizer.zero_grad()
+
+
+def swaps_averages_in(model: nn.Module, optimizer: Any) -> None:
+    """What was in `p.data` is kept meanwhile, and comes back."""
+    averages = {n: p.data.clone() for n, p in model.named_parameters()}
+    for step in range(STEPS):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backup = {}
+        for n, p in model.named_parameters():
+            averages[n] = (averages[n] + p.data) / 2
+            backup[n], p.data = p.data, averages[n]
+        with torch.no_grad():
+            loss(model, step)
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+
+
+def calls_blocks(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        x = batch(step)
+        for block in model.children():
+            x = block(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def freezes_for_a_while(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        if step == 1:
+            loss(model)  # of which no backward comes
+        model.get_submodule("1").requires_grad_(step != 1)
+        model.get_parameter("0.0.bias").requires_grad = step != 1
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def freezes_with_gradients(model: nn.Module, optimizer: Any) -> None:
+    """What is frozen keeps the gradient that it has, and momentum."""
+    first = model.get_submodule("0")
+    for step in range(4):
+        loss(model, step).backward()
+        first.requires_grad_(False)
+        loss(model, step + 7).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        first.requires_grad_(step != 1)
+
+
+LOOPS: list[Loop] = [
+    clears_late,
+    puts_into_data,
+    swaps_averages_in,
+    calls_blocks,
+    freezes_for_a_while,
+    freezes_with_gradients,
+]
+
+
+def trains(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    for loop in LOOPS:
+        model, twin = net(), net()
+        engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+        for one in (model, twin):
+            loop(one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9))
+        assert_equal(engine, twin)
+        assert len(engine.gathering._seen) <= 2 * len(engine.units)
+        engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loop_trains_as_one_process_does(ranks, stage, precision):
+    ranks(2)(trains, stage, precision)
+
+
+def freezes_what_waits(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            with engine.no_sync():
+                loss(one, step).backward()
+                one[0].requires_grad_(False)
+                loss(one, step + 7).backward()
+            loss(one, step + 9).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+            one[0].requires_grad_(True)
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_waits_for_its_reduction_may_be_frozen(ranks, stage, precision):
+    ranks(2)(freezes_what_waits, stage, precision)
+
+
+def thaws(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    """One after the other, of a block that is frozen when the model is sharded."""
+    model, twin = net(), net()
+    model[0].requires_grad_(False), twin[0].requires_grad_(False)
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step, thawed in enumerate((None, one[0][0].bias, one[0][0].weight, None)):
+            if thawed is not None:
+                thawed.requires_grad_(True)
+            for seed in (step, step + 7):
+                loss(one, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(engine, twin)
+    assert engine.memory(optimizer).gradients == engine.memory_formula().gradients
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_was_frozen_may_train_later(ranks, stage, precision):
+    ranks(2)(thaws, stage, precision)
+
+
+def steps_its_own(comm: Communicator, stage: int) -> None:
+    """Rank 0 steps a model that only it has, between a forward and its backward."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    mine = nn.Parameter(torch.ones(1))
+    mine.grad = torch.ones(1)
+    for step in range(2):
+        value = loss(model, step)
+        if comm.rank == 0:
+            torch.optim.SGD([mine], lr=0.1).step()
+        value.backward()
+    for step in range(2):
+        loss(twin, step).backward()
+    for unit in engine.units:
+        for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+            exact = twin.get_parameter(entry.name).grad
+            begin, end = unit.plan.local(entry, comm.rank)
+            first = unit.rank * unit.plan.shard + begin - entry.offset
+            torch.testing.assert_close(view, exact.flatten()[first : first + end - begin])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_steps_of_its_own_gathers_nothing(ranks, stage):
+    ranks(2)(steps_its_own, stage)
+
+
+def starts_with_gradients(comm: Communicator, stage: int) -> list[float]:
+    """Of zeros, to which the first backward adds. What is not written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        offload = Offload(optimizer=True) if stage else None
+        engine = ringdp.shard(model := net(), stage=stage, offload=offload, comm=comm)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    norms = []
+    for gradient in (torch.zeros_like, lambda _: None):
+        for p in model.parameters():
+            p.grad = gradient(p)
+        loss(model).backward()
+        assert unscale_gradients(engine, 1.0)
+        norms.append(grad_norm(engine))
+    engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_norm_is_of_gradients_alone(ranks, stage):
+    """Not of what lies behind them in a buffer."""
+    for added, made in ranks(2)(starts_with_gradients, stage):
+        assert added == made

@@ -1,0 +1,45 @@
+"""A copy of a sharded model is an ordinary one: with its values, and without its engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator, Precision, UsageError
+from tests.parallel.small import APART, assert_equal, loss, net
+
+pytestmark = pytest.mark.process
+
+
+def copied(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    if stage:
+        with pytest.raises(UsageError, match=r"copied: .* Copy it within full_parameters"):
+            copy.deepcopy(model)
+    with pytest.raises(UsageError, match="is pickled"):
+        pickle.dumps(model)
+    with engine.full_parameters():
+        twin = copy.deepcopy(model)
+    assert_equal(engine, twin)
+    issued = engine.gathering.comm.issued
+    if comm.rank == 0:
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        loss(twin).backward()
+        optimizer.step()
+        assert pickle.loads(pickle.dumps(twin.state_dict()))
+    assert engine.gathering.comm.issued == issued
+    loss(model).backward()
+    again = ringdp.shard(twin, stage=stage, comm=comm)
+    again.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_copy_is_an_ordinary_model(ranks, stage, precision):
+    ranks(2)(copied, stage, precision)
