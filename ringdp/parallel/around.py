@@ -1,10 +1,13 @@
-"""Wraps methods of living objects for as long as a trace runs: they know nothing of traces."""
+"""Wraps methods of living objects for as long as a trace runs: they know nothing of traces, but who
+watches them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
+
+from ringdp.tape.recorder import Recorder
 
 
 class Around:
@@ -57,3 +60,21 @@ class Around:
         assert name not in vars(of), f"{name} is wrapped already"
         setattr(of, name, wrapped)
         self._wrapped.append((of, name))
+
+
+class Watched:
+    """What a trace asks, a `tape.recorder.Source`. While one runs there is a `watcher` around it,
+    made of it and the recorder, until its `end`."""
+
+    watcher: type[Any]
+    _watching: Any
+
+    def tape_on(self, recorder: Recorder) -> None:
+        self._watching = self.watcher(self, recorder)
+
+    def tape_drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def tape_off(self) -> None:
+        self._watching.end()
+        del self._watching

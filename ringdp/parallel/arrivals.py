@@ -8,6 +8,7 @@ those take the hooks over.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import UsageError
+from ringdp.parallel.underway import leaves_some_out
 from ringdp.parallel.unit import FlatUnit
 
 
@@ -99,6 +101,14 @@ class Arrivals:
             for key, hook in list(hooks.items()):
                 if at not in self._strays or key != self._strays[at].id:
                     hook(p)
+
+
+def trained(every: Sequence[Arrivals]) -> list[FlatUnit]:
+    """The units whose gradients the backward under way hands out: none if it was told to make
+    others."""
+    if not any(arrivals.any_comes() for arrivals in every) and leaves_some_out():
+        return []
+    return [arrivals.unit for arrivals in every if arrivals.unit.trainable]
 
 
 def _refuse(name: str, _: object) -> None:

@@ -36,7 +36,7 @@ from torch import nn
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
-from ringdp.parallel.arrivals import Arrivals
+from ringdp.parallel.arrivals import Arrivals, trained
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
@@ -44,14 +44,16 @@ from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.taped import Taped
-from ringdp.parallel.underway import in_backward, leaves_some_out, transformed
+from ringdp.parallel.taped import Taped, Watcher
+from ringdp.parallel.underway import in_backward, transformed
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
 
 class Engine(Taped):
     """Keeps one model's parameters and gradients as its stage says. Made by `shard`."""
+
+    watcher = Watcher
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class Engine(Taped):
         if not self._begun:
             after = partial(self._after_backward)
             self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
-            self._trained = self._trains()
+            self._trained = {u.index: u for u in trained(self._arrivals)}
             self._second = torch.is_grad_enabled() and not self._trained
             self.gathering.amid = [] if self._trained else [*self.gathering.in_use]
             torch.autograd.Variable._execution_engine.queue_callback(after)
@@ -212,12 +214,6 @@ class Engine(Taped):
         if index in self._trained:
             self._arrivals[index].expect()
             self.reducing.open(unit, keep=not self.sync)
-
-    def _trains(self) -> dict[int, FlatUnit]:
-        """The units whose gradients this backward hands out: none if it was told to make others."""
-        if not any(arrivals.any_comes() for arrivals in self._arrivals) and leaves_some_out():
-            return {}
-        return {unit.index: unit for unit in self.units if unit.trainable}
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""

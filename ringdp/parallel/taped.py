@@ -10,7 +10,7 @@ nothing while the trace runs is not in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.parallel.accounts import Accounts
-from ringdp.parallel.around import Around
+from ringdp.parallel.around import Around, Watched
 from ringdp.parallel.held import Held
 from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit
@@ -30,24 +30,11 @@ from ringdp.tape.recorder import Args, Recorder, join
 Group = Sequence[int]  # units of one module
 
 
-class Taped(Accounts):
-    """The part of an Engine that a trace asks. See `tape.recorder.Source`."""
+class Taped(Accounts, Watched):
+    """The part of an Engine that its Watcher knows."""
 
     _around: list[set[int]]  # by unit: those whose forward calls it
-    _watcher: Watcher
-
-    def _after_backward(self) -> None:
-        raise NotImplementedError
-
-    def tape_on(self, recorder: Recorder) -> None:
-        self._watcher = Watcher(self, recorder)
-
-    def tape_drain(self) -> None:
-        """Nothing: the recorder has it all."""
-
-    def tape_off(self) -> None:
-        self._watcher.end()
-        del self._watcher
+    _after_backward: Callable[[], None]
 
 
 class Watcher:

@@ -45,13 +45,15 @@ from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
 from ringdp.parallel.ddp.stepping import step, taken_off
-from ringdp.parallel.ddp.taped import Taped
+from ringdp.parallel.ddp.taped import Taped, Watcher
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.tape import recorder
 
 
 class Reducer(Taped):
     """Over a communicator of its own."""
+
+    watcher = Watcher
 
     def __init__(
         self,

@@ -11,28 +11,17 @@ from time import monotonic_ns
 from torch.autograd import Variable
 
 from ringdp.comm import Communicator
-from ringdp.parallel.around import Around
+from ringdp.parallel.around import Around, Watched
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.state import RESTING, State
 from ringdp.tape.recorder import Recorder
 
 
-class Taped:
-    """The part of a Reducer that a trace asks. See `tape.recorder.Source`."""
+class Taped(Watched):
+    """The part of a Reducer that its Watcher knows."""
 
     comm: Communicator
     state: State
-    _watcher: Watcher
-
-    def tape_on(self, recorder: Recorder) -> None:
-        self._watcher = Watcher(self, recorder)
-
-    def tape_drain(self) -> None:
-        """Nothing: the recorder has it all."""
-
-    def tape_off(self) -> None:
-        self._watcher.end()
-        del self._watcher
 
 
 class Watcher:
