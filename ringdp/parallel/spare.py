@@ -14,7 +14,7 @@ _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # not in every torch
 
 class Spare:
     """With what is in use never more than was in use at the worst moment: before more memory is
-    taken, all that is spare is let go."""
+    taken, all that is spare is let go. Who takes some for a unit elsewhere lets go first."""
 
     def __init__(self) -> None:
         self._kept: list[torch.UntypedStorage] = []
@@ -25,8 +25,11 @@ class Spare:
             if kept.nbytes() == size:
                 _swap(storage, self._kept.pop(at))
                 return
-        self._kept.clear()
+        self.let_go()
         storage.resize_(size)
+
+    def let_go(self) -> None:
+        self._kept.clear()
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         """Take a storage's memory; tensors that view it find what `fill` puts there next."""

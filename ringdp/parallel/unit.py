@@ -81,6 +81,7 @@ class FlatUnit:
         self.part = slice(comm.rank * plan.shard, (comm.rank + 1) * plan.shard)
         self.spans = [plan.local(e, comm.rank) for e in plan.entries]  # in that part
         self.shapes = [p.shape for p in parameters]
+        ledger.spare.let_go()  # what the unit before has left
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
         flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
         comm.broadcast(whole)

@@ -161,6 +161,27 @@ def test_stage_3_peaks_at_two_units_and_a_bucket(ranks, kind):
         assert most <= two_units + bucket + activations
 
 
+def spare(comm: Communicator, precision: ringdp.Precision | None) -> tuple[int, int, int]:
+    """Bytes: of a unit; what is spare once all are made; and after a step."""
+    engine = ringdp.shard(Net(), stage=3, unit=Block, precision=precision, comm=comm)
+
+    def kept() -> int:
+        return sum(storage.nbytes() for storage in engine.ledger.spare._kept)
+
+    made = kept()
+    engine.model(torch.ones(1, WIDTH)).sum().backward()
+    after = kept()
+    engine.close()
+    return engine.units[1].bytes, made, after
+
+
+@pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])
+def test_no_more_memory_is_spare_than_was_in_use(ranks, precision):
+    for unit, made, after in ranks(2)(spare, precision):
+        assert made <= unit
+        assert after <= 2 * unit
+
+
 class SkippedError(Exception):
     """What the loop below goes on after."""
 
