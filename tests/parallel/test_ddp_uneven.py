@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -142,3 +144,39 @@ def even(comm: Communicator) -> None:
 
 def test_even_inputs_are_no_error(ranks):
     ranks(2)(even)
+
+
+class Tables(nn.Module):
+    """Two, whose gradients are sparse; the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.ModuleList(nn.Embedding(4, 2, sparse=True) for _ in range(2))
+
+    def forward(self, rows: Tensor, used: int) -> Tensor:
+        return sum((table(rows).square().sum() for table in self.both[:used]), torch.zeros(()))
+
+
+def sparse(comm: Communicator, joined: bool) -> None:
+    """Each rank's rows, and how many tables it uses; ranks that join have 1 and 2 steps."""
+    net = DistributedDataParallel(Tables(), process_group=comm, find_unused_parameters=not joined)
+    twin = copy.deepcopy(net.module)
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        value: Tensor = model(torch.tensor([step, 1 + rank]), 2 if joined else 1 + rank)
+        return value
+
+    with net.join(enable=joined):
+        for step in range(1 + comm.rank if joined else 2):
+            net.zero_grad()
+            loss(net, step, comm.rank).backward()
+            twin.zero_grad()
+            ranks = [r for r in range(comm.size) if not joined or step <= r]
+            sum((loss(twin, step, r) for r in ranks), torch.zeros(())).div(comm.size).backward()
+            for p, exact in zip(net.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.to_dense(), exact.grad.to_dense())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_sparse_gradients_that_a_rank_lacks_count_as_none(ranks, joined):
+    ranks(2)(sparse, joined)
