@@ -47,7 +47,6 @@ class Gathering:
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
         self.over = True  # whether the next forward starts an iteration: all are sharded
-        self._reading: set[torch.cuda.Stream] = set()  # masters on the host
 
     def begin(self, *, foreseen: bool) -> None:
         """A new iteration starts, after which nothing may be left of one without a backward: what
@@ -70,7 +69,7 @@ class Gathering:
         self._seen.append(index)
         self.in_use.append(index)
         if unit.state is State.SHARDED:
-            self._gather(unit)
+            unit.gather(self.comm)
         self._ahead.discard(index)
         self.prefetch()
         if unit.state is State.GATHERING:
@@ -116,15 +115,12 @@ class Gathering:
                 unit.reshard()
         return bool(self.in_use)
 
-    def _gather(self, unit: FlatUnit) -> None:
-        unit.gather(self.comm)
-        if unit.offload.any and unit.full.is_cuda:
-            self._reading.add(torch.cuda.current_stream(unit.full.device))
-
     def let_write(self) -> None:
         """Return once no gather reads masters on the host any more."""
-        while self._reading:
-            self._reading.pop().synchronize()
+        for unit in self.units:
+            if unit.reader is not None:
+                unit.reader.synchronize()
+                unit.reader = None
 
     def summon_all(self) -> None:
         """Every unit summoned, but for those that are whole always."""
@@ -170,7 +166,7 @@ class Gathering:
             return  # all are there since the first use
         under_way = self._under_way()
         for index in self._wanted(under_way):
-            self._gather(self.units[index])
+            self.units[index].gather(self.comm)
             self._ahead.add(index)
         self.deferred = under_way > 0 and bool(self._wanted(0))
 

@@ -105,6 +105,7 @@ class FlatUnit:
         self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
         self.versions = list[int]()  # for `written`
         self.work: Work | None = None
+        self.reader: torch.cuda.Stream | None = None  # of the master on the host, by a gather
         self._homes = [] if self.static else [t.data_ptr() for t in self.rest]
         if self.static:
             self._point(parameters, self.views)
@@ -138,6 +139,8 @@ class FlatUnit:
         else:
             if self.apart:
                 self.shard.data.copy_(self.master, non_blocking=True)
+                if full.is_cuda and self.offload.any:
+                    self.reader = torch.cuda.current_stream(full.device)
             if self.plan.padded:  # a root may have no parameters of its own
                 self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING

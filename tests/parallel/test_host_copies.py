@@ -11,6 +11,7 @@ import torch
 import ringdp
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import STAGES
+from ringdp.parallel.unit import FlatUnit, State
 
 
 class Stream:
@@ -54,6 +55,27 @@ def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pyte
     assert events == ["copied", "copied", "the host waits"]
 
 
+def gathered_from_the_host() -> Any:
+    """The stream that reads a unit's master there, as its gather says."""
+    copied = SimpleNamespace(copy_=lambda _, non_blocking: None)
+    unit: Any = SimpleNamespace(
+        state=State.SHARDED,
+        _has_moved=lambda: False,
+        freed=False,
+        slices=True,
+        apart=True,
+        full=SimpleNamespace(data=Bucket()),
+        shard=SimpleNamespace(data=copied),
+        master=None,
+        plan=SimpleNamespace(padded=0),
+        offload=ringdp.Offload(optimizer=True),
+        reader=None,
+    )
+    nobody: Any = None
+    FlatUnit.gather(unit, nobody)
+    return unit.reader
+
+
 def test_a_step_waits_for_gathers_that_read_its_masters(monkeypatch: pytest.MonkeyPatch):
     """As those of an evaluation between backward and step: the host is ahead of its GPU."""
     events = list[str]()
@@ -64,9 +86,8 @@ def test_a_step_waits_for_gathers_that_read_its_masters(monkeypatch: pytest.Monk
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.register_step_pre_hook(lambda *_: events.append("the step"))
         model(torch.ones(4)).sum().backward()
-        offload, full = ringdp.Offload(optimizer=True), Bucket()
-        unit: Any = SimpleNamespace(gather=lambda _: None, offload=offload, full=full)
-        engine.gathering._gather(unit)
+        unit: Any = engine.units[0]
+        unit.reader = gathered_from_the_host()
         optimizer.step()
         engine.close()
     assert events == ["the host waits", "the step"]
