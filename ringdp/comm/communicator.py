@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, patience, whole
-from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, line
+from ringdp.comm.call import ANYBODY, COLLECTIVES, NOWHERE, TAGS, call_site, line
 from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.job import How, Job, W
@@ -69,7 +69,12 @@ class Communicator(Reductions, Moves, Messages, Taped):
         warn_after: float,
         arena: Arena | None = None,
     ) -> None:
-        """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ..."""
+        """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ...
+
+        Raises UsageError for more ranks than a call's fingerprint can name.
+        """
+        if len(ranks) > ANYBODY:
+            raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANYBODY}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._transport = connect(name, self._ranks, arena)
         if self._transport.device.type == "cpu":

@@ -52,7 +52,9 @@ def without_one(comm: Communicator, say: Say, how: str, transport: str, make: st
 
 
 @pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize(("how", "transport"), [("killed", "shm"), ("raising", "c10d")])
+@pytest.mark.parametrize(
+    ("how", "transport"), [("killed", "shm"), ("raising", "c10d"), ("killed", "peer-host")]
+)
 def test_a_rank_that_ended_before_is_named(forks: Forks, how: str, transport: str, make: str):
     (_, (died,)), *others = forks(3, without_one, how, transport, make)
     for code, (heard,) in others:
@@ -246,3 +248,8 @@ def without_files(comm: Communicator) -> None:
 
 def test_no_file_is_an_error_of_ours(ranks):
     ranks(1)(without_files)
+
+
+def test_more_ranks_than_a_call_can_name_are_refused():
+    with pytest.raises(ringdp.UsageError, match="1024 ranks; allowed: at most 1023"):
+        Communicator(None, range(1024), name="many", timeout=1.0, warn_after=1.0)  # type: ignore[arg-type]
