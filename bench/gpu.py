@@ -66,10 +66,10 @@ def over_nccl(least: str, most: str, *beside: str) -> tuple[str, ...]:
 MEETING = "two processes meet over NCCL"  # for which one GPU stands for two hosts
 
 PARTS = (
-    Part("what is here", (*MAIN, "doctor"), 20, tests=False),
+    Part("what is here", (*MAIN, "doctor"), 15, tests=False),
     pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
     pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
-    pytested("NCCL with virtual ranks", 50, "tests/transport/nccl/test_virtual.py"),
+    pytested("NCCL with virtual ranks", 45, "tests/transport/nccl/test_virtual.py"),
     pytested("the engine, on one rank", 45, "tests/transport/nccl/test_alone.py"),
     Part(
         "bench of kernels",
@@ -84,7 +84,7 @@ PARTS = (
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
     pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
-    pytested("processes over peer memory", 30, "tests/transport/test_peer_gpu.py"),
+    pytested("processes over peer memory", 40, "tests/transport/test_peer_gpu.py"),
     *(  # two processes take turns on one GPU, so large sizes may take long
         Part(
             f"bench of NCCL: our schedules beside its own, to {most}",

@@ -16,6 +16,7 @@ from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE
 from tests.parallel.test_engine import batch, equal, model, train
+from tests.transport.test_conformance import Case, digest, given
 
 
 def calls(comm: Communicator) -> None:
@@ -97,3 +98,28 @@ def check_trained(found: Iterable[Trained], wanted: Iterable[Trained]) -> None:
         assert here.losses == there.losses
         assert equal(here.parameters, there.parameters)
         assert here.sent == there.sent
+
+
+def all_reduced(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    """On a GPU."""
+    out = []
+    for case in cases:
+        x = given(case, comm.rank, comm.size).cuda()
+        comm.all_reduce(x, case.op, algorithm=case.algorithm)
+        out.append(digest(x.cpu()))
+    return out
+
+
+def captured(comm: Communicator) -> None:
+    """In a CUDA graph."""
+    x = torch.full((100_003,), float(comm.rank + 1), device="cuda")
+    comm.all_reduce(x.clone())  # what a capture cannot make is there before it
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(x)
+        x.mul_(0.5)
+    for times in range(1, 4):
+        x.fill_(comm.rank + times)
+        graph.replay()
+        assert torch.all(x == (2 * times + 1) / 2)

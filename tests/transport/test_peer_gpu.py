@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from functools import wraps
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm import rendezvous
 from tests.comm.failing import Heard, hear
-from tests.transport.device_bodies import Trained, ddp
+from tests.transport.device_bodies import Trained, all_reduced, captured, ddp
+from tests.transport.over import over_gpu
 from tests.transport.peer_build import missing
-from tests.transport.test_conformance import ALGORITHMS, Case, digest, expected, given
+from tests.transport.test_conformance import ALGORITHMS, Case, expected
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,31 +29,12 @@ pytestmark = [
 LIMIT = 14.0  # seconds: less than `make gpu` gives all of them, so that the others run
 
 
-def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Called with a communicator over peer memory, on device 0, in place of the pool's."""
-
-    @wraps(function)
-    def run(comm: Communicator, *arguments: Any) -> Any:
-        torch.cuda.set_device(0)
-        other = ringdp.init(transport="peer", timeout=LIMIT)
-        rendezvous._world = comm
-        result = function(other, *arguments)
-        torch.cuda.synchronize()
-        comm.barrier()
-        other.close()
-        return result
-
-    return run
+on_gpu = over_gpu("peer", timeout=LIMIT)
 
 
 @on_gpu
-def all_reduced(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    out = []
-    for case in cases:
-        x = given(case, comm.rank, comm.size).cuda()
-        comm.all_reduce(x, case.op, algorithm=case.algorithm)
-        out.append(digest(x.cpu()))
-    return out
+def all_reduced_by_kernels(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    return all_reduced(comm, cases)
 
 
 def test_two_processes_give_the_simulators_bits(fresh_ranks):
@@ -67,28 +45,18 @@ def test_two_processes_give_the_simulators_bits(fresh_ranks):
         )
     ]
     cases += [Case("all_reduce", name, 3_000_001, "float32") for name in ("ring", "direct")]
-    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced, cases)
+    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced_by_kernels, cases)
     for i, case in enumerate(cases):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
 
 @on_gpu
-def captured(comm: Communicator) -> None:
-    x = torch.full((100_003,), float(comm.rank + 1), device="cuda")
-    comm.all_reduce(x.clone())  # its table is made before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        comm.all_reduce(x)
-        x.mul_(0.5)
-    for times in range(1, 4):
-        x.fill_(comm.rank + times)
-        graph.replay()
-        assert torch.all(x == (2 * times + 1) / 2)
+def captured_by_kernels(comm: Communicator) -> None:
+    captured(comm)
 
 
 def test_a_collective_in_a_cuda_graph(fresh_ranks):
-    fresh_ranks(2, timeout=LIMIT)(captured)
+    fresh_ranks(2, timeout=LIMIT)(captured_by_kernels)
 
 
 @on_gpu

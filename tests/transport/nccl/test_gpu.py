@@ -8,10 +8,6 @@ engine does on one rank in test_alone.py.
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +15,10 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import Communicator
-from ringdp.cli.bench.gpus import SOCKETS
-from ringdp.comm import rendezvous
 from tests.parallel.test_engine import BATCH, STEPS, WIDTH, batch, model
-from tests.transport.test_conformance import ALGORITHMS, Case, digest, expected, given
+from tests.transport.device_bodies import all_reduced, captured
+from tests.transport.over import over_gpu
+from tests.transport.test_conformance import ALGORITHMS, Case, expected
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,32 +30,12 @@ pytestmark = [
 LIMIT = 60.0  # seconds: less than `make gpu` gives all of them, so that the others run
 
 
-def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Called with a communicator over NCCL, on device 0, in place of the pool's."""
-
-    @wraps(function)
-    def run(comm: Communicator, *arguments: Any) -> Any:
-        os.environ |= SOCKETS | {"NCCL_HOSTID": f"ringdp-{comm.rank}"}
-        torch.cuda.set_device(0)
-        other = ringdp.init(transport="nccl", timeout=60.0)
-        rendezvous._world = comm
-        result = function(other, *arguments)
-        torch.cuda.synchronize()
-        comm.barrier()
-        other.close()
-        return result
-
-    return run
+on_gpu = over_gpu("nccl", timeout=60.0)
 
 
 @on_gpu
-def all_reduced(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    out = []
-    for case in cases:
-        x = given(case, comm.rank, comm.size).cuda()
-        comm.all_reduce(x, case.op, algorithm=case.algorithm)
-        out.append(digest(x.cpu()))
-    return out
+def all_reduced_by_nccl(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    return all_reduced(comm, cases)
 
 
 def test_two_processes_give_the_simulators_bits(fresh_ranks):
@@ -69,28 +45,18 @@ def test_two_processes_give_the_simulators_bits(fresh_ranks):
         for elements in (0, 1, 10_007, 3_000_001)
         for dtype, op in (("float32", "sum"), ("bfloat16", "sum"), ("int32", "max"))
     ]
-    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced, cases)
+    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced_by_nccl, cases)
     for i, case in enumerate(cases):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
 
 @on_gpu
-def captured(comm: Communicator) -> None:
-    x = torch.full((100_003,), float(comm.rank + 1), device="cuda")
-    comm.all_reduce(x.clone())  # staging is made, and kernels are compiled, before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        comm.all_reduce(x)
-        x.mul_(0.5)
-    for times in range(1, 4):
-        x.fill_(comm.rank + times)
-        graph.replay()
-        assert torch.all(x == (2 * times + 1) / 2)
+def captured_by_nccl(comm: Communicator) -> None:
+    captured(comm)
 
 
 def test_a_collective_in_a_cuda_graph(fresh_ranks):
-    fresh_ranks(2, timeout=LIMIT)(captured)
+    fresh_ranks(2, timeout=LIMIT)(captured_by_nccl)
 
 
 @on_gpu
