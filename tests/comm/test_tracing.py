@@ -154,6 +154,8 @@ LATE = 0.3  # s
 
 
 def over_groups(comm: ringdp.Communicator, path: Path) -> None:
+    if dist.is_initialized():  # by a test before this one
+        dist.destroy_process_group()
     store = dist.PrefixStore(f"traced/{comm.issued}", comm._connect.args[0])
     dist.init_process_group("ringdp", store=store, rank=comm.rank, world_size=comm.size)
     both, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][comm.rank]

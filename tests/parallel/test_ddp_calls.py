@@ -23,6 +23,7 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    gloo,
     gradients,
     images,
     loss,
@@ -126,6 +127,7 @@ def test_an_optimizer_within_backward_steps_with_the_average(ranks, first):
 
 
 def profiled(comm: Communicator) -> Counter[str]:
+    gloo()
     net = DistributedDataParallel(
         nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)),
         process_group=comm,
