@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,8 +50,11 @@ def test_each_rank_writes_to_the_others() -> None:
     assert os.pread(fd, 5, 5) == b"hello"
     windows.stop(7)
     assert ctypes.c_int64.from_address(windows.addresses[0]).value == 7
+    mapped = Path("/proc/self/maps")
     windows.close()
+    assert mapped.read_text(encoding="utf-8").count("memfd:ringdp-window") == 1
     windows.free()
+    assert "memfd:ringdp-window" not in mapped.read_text(encoding="utf-8")
     os.close(fd)
 
 

@@ -51,24 +51,24 @@ class HostWindows:
         fd = create(f"ringdp-window-{rank}", size, reserve=True)
         try:
             making.say(f"window/{rank}", f"{os.getpid()} {fd}")
-            self._mapped = [
-                _mapped(fd if r == rank else _opened(making, r), size, r == rank)
+            self._mapped = {
+                r: _mapped(fd if r == rank else _opened(making, r), size, r == rank)
                 for r in range(ranks)
-            ]
+            }
             making.together("windows")
         finally:
             os.close(fd)
-        self._own = self._mapped[rank][:8].view(torch.int64)
-        self.addresses = [m.data_ptr() for m in self._mapped]
+        self._rank = rank
+        self.addresses = [m.data_ptr() for m in self._mapped.values()]
 
     def stop(self, word: int) -> None:
-        self._own[0] = word
+        self._mapped[self._rank][:8].view(torch.int64)[0] = word
 
     def close(self) -> None:
-        self._mapped = [self._own]
+        self._mapped = {self._rank: self._mapped[self._rank]}
 
     def free(self) -> None:
-        self._mapped = []
+        self._mapped.clear()
 
 
 def _opened(making: Making, rank: int) -> int:
