@@ -112,12 +112,18 @@ class Timed:
         self._kernels = CudaKernels()
 
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: torch.Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(LAUNCH_CYCLES)  # else the GPU is idle, and the launch is timed with it
         self._begin.record()
-        self._kernels.launch(name, grid, jobs, shared, buffer)
+        self._kernels.launch(name, grid, jobs, shared, buffer, number)
         self._end.record()
 
     @property

@@ -150,13 +150,15 @@ class Leader {
   unsigned sent_bytes_ = 0, sent_more_ = 0;
 };
 
-// `buffer`: instead of the job's, if it is not null. `memory`: shared_bytes(job), aligned to 16, shared
-// by the team.
+// `buffer`, `number`: instead of the job's, if they are not 0. `memory`: shared_bytes(job), aligned to
+// 16, shared by the team.
 template <class T>
-RINGDP_DEVICE void run_rows(const Team& team, const Job& job, char* buffer, i64 channel, char* memory) {
+RINGDP_DEVICE void run_rows(const Team& team, const Job& job, char* buffer, i64 number, i64 channel,
+                            char* memory) {
   auto* leader = reinterpret_cast<Leader<T>*>(memory);
   Near near = copy_near(team, job, channel, memory + kLeader);
   if (buffer) near.job.buffer = buffer;
+  if (number) near.job.number = number;
   team.meet();
   if (team.thread == 0) new (leader) Leader<T>(near, channel);
   for (;;) {

@@ -18,9 +18,17 @@ class WithoutRank:
         self._kernels = kernels
 
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: torch.Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
-        self._kernels.launch(name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared, buffer)
+        self._kernels.launch(
+            name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared, buffer, number
+        )
 
 
 def missing() -> str:

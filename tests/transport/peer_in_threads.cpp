@@ -78,7 +78,7 @@ int main(int count, char** arguments) {
       for (int r = 0; r < n; ++r)
         jobs.push_back(ranks[r].job(r, windows.data(), n, number, 60'000'000'000, elements));
       check_near(jobs[0]);
-      check(launch("rows_float32", kChannels, n, jobs.data(), nullptr, kShared, kTeam) == 0, "there is such a kernel");
+      check(launch("rows_float32", kChannels, n, jobs.data(), nullptr, 0, kShared, kTeam) == 0, "there is such a kernel");
       for (auto& r : ranks) {
         check(r.failure == 0, "no failure");
         for (float x : r.buffer) check(x == float(n * (n + 1) / 2), "the sum");
@@ -92,7 +92,7 @@ int main(int count, char** arguments) {
   std::vector<Job> jobs;
   for (int r = 0; r < n; ++r)
     jobs.push_back(ranks[r].job(r, windows.data(), n, r == 0 && !dead, dead ? 100'000'000 : 60'000'000'000, 3000));
-  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, nullptr, kShared, kTeam) == 0, "there is such a kernel");
+  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, nullptr, 0, kShared, kTeam) == 0, "there is such a kernel");
   bool told = false;
   for (int r = dead; r < n; ++r) {
     const auto fault = Fault(ranks[r].failure & 0xffff);

@@ -27,7 +27,13 @@ class Noted:
         self.grids: list[tuple[int, int]] = []
 
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: torch.Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: torch.Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
         self.grids.append(grid)
         # One upload: what jobs refer to of the launch lies right behind them.
@@ -130,7 +136,7 @@ def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     assert cupy.devices == [torch.device("cuda:3"), 3]
     kernels.launch("rows_int8", (3, 2), Jobs(), 400)
     assert cupy.devices[2:] == [Jobs.device, 1]
-    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0), 400, 77)]
+    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0, 0), 400, 77)]
 
 
 def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,13 @@ class Launched:
         self._device, self._kernels = device, HostKernels()
 
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
         job, here = Job(*jobs[0].tolist()), self._device.current.cuda_stream
         length = ctypes.c_int64.from_address(job.bounds + 8 * job.chunks).value
@@ -36,7 +42,7 @@ class Launched:
         self._device.touch_bytes("buffer", here, buffer, length * SIZES[name], writes=True)
         if job.sums > job.spare:
             self._device.touch_bytes("spare", here, job.spare, job.sums - job.spare, writes=True)
-        self._kernels.launch(name, grid, jobs, shared, buffer)
+        self._kernels.launch(name, grid, jobs, shared, buffer, number)
 
 
 def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:

@@ -77,6 +77,21 @@ def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
     check_mistaken(ranks(2)(mistaken_over_peer, what), what)
 
 
+@over_peer
+def crossed(comm: Communicator) -> Heard | None:
+    """Rank 1's stamp and rank 0's are the same, and what rank 3 sends has the length of its own."""
+    x, four = torch.ones(100), torch.ones(400) if comm.rank == 3 else None
+    comm.barrier()
+    if comm.rank < 2:
+        return hear(comm, lambda: comm.broadcast(x, 3, algorithm="binomial"))
+    return hear(comm, lambda: comm.scatter(x, four, 3), comm.barrier)
+
+
+def test_no_rank_takes_for_its_own_what_another_collective_sent(ranks):
+    for heard in ranks(4)(crossed):
+        assert heard.error == heard.again == "CollectiveMismatch", heard
+
+
 def lost(comm: Communicator) -> Heard | None:
     c = ringdp.init(transport="peer-host", timeout=PATIENCE)
     c.barrier()

@@ -30,11 +30,18 @@ INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 
 class Kernels(Protocol):
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
         """Start kernel `name`, a block for each of `grid`, with `shared` bytes of memory a block.
 
-        `jobs`: int64[ranks, fields of Job] on the device. `buffer`: if not 0, that of a single job.
+        `jobs`: int64[ranks, fields of Job] on the device. `buffer`, `number`: if not 0, those of a
+        single job.
         """
         ...
 
@@ -74,13 +81,19 @@ class CudaKernels:
             ) from e
 
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
         """Raises CommunicationError where the driver refuses."""
         try:
             with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
                 kernel = self._module.get_function(name)
-                kernel(grid, (THREADS,), (jobs.data_ptr(), buffer), shared_mem=shared)
+                kernel(grid, (THREADS,), (jobs.data_ptr(), buffer, number), shared_mem=shared)
         except self._cupy.cuda.driver.CUDADriverError as e:
             raise CommunicationError(
                 f"the driver of {jobs.device} refused {grid[0]} channels of {grid[1]} ranks, a "
@@ -125,10 +138,17 @@ class HostKernels:
             raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
 
     def launch(
-        self, name: str, grid: tuple[int, int], jobs: Tensor, shared: int, buffer: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        jobs: Tensor,
+        shared: int,
+        buffer: int = 0,
+        number: int = 0,
     ) -> None:
         table, at = ctypes.c_void_p(jobs.data_ptr()), ctypes.c_void_p(buffer)
-        refused = self._library.launch(name.encode(), *grid, table, at, shared)
+        key = ctypes.c_int64(number)
+        refused = self._library.launch(name.encode(), *grid, table, at, key, shared)
         assert not refused, f"{name} with {shared} bytes a block: {refused}"
 
 

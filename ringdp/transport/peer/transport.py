@@ -6,7 +6,8 @@ needs room for scratch chunks, and for sums of 16-bit floats.
 
 All channels run in every collective: both ends of one must cut a chunk alike, and ranks need not
 know how long each other's buffers are. Before each, a kernel of the same kind takes the stamp of
-the call (see `device.stamp`) to the next rank. Leaves out: ranks of several hosts.
+the call (see `device.stamp`) to the next rank. It alone sees that, so messages carry its digest:
+no rank takes one for another collective's. Leaves out: ranks of several hosts.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class PeerTransport(device.DeviceTransport):
             self._failure = self._failure.pin_memory()
         self._stamps = self._streams.empty(2 * STAMP_BYTES)
         self._greeting, self._greeted = greeting(self.rank, self.ranks), 0  # bytes of stamps
+        self._number = 0  # that messages carry: the digest
         self._streams.drain()
 
     def _put(self, data: Tensor) -> Tensor:
@@ -121,11 +123,11 @@ class PeerTransport(device.DeviceTransport):
         mine = packed(ours)
         if self.ranks == 1:
             return mine
-        sent = self._put(mine)
+        sent, self._number = self._put(mine), 0
         with self._streams.moving(0), self._streams.launching():
             self._stamps[:STAMP_BYTES].copy_(sent)
         self._execute(self._greeting, self._stamps, (0, STAMP_BYTES, 2 * STAMP_BYTES), "max")
-        self._greeted += STAMP_BYTES
+        self._greeted, self._number = self._greeted + STAMP_BYTES, ours.digest
         return self._streams.fetched(self._stamps[STAMP_BYTES:])
 
     def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
@@ -134,7 +136,7 @@ class PeerTransport(device.DeviceTransport):
         with self._launching, self._streams.moving(0), self._streams.launching():
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
-            self._kernels.launch(name, grid, made.job, made.shared, buffer.data_ptr())
+            self._kernels.launch(name, grid, made.job, made.shared, buffer.data_ptr(), self._number)
         return 0  # they are counted on the device
 
     def _made(self, program: Program, dtype: torch.dtype, bounds: tuple[int, ...], op: Op) -> _Made:
@@ -155,7 +157,7 @@ class PeerTransport(device.DeviceTransport):
                 self.rank,
                 *shape,
                 active=active,
-                number=0,  # what others have called is told by their stamps
+                number=0,  # by the launch
                 timeout=int(min(self.timeout * 1e9, LONGEST)),
                 op=OPS.index(op),
                 rows=tables.data_ptr() + 8 * len(bounds),
