@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
+from ringdp.transport.device import transport as device
 from ringdp.transport.peer.jobs import LINE, Shape
 from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
 from tests.comm.failing import Heard, hear
@@ -126,6 +129,27 @@ def again(comm: Communicator) -> None:
 
 def test_after_a_failure_they_meet_again(ranks):
     ranks(2)(again)
+
+
+@over_peer
+def exits_first(comm: Communicator) -> None:
+    running = set(threading.enumerate())
+    other = comm.duplicate()
+    if comm.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "PATIENCE", PATIENCE)
+            other.close()
+            other._transport.end()
+            until = time.monotonic() + PATIENCE / 6
+            while set(threading.enumerate()) - running:
+                assert time.monotonic() < until, threading.enumerate()
+                time.sleep(0.01)
+    comm.barrier()
+    other.close()
+
+
+def test_a_rank_that_exits_waits_for_nobodys_windows(ranks):
+    ranks(2)(exits_first)
 
 
 @over_peer

@@ -89,7 +89,7 @@ class PeerTransport(device.DeviceTransport):
         self._kernels = kernels_on(where)
         self._shape = shape(group.size(), CHANNELS[where.type])
         self._last_words = own_connection(store)
-        self._launching, self._left = threading.Lock(), False
+        self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
         self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
         size = self._shape.window
         self._windows = windows(where, making, group.rank(), group.size(), size)
@@ -116,6 +116,11 @@ class PeerTransport(device.DeviceTransport):
             counts = self._streams.fetched(self._counts)
             self._streams.drain()
         return super().sent_bytes() + int(counts[:, :, 2].sum()) - self._greeted
+
+    def end(self) -> None:
+        """See `Ending`."""
+        self._exits.set()  # nor for the others: their windows of this rank's go with the process
+        super().end()
 
     # --- on the thread that issues
 
@@ -216,10 +221,9 @@ class PeerTransport(device.DeviceTransport):
         with suppress(DistError):
             self._last_words.set(f"parted/{self.rank}", "")
             parted = [f"parted/{rank}" for rank in range(self.ranks)]
-            while time.monotonic() < until:
+            while time.monotonic() < until and not self._exits.wait(pause):
                 if self._last_words.check(parted):
                     return True
-                time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         return False
 
