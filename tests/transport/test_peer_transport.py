@@ -15,6 +15,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
+from ringdp.schedule import Schedule, schedule
 from ringdp.transport.device import transport as device
 from ringdp.transport.peer.jobs import LINE, Shape
 from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
@@ -129,6 +130,32 @@ def again(comm: Communicator) -> None:
 
 def test_after_a_failure_they_meet_again(ranks):
     ranks(2)(again)
+
+
+def too_long(n: int) -> Schedule:
+    ring, times = schedule("all_reduce", "ring", n), 1000
+    rounds = [
+        tuple(
+            t._replace(read=t.read + k * ring.chunks, write=t.write + k * ring.chunks)
+            for k in range(times)
+            for t in transfers
+        )
+        for transfers in ring.rounds
+    ]
+    return Schedule(n, times * ring.chunks, tuple(rounds))
+
+
+@over_peer
+def asks_too_much(comm: Communicator) -> None:
+    x = torch.ones(7)
+    with pytest.raises(ringdp.UsageError, match="bytes of shared memory, more than"):
+        comm.all_reduce(x, algorithm=too_long)
+    comm.all_reduce(x)
+    assert torch.all(x == comm.size)
+
+
+def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(ranks):
+    ranks(2)(asks_too_much)
 
 
 @over_peer

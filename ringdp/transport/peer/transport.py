@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import CommunicationError
 from ringdp.schedule.program import NONE, STORE, Program, Row
 from ringdp.transport import wire
-from ringdp.transport.base import OPS, FailureKind, Op
+from ringdp.transport.base import OPS, FailureKind, Op, Prepared
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device import transport as device
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
@@ -109,6 +109,19 @@ class PeerTransport(device.DeviceTransport):
 
     def _put(self, data: Tensor) -> Tensor:
         return self._streams.sent(data)
+
+    def prepare_program(
+        self,
+        program: Program,
+        bounds: tuple[int, ...],
+        dtype: torch.dtype,
+        op: Op,
+        kind: int,
+        elements: int,
+    ) -> Prepared:
+        """Raises UsageError for a program that a block's memory does not hold."""
+        jobs.shared_bytes([program])
+        return super().prepare_program(program, bounds, dtype, op, kind, elements)
 
     def sent_bytes(self) -> int:
         """Waits for what is under way on the device: there it is counted."""
