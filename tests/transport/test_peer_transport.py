@@ -19,6 +19,7 @@ from ringdp.schedule import Schedule, schedule
 from ringdp.transport.device import transport as device
 from ringdp.transport.peer.jobs import LINE, Shape
 from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
+from ringdp.transport.peer.windows import Windows
 from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE
 from tests.transport.device_bodies import (
@@ -215,6 +216,38 @@ def ddp_over_peer(comm: Communicator) -> Trained:
 def test_ddp_trains_as_over_shared_memory(ranks):
     pool = ranks(2)
     check_trained(pool(ddp_over_peer), pool(ddp))
+
+
+class Spied:
+    def __init__(self, windows: Windows) -> None:
+        self._windows, self.calls = windows, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._windows, name)
+
+
+@over_peer
+def replayed(comm: Communicator, captured: bool) -> list[str]:
+    """What becomes of the windows of a communicator that fails while graphs may be replayed."""
+    other = comm.duplicate()
+    transport = other._transport
+    transport._windows = spied = Spied(transport._windows)
+    if captured:
+        transport._captured.add(torch.zeros(1))
+    comm.barrier()
+    other.abort()
+    until = time.monotonic() + PATIENCE
+    while not transport._left or transport._captured or not (captured or "close" in spied.calls):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    comm.barrier()
+    return spied.calls
+
+
+def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(ranks):
+    assert ranks(2)(replayed, True) == [["stop"]] * 2
+    ranks(2)(replayed, False)
 
 
 @over_peer

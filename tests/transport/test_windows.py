@@ -126,7 +126,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-def test_windows_of_gpus_are_mapped_by_their_handles(runtime: Runtime) -> None:
+def test_windows_of_gpus_are_mapped_by_their_handles(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs, said = bytes([5]) * HANDLE_BYTES, Said((bytes([5]) * HANDLE_BYTES).hex())
     windows = CudaWindows(torch.device("cuda:1"), said, 0, 2, SIZE)
     own = 1 << 30
@@ -139,6 +141,7 @@ def test_windows_of_gpus_are_mapped_by_their_handles(runtime: Runtime) -> None:
         ("open", theirs, 1),
     ]
     runtime.calls.clear()
+    monkeypatch.delattr(torch.Tensor, "pin_memory")  # which may wait for the kernel to stop
     windows.stop(3)
     ((name, to, _, *rest), waited) = runtime.calls
     assert (name, to, rest, waited) == ("memcpyAsync", own, [8, 1, 77], ("stream",))
@@ -151,8 +154,9 @@ def test_windows_of_gpus_are_mapped_by_their_handles(runtime: Runtime) -> None:
 def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None:
     for said, message in (
         ("09" * HANDLE_BYTES, "cannot map windows: cudaErrorPeerAccessUnsupported; .*NVLink"),
-        ("05", "rank 1's window cannot be at"),
-        ("no handle", "rank 1's window cannot be at"),
+        ("05", "rank 2's window cannot be at"),
+        ("no handle", "rank 2's window cannot be at"),
     ):
         with pytest.raises(CommunicationError, match=message):
-            CudaWindows(torch.device("cuda:1"), Said(said), 0, 2, SIZE)
+            CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES, said), 0, 3, SIZE)
+        assert runtime.calls[-2:] == [("close", 1 << 40), ("free", 1 << 30)]

@@ -278,7 +278,10 @@ class DeviceTransport(C10dTransport):
             self._streams.watch()
         while self._told.failure is None:
             with self._told.changed:
-                self._told.changed.wait_for(lambda: self._busy() or self._told.failure)
+                self._told.changed.wait_for(
+                    lambda: self._busy() or self._told.failure,
+                    LOOK if self._captured else None,  # replays of graphs tell nobody
+                )
             with self._translated(None):
                 self._check_health()
             self._reap()

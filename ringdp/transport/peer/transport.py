@@ -211,6 +211,9 @@ class PeerTransport(device.DeviceTransport):
     def _check_health(self) -> None:
         if not (word := int(self._failure)):
             return
+        for work in list(self._under_way):  # whose stamps say more than the kernel does
+            if not work.agreed and work.met.query():
+                self._compare(work)
         found = jobs.failed(word)
         if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
             with self._told.changed:
@@ -218,15 +221,18 @@ class PeerTransport(device.DeviceTransport):
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
 
     def _leave_device(self, *, hangs: bool) -> None:
-        if hangs:
+        replays = bool(self._captured)  # of graphs: of these nobody here knows the end
+        if hangs or replays:
             self._windows.stop(self.rank + 1)
         with self._launching:  # on the host until the kernel has ended
             self._left = True
         self._streams.drain()
+        self._jobs_made.clear()
+        if replays:
+            return  # which may yet write to windows
         self._windows.close()
         if not hangs and self._all_part():
             self._windows.free()  # else it stays until the process ends: a peer may yet write there
-        self._jobs_made.clear()
 
     def _all_part(self) -> bool:
         """Whether all ranks have let go of each other's windows, which may take them a while."""

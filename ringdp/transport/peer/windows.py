@@ -106,21 +106,29 @@ class CudaWindows:
         """Collective. Raises CommunicationError where a GPU cannot reach another's memory."""
         import cupy
 
-        self._device, self._rank, self.addresses = device, rank, list[int]()
+        self._device, self._rank = device, rank
         self._cupy: Any = cupy
         self._cuda = cupy.cuda.runtime
+        self._mapped = dict[int, int]()
         try:
             with self._on():
                 self._stream = cupy.cuda.Stream(non_blocking=True)
-                own = self._cuda.malloc(size)
+                # Made now: to make it may wait for the very kernel that it is to stop.
+                self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
+                self._mapped[rank] = own = self._cuda.malloc(size)
                 self._cuda.memset(own, 0, size)
                 self._cuda.deviceSynchronize()
                 making.say(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
-                for r in range(ranks):
-                    self.addresses.append(own if r == rank else self._open(making, r))
-        except self._cuda.CUDARuntimeError as e:
-            raise CommunicationError(f"rank {rank} cannot map windows: {e}; {ALIKE}") from e
-        making.together("windows")
+                for r in set(range(ranks)) - {rank}:
+                    self._mapped[r] = self._open(making, r)
+            making.together("windows")
+        except BaseException as e:
+            self.close()
+            self.free()
+            if isinstance(e, self._cuda.CUDARuntimeError):
+                raise CommunicationError(f"rank {rank} cannot map windows: {e}; {ALIKE}") from e
+            raise
+        self.addresses = [self._mapped[r] for r in range(ranks)]
 
     def _on(self) -> AbstractContextManager[None]:
         return on(self._cupy, self._device)
@@ -138,21 +146,21 @@ class CudaWindows:
     def stop(self, word: int) -> None:
         """Beside the kernel that runs: by a copy, which needs none of its multiprocessors."""
         with self._on():
-            said = torch.tensor([word], dtype=torch.int64).pin_memory()
-            own, stream = self.addresses[self._rank], self._stream
+            self._word[0] = word
+            own, stream, said = self._mapped[self._rank], self._stream, self._word
             self._cuda.memcpyAsync(own, said.data_ptr(), said.nbytes, TO_DEVICE, stream.ptr)
             stream.synchronize()
 
     def close(self) -> None:
         with self._on():
-            for rank, address in enumerate(self.addresses):
-                if rank != self._rank:
-                    with suppress(self._cuda.CUDARuntimeError):  # it may be gone with its owner
-                        self._cuda.ipcCloseMemHandle(address)
+            for rank in self._mapped.keys() - {self._rank}:
+                with suppress(self._cuda.CUDARuntimeError):  # it may be gone with its owner
+                    self._cuda.ipcCloseMemHandle(self._mapped.pop(rank))
 
     def free(self) -> None:
         with self._on():
-            self._cuda.free(self.addresses[self._rank])
+            while self._mapped:
+                self._cuda.free(self._mapped.popitem()[1])
 
 
 def windows(device: torch.device, making: Making, rank: int, ranks: int, size: int) -> Windows:
