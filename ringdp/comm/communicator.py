@@ -211,7 +211,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
         A collective that ended here may still fail elsewhere: a broadcast ends at its root before
         all have it. If it is known by now that one did, and no call has raised it, this one does.
-        One that is collected, with nothing under way, is closed; over NCCL none is, before its end.
+        One that is collected, with nothing under way, is closed; over nccl and peer none is before
+        its end, and over peer each holds up to 64 MiB of its GPU until then.
         """
         if not self.closed:
             try:
