@@ -35,7 +35,7 @@ from bench.results import RESULTS
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
 from ringdp.cli.options import write_json
 from ringdp.schedule import fuse, project, schedule
-from ringdp.transport.peer.kernels import CudaKernels
+from ringdp.transport.peer.kernels import CudaKernels, Launch
 from ringdp.transport.peer.virtual import VirtualRanks
 
 LEAST = 10.0  # s: with less left a part is not begun
@@ -111,19 +111,11 @@ class Timed:
     def __init__(self) -> None:
         self._kernels = CudaKernels()
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: torch.Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(LAUNCH_CYCLES)  # else the GPU is idle, and the launch is timed with it
         self._begin.record()
-        self._kernels.launch(name, grid, jobs, shared, buffer, number)
+        self._kernels.launch(launch)
         self._end.record()
 
     @property

@@ -305,7 +305,7 @@ def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.append("sleep"))
     monkeypatch.setattr(gpu, "CudaKernels", Kernels)
-    gpu.Timed().launch("", (1, 1), torch.zeros(1), 0)
+    gpu.Timed().launch(kernels.Launch("", (1, 1), torch.zeros(1), 0))
     assert stream == ["sleep", "|", "launch", "|"]
 
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ringdp.transport.peer.kernels import FATBIN, Kernels
+from ringdp.transport.peer.kernels import FATBIN, Kernels, Launch
 
 SOURCE, EXACT = "transport/peer_in_threads.cpp", "-ffp-contract=off"
 
@@ -17,18 +17,9 @@ class WithoutRank:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: torch.Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
-        self._kernels.launch(
-            name, (grid[0], grid[1] - 1), jobs[1:].contiguous(), shared, buffer, number
-        )
+    def launch(self, launch: Launch) -> None:
+        (channels, ranks), others = launch.grid, launch.jobs[1:].contiguous()
+        self._kernels.launch(launch._replace(grid=(channels, ranks - 1), jobs=others))
 
 
 def missing() -> str:

@@ -15,6 +15,7 @@ import torch
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.peer import kernels as peer
 from ringdp.transport.peer.jobs import Job
+from ringdp.transport.peer.kernels import Launch
 from ringdp.transport.peer.virtual import VirtualRanks
 from tests.builds import ROOT
 from tests.transport.test_peer import SLAB, programs
@@ -26,16 +27,9 @@ class Noted:
     def __init__(self) -> None:
         self.grids: list[tuple[int, int]] = []
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: torch.Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
-        self.grids.append(grid)
+    def launch(self, launch: Launch) -> None:
+        jobs = launch.jobs
+        self.grids.append(launch.grid)
         # One upload: what jobs refer to of the launch lies right behind them.
         first, *others = (Job(*words) for words in jobs.tolist())
         assert first.bounds == jobs.data_ptr() + jobs.nbytes
@@ -134,7 +128,7 @@ class Jobs:
 def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     kernels = peer.CudaKernels()
     assert cupy.devices == [torch.device("cuda:3"), 3]
-    kernels.launch("rows_int8", (3, 2), Jobs(), 400)
+    kernels.launch(Launch("rows_int8", (3, 2), Jobs(), 400))
     assert cupy.devices[2:] == [Jobs.device, 1]
     assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0, 0), 400, 77)]
 
@@ -165,7 +159,7 @@ def test_what_the_driver_refuses_is_an_error_of_ours(cupy: Cupy) -> None:
     kernels = peer.CudaKernels()
     cupy.refuses = "launch"
     with pytest.raises(CommunicationError, match=r"refused 99 channels of 2 ranks.*TOO_LARGE"):
-        kernels.launch("rows_int8", (99, 2), Jobs(), 400)
+        kernels.launch(Launch("rows_int8", (99, 2), Jobs(), 400))
     cupy.refuses = "load"
     with pytest.raises(UsageError, match=r"driver of cuda:1 does not take .*NO_BINARY.*update"):
         peer.CudaKernels("cuda:1")

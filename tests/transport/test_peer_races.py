@@ -6,13 +6,12 @@ import ctypes
 
 import pytest
 import torch
-from torch import Tensor
 
 from ringdp import Communicator
 from ringdp.transport.base import DTYPES
 from ringdp.transport.device.stamp import STAMP_BYTES
 from ringdp.transport.peer.jobs import Job, kernel_name
-from ringdp.transport.peer.kernels import HostKernels
+from ringdp.transport.peer.kernels import HostKernels, Launch
 from tests.transport.nccl.racing import Device, Streams, faked
 from tests.transport.over import over_peer
 
@@ -27,22 +26,16 @@ class Launched:
     def __init__(self, device: Device) -> None:
         self._device, self._kernels = device, HostKernels()
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
-        job, here = Job(*jobs[0].tolist()), self._device.current.cuda_stream
+    def launch(self, launch: Launch) -> None:
+        job, here = Job(*launch.jobs[0].tolist()), self._device.current.cuda_stream
         length = ctypes.c_int64.from_address(job.bounds + 8 * job.chunks).value
-        self._device.touch("job", here, writes=False, data=jobs)
-        self._device.touch_bytes("buffer", here, buffer, length * SIZES[name], writes=True)
+        self._device.touch("job", here, writes=False, data=launch.jobs)
+        self._device.touch_bytes(
+            "buffer", here, launch.buffer, length * SIZES[launch.kernel], writes=True
+        )
         if job.sums > job.spare:
             self._device.touch_bytes("spare", here, job.spare, job.sums - job.spare, writes=True)
-        self._kernels.launch(name, grid, jobs, shared, buffer, number)
+        self._kernels.launch(launch)
 
 
 def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,21 +28,24 @@ TOGETHER = 2  # blocks of a multiprocessor, by their registers (the bounds in cs
 INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 
 
-class Kernels(Protocol):
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
-        """Start kernel `name`, a block for each of `grid`, with `shared` bytes of memory a block.
+class Launch(NamedTuple):
+    """Of a kernel: a block for each of `grid`, with `shared` bytes of memory a block.
 
-        `jobs`: int64[ranks, fields of Job] on the device. `buffer`, `number`: if not 0, those of a
-        single job.
-        """
+    `jobs`: int64[ranks, fields of Job] on the device. `buffer`, `number`: if not 0, those of a
+    single job.
+    """
+
+    kernel: str
+    grid: tuple[int, int]
+    jobs: Tensor
+    shared: int
+    buffer: int = 0
+    number: int = 0
+
+
+class Kernels(Protocol):
+    def launch(self, launch: Launch) -> None:
+        """Start it."""
         ...
 
 
@@ -80,20 +83,13 @@ class CudaKernels:
                 "ringdp again with an nvcc that is no newer than it"
             ) from e
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
         """Raises CommunicationError where the driver refuses."""
+        name, grid, jobs, shared, *others = launch
         try:
             with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
                 kernel = self._module.get_function(name)
-                kernel(grid, (THREADS,), (jobs.data_ptr(), buffer, number), shared_mem=shared)
+                kernel(grid, (THREADS,), (jobs.data_ptr(), *others), shared_mem=shared)
         except self._cupy.cuda.driver.CUDADriverError as e:
             raise CommunicationError(
                 f"the driver of {jobs.device} refused {grid[0]} channels of {grid[1]} ranks, a "
@@ -137,15 +133,8 @@ class HostKernels:
         except OSError as e:
             raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        jobs: Tensor,
-        shared: int,
-        buffer: int = 0,
-        number: int = 0,
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
+        name, grid, jobs, shared, buffer, number = launch
         table, at = ctypes.c_void_p(jobs.data_ptr()), ctypes.c_void_p(buffer)
         key = ctypes.c_int64(number)
         refused = self._library.launch(name.encode(), *grid, table, at, key, shared)

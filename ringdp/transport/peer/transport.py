@@ -36,7 +36,7 @@ from ringdp.transport.device.streams import device_of
 from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE, Making
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
-from ringdp.transport.peer.kernels import kernels_on
+from ringdp.transport.peer.kernels import Launch, kernels_on
 from ringdp.transport.peer.windows import windows
 from ringdp.transport.records import Call
 from ringdp.transport.told import own_connection
@@ -154,7 +154,8 @@ class PeerTransport(device.DeviceTransport):
         with self._launching, self._streams.moving(0), self._streams.launching():
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
-            self._kernels.launch(name, grid, made.job, made.shared, buffer.data_ptr(), self._number)
+            at, number = buffer.data_ptr(), self._number
+            self._kernels.launch(Launch(name, grid, made.job, made.shared, at, number))
         return 0  # they are counted on the device
 
     def _made(self, program: Program, dtype: torch.dtype, bounds: tuple[int, ...], op: Op) -> _Made:

@@ -19,7 +19,7 @@ from ringdp.schedule.program import Program
 from ringdp.transport.base import DTYPES, OPS, Op, chunk_bounds
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import SLAB, Fault, Job, Shape, kernel_name
-from ringdp.transport.peer.kernels import TOGETHER, CudaKernels, Kernels, resolve
+from ringdp.transport.peer.kernels import TOGETHER, CudaKernels, Kernels, Launch, resolve
 
 WORTH = 64 << 10  # bytes of a buffer that are worth a channel; a slab if that is less
 
@@ -101,7 +101,7 @@ class VirtualRanks:
         ]
         table.copy_(torch.tensor([*chain.from_iterable(parts), *chain.from_iterable(bounds)]))
         there = table[:size].view(ranks, -1)
-        self._kernels.launch(kernel_name(dtype), (active, ranks), there, shared)
+        self._kernels.launch(Launch(kernel_name(dtype), (active, ranks), there, shared))
         self._raise_failure()
 
     def _job(
