@@ -15,7 +15,7 @@ from ringdp.transport import answers
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE
-from tests.parallel.test_engine import batch, equal, model, train
+from tests.parallel.test_engine import BATCH, STEPS, batch, equal, model, train
 from tests.transport.test_conformance import Case, digest, given
 
 
@@ -91,6 +91,27 @@ def ddp(comm: Communicator, device: str = "cpu") -> Trained:
         losses.append(loss.item())
         sent.append(wrapped.sent_bytes())
     return Trained(losses, [p.detach().cpu() for p in net.parameters()], sent)
+
+
+def clipped(comm: Communicator, device: str = "cpu") -> list[float]:
+    """In stage 3 with a scaled loss: every step's, and its gradients' norm, which is too large."""
+    net = model().to(device)
+    engine = ringdp.shard(net, stage=3, comm=comm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    scaler = ringdp.LossScaler(engine)
+    rows, out = BATCH // comm.size, list[float]()
+    for step in range(STEPS):
+        x = batch(step)[comm.rank * rows :][:rows].to(device)
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        assert scaler.unscale_()
+        norm = ringdp.clip_grad_norm_(engine, 5.0)
+        assert norm > 5
+        scaler.step(optimizer)
+        out += [loss.item(), norm]
+    engine.close()
+    return out
 
 
 def check_trained(found: Iterable[Trained], wanted: Iterable[Trained]) -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.test_engine import BATCH, STEPS, WIDTH, batch, model
-from tests.transport.device_bodies import all_reduced, captured
+from tests.parallel.test_engine import WIDTH
+from tests.transport.device_bodies import all_reduced, captured, clipped
 from tests.transport.over import over_gpu
 from tests.transport.test_conformance import ALGORITHMS, Case, expected
 
@@ -89,36 +89,15 @@ def test_it_works_beside_torchs_own_group(fresh_ranks):
     fresh_ranks(2, timeout=LIMIT)(beside)
 
 
-def losses(comm: Communicator, device: str) -> list[float]:
-    """And the gradients' norms, by which they are clipped."""
-    net = model().to(device)
-    engine = ringdp.shard(net, stage=3, comm=comm)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    scaler = ringdp.LossScaler(engine)
-    rows, out = BATCH // comm.size, []
-    for step in range(STEPS):
-        x = batch(step)[comm.rank * rows :][:rows].to(device)
-        loss = net(x).square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        assert scaler.unscale_()
-        norm = ringdp.clip_grad_norm_(engine, 10.0)
-        assert norm > 10
-        scaler.step(optimizer)
-        out += [loss.item(), norm]
-    engine.close()
-    return out
-
-
 @on_gpu
-def losses_on_gpu(comm: Communicator) -> list[float]:
-    return losses(comm, "cuda")
+def clipped_on_gpu(comm: Communicator) -> list[float]:
+    return clipped(comm, "cuda")
 
 
 def test_stage_3_has_the_losses_of_the_cpu(fresh_ranks):
     """Each of 5 layers rounds sums of WIDTH products, forwards and backwards, in every step."""
     pool = fresh_ranks(2, timeout=LIMIT)
-    for here, there in zip(pool(losses_on_gpu), pool(losses, "cpu"), strict=True):
+    for here, there in zip(pool(clipped_on_gpu), pool(clipped), strict=True):
         for i, (found, wanted) in enumerate(zip(here, there, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i // 2)
             assert abs(found - wanted) <= bound * abs(wanted)

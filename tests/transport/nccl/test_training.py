@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringdp import Communicator
-from tests.transport.device_bodies import Trained, check_trained, ddp, staged
+from tests.transport.device_bodies import Trained, check_trained, clipped, ddp, staged
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over_nccl
 
@@ -32,3 +32,13 @@ def ddp_over_nccl(comm: Communicator) -> Trained:
 def test_ddp_trains_as_over_shared_memory(ranks):
     pool = ranks(2)
     check_trained(pool(ddp_over_nccl), pool(ddp))
+
+
+@over_nccl
+def clipped_over_nccl(comm: Communicator) -> list[float]:
+    return clipped(comm)
+
+
+def test_gradients_are_scaled_and_clipped_as_over_shared_memory(ranks):
+    pool = ranks(2)
+    assert pool(clipped_over_nccl) == pool(clipped)
