@@ -109,6 +109,15 @@ def test_a_run_is_traced_and_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "<canvas" in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
+def test_the_first_commands_change_the_line_that_the_diff_shows():
+    (change, script) = re.findall(r"(?m)^sed '(.*)' (\S+) >", TEXT)[0]
+    (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
+    command = ["sed", change, str(readme.ROOT / script)]
+    changed = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
+    example = (readme.ROOT / script).read_text(encoding="utf-8")
+    assert changed == example.replace(*diff) != example
+
+
 @pytest.mark.process
 def test_a_torch_script_needs_one_other_line(tmp_path: Path):
     (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
