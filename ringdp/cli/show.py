@@ -96,7 +96,7 @@ def show(
         f"{_count(schedule.scratch, 'scratch chunk')}, {sent(schedule)} sent per rank",
         "rank.chunk +> rank.chunk adds, -> replaces" + scratch,
         "",
-        grid(schedule) or "nothing moves",
+        grid(schedule, whole=True) or "nothing moves",
     ]
     if program is not None:
         lines += _programs(schedule, collective, program)

@@ -11,21 +11,23 @@ from math import cos, pi, sin
 from ringdp.schedule.ir import Schedule, Transfer
 
 WIDTH = 80  # columns of text
-MOST_A_ROUND = 16  # transfers that the grid shows
+MOST_A_ROUND = 16  # transfers that the grid of an error shows
 AROUND = 3  # rounds that the grid shows on either side of the marked one
 
 
-def grid(schedule: Schedule, *, here: tuple[int, Transfer] | None = None) -> str:
+def grid(
+    schedule: Schedule, *, here: tuple[int, Transfer] | None = None, whole: bool = False
+) -> str:
     """A round a line: `src.chunk +> dst.chunk` for a reduce, `->` for a copy; at most 80 columns.
 
     `here` marks one (round, transfer) with `<-- here`, and leaves out the rounds far from it. More
-    than 16 transfers a round are cut.
+    than 16 transfers a round are cut, unless it is to be `whole`.
     """
     first = max(0, here[0] - AROUND) if here else 0
     last = here[0] + AROUND + 1 if here else len(schedule.rounds)
     lines = [f"... {first} round{'s' * (first > 1)} before"] if first else []
     for r, transfers in list(enumerate(schedule.rounds))[first:last]:
-        lines += _line(r, transfers)
+        lines += _line(r, transfers, len(transfers) if whole else MOST_A_ROUND)
         if here and here[0] == r:
             lines.append(f"{'':9}{here[1]}  <-- here")
     if (rest := len(schedule.rounds) - last) > 0:
@@ -33,9 +35,9 @@ def grid(schedule: Schedule, *, here: tuple[int, Transfer] | None = None) -> str
     return "\n".join(lines)
 
 
-def _line(r: int, transfers: tuple[Transfer, ...]) -> list[str]:
+def _line(r: int, transfers: tuple[Transfer, ...], most: int) -> list[str]:
     # A transfer is one word to the wrapping: its spaces come back afterwards.
-    words = [str(t).replace(" ", "\0") for t in transfers[:MOST_A_ROUND]]
+    words = [str(t).replace(" ", "\0") for t in transfers[:most]]
     if len(transfers) > len(words):
         words.append(f"...\0{len(transfers) - len(words)}\0more")
     head = f"round {r}: "

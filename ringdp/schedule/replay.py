@@ -37,7 +37,7 @@ def html(schedule: Schedule, collective: Collective, *, title: str | None = None
         )
     parts = {
         "title": escape(title or f"{collective} on {schedule.ranks} ranks"),
-        "grid": escape(grid(schedule)),
+        "grid": escape(grid(schedule, whole=True)),
         "data": json.dumps(_data(schedule, collective), separators=(",", ":")),
     }
     return filled(PAGE.read_text(encoding="utf-8"), parts)

@@ -44,6 +44,10 @@ def test_the_ring(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == RING
 
 
+def test_no_transfer_is_left_out():
+    assert show("direct", "all_gather", 20).count(" -> ") == 20 * 19 + 1  # and how to read it
+
+
 def test_the_program_of_a_rank(capsys: pytest.CaptureFixture[str]):
     assert main(["show", "ring", "--program", "1"]) == 0
     out = capsys.readouterr().out
