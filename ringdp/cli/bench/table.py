@@ -60,8 +60,9 @@ def rows_shown(rows: Sequence[Row], op: str, most: int) -> Table:
     """Without the columns that are spared more easily than `most`."""
     shown = [c for c in columns(rows, op) if c.spare <= most]
     made = table(*(c.heading for c in shown), left=("algorithm", "transport", "type", "redop"))
+    groups = len(rows) > len({row.bytes for row in rows})
     for before, row in zip([None, *rows], rows, strict=False):
-        if before is not None and before.bytes != row.bytes:
+        if groups and before is not None and before.bytes != row.bytes:
             made.add_section()
         made.add_row(*(column.cell(row) for column in shown), style="" if row.ours else "dim")
     return made

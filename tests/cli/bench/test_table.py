@@ -33,6 +33,13 @@ def test_the_whole_table_where_it_fits_and_in_a_file(terminal: bool) -> None:
     assert cells(text, "gloo")[-4:] == ["-", "50.0", "17", "-"]
 
 
+def test_sizes_stand_apart_only_where_they_have_several_rows() -> None:
+    small = [replace(row, bytes=1024) for row in ROWS]
+    for rows, apart in (([*small, *ROWS], True), ([small[0], ROWS[0]], False)):
+        body = shown(rows, 160, terminal=False).partition("─\n")[2].strip()
+        assert ("\n\n" in body) is apart
+
+
 def test_a_narrow_terminal_shows_what_matters() -> None:
     text = shown(
         [*ROWS, replace(ROWS[0], bytes=64 << 20, p50_us=48_433, bound_us=17_901.3)],
