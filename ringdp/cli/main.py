@@ -337,4 +337,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # µ and α are not worth an end
-    return exit_code(lambda: app(given, prog_name="ringdp", standalone_mode=False))
+    asked = given or ["--help"]
+    code = exit_code(lambda: app(asked, prog_name="ringdp", standalone_mode=False))
+    return code if given else 2

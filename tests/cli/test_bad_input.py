@@ -50,9 +50,15 @@ def test_one_line_and_exit_code_2(
     assert says in captured.err
 
 
-@pytest.mark.parametrize("arguments", [["trian"], []])
-def test_no_such_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+def test_no_command_is_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Usage: ringdp ")
+    assert captured.err == ""
+
+
+def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.endswith("; see `ringdp --help`\n")
