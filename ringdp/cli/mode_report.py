@@ -11,10 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ringdp.cli.console import say, show_table, table
+from ringdp.cli.console import say, table
 from ringdp.cli.modes import ModeRun
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
+from ringdp.cli.report import add_pairs, say_wrong, show_titled
 from ringdp.cli.verdict import too_far
 
 EXACT = ("parameter-server", "ddp")  # equal bit for bit
@@ -25,13 +26,10 @@ def show(
 ) -> None:
     first = runs[0]
     title = f"{first.parameters:,} parameters, {first.ranks} ranks, {len(first.loss)} steps"
-    console.print()
-    say(console, title, "bold")
-    show_table(console, _table(runs, reference))
+    show_titled(console, title, _table(runs, reference))
     if not problems:
         say(console, _all_hold(runs, reference), "green")
-    for problem in problems:
-        say(console, f"WRONG: {problem}", "bold red")
+    say_wrong(console, problems)
 
 
 def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:
@@ -90,9 +88,7 @@ def _table(runs: Sequence[ModeRun], reference: Record | None) -> Table:
         made.add_row("  one process alone", *(alone for _ in runs), style="dim")
     made.add_row("step ms, p50", *(f"{run.milliseconds:.1f}" for run in runs))
     made.add_section()
-    made.add_row("sent, all processes", *(f"{run.sent:,}" for run in runs))
-    same = [f"{'=' if r.sent == r.sent_formula else '≠'} {r.sent_formula:,}" for r in runs]
-    made.add_row("  formula", *same, style="dim")
+    add_pairs(made, "sent, all processes", [(run.sent, run.sent_formula) for run in runs])
     made.add_row("sent, the busiest", *(f"{run.most:,}" for run in runs))
     made.add_row("staleness, mean", *(_of(run, np.mean) for run in runs))
     made.add_row("  most", *(_of(run, np.max) for run in runs))

@@ -1,53 +1,33 @@
-"""The table at the end of `ringdp train`: a column a stage, a row a quantity.
-
-Where the console is wide enough a cell says "measured = formula"; else the formula has a row of its
-own below. Both say ≠ in red where they differ.
-"""
+"""The table at the end of `ringdp train`: a column a stage, a row a quantity, and below what has a
+formula what that comes to: `=`, or `≠` in red."""
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.console import say, show_table, width_of
+from ringdp.cli.console import say, show_table, table
 from ringdp.cli.record import MEMORY, Record
 from ringdp.cli.verdict import differences, equal_bits, loss_bound
 
 
-def final_table(runs: Sequence[Record], reference: Record | None, console: Console) -> Table:
-    """The wide form where it fits, else the narrow one."""
-    wide = _table(runs, reference, beside=True)
-    return (
-        wide if width_of(console, wide) <= console.width else _table(runs, reference, beside=False)
-    )
-
-
-def _table(runs: Sequence[Record], reference: Record | None, *, beside: bool) -> Table:
-    table = Table(
-        title=_title(runs[0]),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1 if beside else 0),
-        pad_edge=False,
-    )
-    table.add_column("bytes are per rank", no_wrap=True, header_style="dim")
-    for run in runs:
-        table.add_column(f"stage {run.stage}", justify="right", no_wrap=True)
-    table.add_row("final loss", *(f"{run.loss[-1]:.6f}" for run in runs))
+def _table(runs: Sequence[Record], reference: Record | None) -> Table:
+    what = "bytes are per rank"
+    made = table(what, *(f"stage {run.stage}" for run in runs), left=(what,))
+    made.padding = 0  # four stages of 100 MB in 80 columns
+    made.columns[0].header_style = "dim"
+    made.add_row("final loss", *(f"{run.loss[-1]:.6f}" for run in runs))
     if reference is not None:
-        _add_reference(table, runs, reference)
-    table.add_row("step ms, p50", *(f"{run.milliseconds(50):.1f}" for run in runs))
-    table.add_section()
+        _add_reference(made, runs, reference)
+    made.add_row("step ms, p50", *(f"{run.milliseconds(50):.1f}" for run in runs))
+    made.add_section()
     for key in MEMORY:
         pairs = [(run.memory[key], run.memory_formula[key]) for run in runs]
-        _add_pairs(table, key.replace("_", " "), pairs, beside=beside)
-    table.add_section()
-    pairs = [(run.sent, run.sent_formula) for run in runs]
-    _add_pairs(table, "sent per step", pairs, beside=beside)
-    return table
+        add_pairs(made, key.replace("_", " "), pairs)
+    made.add_section()
+    add_pairs(made, "sent per step", [(run.sent, run.sent_formula) for run in runs])
+    return made
 
 
 def equality_line(runs: Sequence[Record]) -> str | None:
@@ -69,8 +49,7 @@ def sample_line(sample: bytes) -> str:
 def show(
     console: Console, runs: Sequence[Record], reference: Record | None, problems: Sequence[str]
 ) -> None:
-    console.print()
-    show_table(console, final_table(runs, reference, console))
+    show_titled(console, _title(runs[0]), _table(runs, reference))
     line = equality_line(runs)
     if line is not None:
         say(console, line, "green" if equal_bits(runs) else "bold red")
@@ -78,6 +57,16 @@ def show(
         say(console, _all_hold(reference), "green")
     if runs[-1].sample:
         say(console, f"It writes: {sample_line(runs[-1].sample)}")
+    say_wrong(console, problems)
+
+
+def show_titled(console: Console, title: str, made: Table) -> None:
+    console.print()
+    say(console, title, "bold")
+    show_table(console, made)
+
+
+def say_wrong(console: Console, problems: Sequence[str]) -> None:
     for problem in problems:
         say(console, f"WRONG: {problem}", "bold red")
 
@@ -105,16 +94,11 @@ def _bound_at_largest(run: Record, gap: Sequence[float], reference: Record) -> f
     return loss_bound(gap.index(max(gap)), run.tokens_per_step, reference.loss[0])
 
 
-def _add_pairs(table: Table, label: str, pairs: Sequence[tuple[int, int]], *, beside: bool) -> None:
+def add_pairs(made: Table, label: str, pairs: Sequence[tuple[int, int]]) -> None:
     """Each pair is (measured, formula)."""
-    if beside:
-        both = [_marked(f"{a:,} {'=' if a == b else '≠'} {b:,}", good=a == b) for a, b in pairs]
-        table.add_row(f"{label} = formula", *both)
-        return
-    table.add_row(label, *(_marked(f"{a:,}", good=a == b) for a, b in pairs))
-    formulas = [_marked(f"{'=' if a == b else '≠'} {b:,}", good=a == b) for a, b in pairs]
-    table.add_row("  formula", *formulas, style="dim")
-
-
-def _marked(cell: str, *, good: bool) -> Text:
-    return Text(cell, style="" if good else "bold red")
+    styles = ["" if a == b else "bold red" for a, b in pairs]
+    for name, cells, style in (
+        (label, [f"{a:,}" for a, _ in pairs], ""),
+        ("  formula", [f"{'=' if a == b else '≠'} {b:,}" for a, b in pairs], "dim"),
+    ):
+        made.add_row(name, *map(Text, cells, styles), style=style)
