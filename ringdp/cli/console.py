@@ -33,6 +33,10 @@ def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
     return _Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def say(console: Console, line: str, style: str = "") -> None:
     console.print(Text(line, style), soft_wrap=not console.is_terminal)
 

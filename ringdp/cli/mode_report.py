@@ -24,9 +24,7 @@ EXACT = ("parameter-server", "ddp")  # equal bit for bit
 def show(
     console: Console, runs: Sequence[ModeRun], reference: Record | None, problems: Sequence[str]
 ) -> None:
-    first = runs[0]
-    title = f"{first.parameters:,} parameters, {first.ranks} ranks, {len(first.loss)} steps"
-    show_titled(console, title, _table(runs, reference))
+    show_titled(console, runs[0], _table(runs, reference))
     if not problems:
         say(console, _all_hold(runs, reference), "green")
     say_wrong(console, problems)

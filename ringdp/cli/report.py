@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.console import say, show_table, table
+from ringdp.cli.console import counted, say, show_table, table
+from ringdp.cli.modes import ModeRun
 from ringdp.cli.record import MEMORY, Record
 from ringdp.cli.verdict import differences, equal_bits, loss_bound
 
@@ -49,7 +50,7 @@ def sample_line(sample: bytes) -> str:
 def show(
     console: Console, runs: Sequence[Record], reference: Record | None, problems: Sequence[str]
 ) -> None:
-    show_titled(console, _title(runs[0]), _table(runs, reference))
+    show_titled(console, runs[0], _table(runs, reference))
     line = equality_line(runs)
     if line is not None:
         say(console, line, "green" if equal_bits(runs) else "bold red")
@@ -60,20 +61,17 @@ def show(
     say_wrong(console, problems)
 
 
-def show_titled(console: Console, title: str, made: Table) -> None:
+def show_titled(console: Console, run: Record | ModeRun, made: Table) -> None:
+    """`run`: one of those in the table."""
+    counts = ((run.parameters, "parameter"), (run.ranks, "rank"), (len(run.loss), "step"))
     console.print()
-    say(console, title, "bold")
+    say(console, ", ".join(counted(*count) for count in counts), "bold")
     show_table(console, made)
 
 
 def say_wrong(console: Console, problems: Sequence[str]) -> None:
     for problem in problems:
         say(console, f"WRONG: {problem}", "bold red")
-
-
-def _title(run: Record) -> str:
-    plural = "s" if run.ranks > 1 else ""
-    return f"{run.parameters:,} parameters, {run.ranks} rank{plural}, {len(run.loss)} steps"
 
 
 def _all_hold(reference: Record | None) -> str:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from math import inf
 from pathlib import Path
 
+from ringdp.cli.console import counted
 from ringdp.cli.options import between, check_writable, write
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
@@ -82,7 +83,7 @@ def show(
     if svg_file is not None and html_file is not None and svg_file.resolve() == html_file.resolve():
         raise UsageError(f"--svg and --html are both {html_file}; allowed: two files")
     schedule = proved(algorithm, collective, ranks)
-    title = f"{algorithm} {collective} on {ranks} rank{'' if ranks == 1 else 's'}"
+    title = f"{algorithm} {collective} on {counted(ranks, 'rank')}"
     page = html(schedule, collective, title=title) if html_file is not None else ""
     if svg_file is not None:
         write(svg_file, svg(schedule))
@@ -92,8 +93,8 @@ def show(
     scratch = f"; chunks from {schedule.chunks} on are scratch" if schedule.scratch else ""
     lines = [
         f"{title}, proved",
-        f"{_count(len(schedule.rounds), 'round')}, {_count(schedule.chunks, 'chunk')}, "
-        f"{_count(schedule.scratch, 'scratch chunk')}, {sent(schedule)} sent per rank",
+        f"{counted(len(schedule.rounds), 'round')}, {counted(schedule.chunks, 'chunk')}, "
+        f"{counted(schedule.scratch, 'scratch chunk')}, {sent(schedule)} sent per rank",
         "rank.chunk +> rank.chunk adds, -> replaces" + scratch,
         "",
         grid(schedule, whole=True) or "nothing moves",
@@ -122,7 +123,7 @@ def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator
     # A chunk that the contract does not ask for need not be stored: so the communicator fuses.
     fused = [fuse(p, [c for r, c in after if r == p.rank]) for p in plain]
     for name, programs in (("plain", plain), ("fused", fused)):
-        rows = _count(len(programs[rank].rows), "row")
+        rows = counted(len(programs[rank].rows), "row")
         yield f"\nrank {rank}, {name}: {rows}, least FIFO depth {fifo_depth(programs)}"
         yield from _table(programs[rank])
 
@@ -153,7 +154,3 @@ def _table(program: Program) -> Iterator[str]:
         numbers = (row.recv_peer, row.send_peer, row.src_chunk, row.dst_chunk)
         cells = " ".join(f"{'-' if x == NONE else x:>5}" for x in numbers)
         yield f"{row.round:>5}  {row.name:<21} {cells}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ringdp.cli import mode_report, text
-from ringdp.cli.console import say, say_written
+from ringdp.cli.console import counted, say, say_written
 from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
@@ -31,8 +31,9 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     learned = text.load(options.text, options.context + 1)
     say(
         console,
-        f"Learning {len(learned.data):,} bytes of {learned.source} ({learned.files} files): "
-        f"{options.steps} steps of {options.batch} rows × {options.context} bytes",
+        f"Learning {len(learned.data):,} bytes of {learned.source} "
+        f"({counted(learned.files, 'file')}): {counted(options.steps, 'step')} of "
+        f"{counted(options.batch, 'row')} × {counted(options.context, 'byte')}",
     )
     if options.modes and options.ranks > 1:
         say(console, "While a mode runs, the loss is of one worker's rows; in the table, of all.")

@@ -54,6 +54,11 @@ def test_a_difference_is_loud() -> None:
     assert "equal their formulas" not in text
 
 
+def test_one_is_no_plural() -> None:
+    alone = replace(STAGE_0, ranks=1, loss=(2.5,), seconds=(0.1,))
+    assert shown(80, [alone], None, [])[1] == "1,032,576 parameters, 1 rank, 1 step"
+
+
 def test_sample_line_is_one_printable_line() -> None:
     assert sample_line(b"a\\\n\r\t\x00\x7f\xe9'\"") == "a\\\\\\n\\r\\t\\x00\\x7f\\xe9'\""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ringdp.cli.console import say, show_table, table
+from ringdp.cli.console import counted, say, show_table, table
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.options import UTILISATION, Options
@@ -45,9 +45,9 @@ def show(
     fits = [f"{name}: {terms(machine)}" for name, machine in network.fitted.items()]
     hides = "" if network.beside(setting.ranks) else _not_beside(network)
     for line in (
-        f"{model.name}: {model.elements:,} parameters in {_counted(len(model.parts), 'unit')}, "
+        f"{model.name}: {model.elements:,} parameters in {counted(len(model.parts), 'unit')}, "
         f"{options.precision}",
-        f"{_counted(setting.ranks, 'rank')}, {setting.tokens:,} tokens each; "
+        f"{counted(setting.ranks, 'rank')}, {setting.tokens:,} tokens each; "
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
         f"{setting.algorithm}; {network.source}{hides}",
         *(fits or [terms(network.machine)]),
@@ -77,10 +77,6 @@ def show(
         say(console, f"* Extrapolated: {reasons}.")
     say(console, LEFT_OUT)
     say(console, f"Recommended: {says}.")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def terms(machine: Machine) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ringdp.cli.console import say
+from ringdp.cli.console import counted, say
 from ringdp.cli.options import check_writable, write
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.page import fill
@@ -25,7 +25,7 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         run = read(trace)
         check_writable(page, "--html")
         data = digest(run, bench, lambda what: status.update(Text(what)))
-        text = fill(data, f"{trace.name}: {run.ranks} rank{'s' * (run.ranks > 1)}")
+        text = fill(data, f"{trace.name}: {counted(run.ranks, 'rank')}")
         status.update(Text(f"writing {page}"))
         write(page, text)
     for share in data["shares"]:
