@@ -20,7 +20,7 @@ from ringdp.schedule.draw import grid
 from ringdp.schedule.ir import Schedule
 from ringdp.schedule.verify import states
 
-PAGE = Path(__file__).with_name("replay.html")
+PAGE, HEAD = (Path(__file__).with_name(f"{name}.html") for name in ("replay", "head"))
 MOST_SLOTS = 4096  # ring all-reduce up to 64 ranks; a browser still steps through it at once
 
 
@@ -44,8 +44,8 @@ def html(schedule: Schedule, collective: Collective, *, title: str | None = None
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
-    """`page` with the parts in the place of their names, which stand in {{ and }}."""
-    before, *pieces = page.split("{{")
+    """`page` below our pages' head, with the parts in the place of their names in {{ and }}."""
+    before, *pieces = page.replace("{{head}}", HEAD.read_text(encoding="utf-8")).split("{{")
     return before + "".join(
         parts[name] + rest for name, _, rest in (p.partition("}}") for p in pieces)
     )
