@@ -44,24 +44,21 @@ def default_batch(ranks: int) -> int:
 
 
 def parse_stages(given: str) -> tuple[int, ...]:
-    """`all`, or stages between commas, each once and in the order given."""
-    if given.strip() == "all":
-        return STAGES
-    words = [word.strip() for word in given.split(",")]
-    if not all(word in {str(stage) for stage in STAGES} for word in words):
-        raise UsageError(f"--stage is {given!r}; allowed: all, 0, 1, 2, 3, or some as in 0,3")
-    return tuple(dict.fromkeys(int(word) for word in words))
+    return tuple(map(int, _some_of("--stage", given, tuple(map(str, STAGES)), "0,3")))
 
 
 def parse_modes(given: str) -> tuple[str, ...]:
-    """`all`, or modes between commas, each once and in the order given."""
+    return _some_of("--mode", given, MODES, "async,ddp")
+
+
+def _some_of(option: str, given: str, among: tuple[str, ...], example: str) -> tuple[str, ...]:
+    """`all`, or some between commas, each once and in the order given."""
     if given.strip() == "all":
-        return MODES
+        return among
     words = [word.strip() for word in given.split(",")]
-    if not all(word in MODES for word in words):
-        raise UsageError(
-            f"--mode is {given!r}; allowed: all, {', '.join(MODES)}, or some as in async,ddp"
-        )
+    if not set(words) <= set(among):
+        allowed = f"all, {', '.join(among)}, or some as in {example}"
+        raise UsageError(f"{option} is {given!r}; allowed: {allowed}")
     return tuple(dict.fromkeys(words))
 
 
