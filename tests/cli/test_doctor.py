@@ -214,12 +214,13 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
     ("arguments", "said"),
     [
         (["--pid", "4194305"], "there is no process 4194305"),  # beyond the largest pid
+        (["--pid", "-3"], "there is no process -3"),
         (["--pid", str(os.getpid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
         (["--job", "²"], "² is neither a process nor the --rdzv-id"),
         (["--json", "--pid", "1"], "takes one of"),
     ],
-    ids=["no process", "no rank", "no job", "no number", "too much"],
+    ids=["no process", "no number of one", "no rank", "no job", "no number", "too much"],
 )
 def test_bad_arguments_are_refused_in_one_line(capsys, arguments, said):
     assert main(["doctor", *arguments]) == 2

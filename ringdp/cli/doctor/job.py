@@ -33,7 +33,7 @@ JOB = (*VARIABLES[1:], "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 def show_process(pid: int, console: Console) -> int:
     """The communicators of one rank. Returns the exit code."""
-    if has_ended(pid):
+    if pid < 1 or has_ended(pid):
         raise UsageError(f"--pid: there is no process {pid}")
     found = _communicators([pid])
     if not found:
