@@ -24,7 +24,7 @@ from ringdp.errors import (
 )
 from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
 from ringdp.transport.processes import has_ended, process_state
-from ringdp.transport.records import CALLS, CLOSED, SILENT, Call, Observed
+from ringdp.transport.records import CALLS, SILENT, Call, Observed
 
 log = logging.getLogger("ringdp")
 
@@ -83,9 +83,6 @@ class Guard:
         """Say that a collective takes long, and who is missing; raise if it cannot end."""
         seen = self.transport.survey()
         self._compare(call, seen)
-        if (left := self._left_before(call, seen)) is not None:
-            self.transport.fail(FailureKind.LOST, left)
-            self.check(call)
         log.warning(
             "rank %d has waited %.1f s for %s; %s\n%s",
             *(self.transport.rank, waited, told(call), self._missing(call, seen), table(seen)),
@@ -122,17 +119,6 @@ class Guard:
             return False
         last = self.transport.record(rank)  # it may have gone on, and closed, until it ended
         return last is not None and last.pid == record.pid and last.finished < issued
-
-    def _left_before(self, call: Call, seen: Observed) -> int | None:
-        """A rank that has closed without the collective that this one is in: who runs on a device
-        hears of none."""
-        if collective_of(call[1]) in MESSAGES:
-            return None
-        for r in range(seen.ranks):
-            record = seen.record(r)
-            if record and record.pid == CLOSED and SILENT != record.begun <= self._stuck(call):
-                return r
-        return None
 
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
         seen = self.transport.survey()

@@ -118,6 +118,11 @@ class Answers:
             self._under_way.pop(ticket, None)
             self._changed, self._where = time.monotonic(), (-1, -1)
 
+    def under_way(self) -> int | None:
+        """The collective that it is in."""
+        with self._lock:
+            return min(self._under_way.values(), default=None)
+
     def state(self, *, closed: bool = False) -> State:
         with self._lock:
             finished = min(self._under_way.values(), default=self._begun)
@@ -203,7 +208,7 @@ def listen(told: Told, does: Answers) -> None:
     with suppress(DistError):
         does.see()
     while told.failure is None:
-        told.look()
+        told.look(does.under_way())
         with suppress(DistError):
             does.answer()
         with told.changed:
@@ -215,7 +220,7 @@ def listen(told: Told, does: Answers) -> None:
 def depart(told: Told, does: Answers) -> None:
     with suppress(DistError):
         does.last_word(closed=True)
-    told.leave()
+    told.leave(does.state().record.finished)
 
 
 def survey_from_outside(store: Asking, ranks: int) -> Survey:

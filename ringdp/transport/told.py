@@ -2,7 +2,8 @@
 
     failed       kind rank reporter, and the numbers of two stamps: the first failure stays;
                  below them why, if there is something to say
-    closed/RANK  that rank has closed, and will send nothing any more
+    closed/RANK  that rank has closed, and will send nothing any more: how many collectives it ended
+    closed       one has
 
 Reading it trusts nothing: what makes no sense is a failure too. A store that gives no answer is
 none: who waits has a timeout.
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import Failure, FailureKind, Stamp
+from ringdp.transport.processes import text_of
 
 LOOK = 0.1  # seconds between looks into the store
 LAST_LOOKS = 5  # at a rank that has closed, while what it sent last may be on its way
@@ -41,7 +43,8 @@ class Told:
         self._store, self.ranks, self._busy = store, ranks, busy
         self._keys = count()
         self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
-        self._closed: dict[int, int] = {}  # by wait: how many looks since its rank had closed
+        # By wait, or -1 - the collective, and rank: how many looks since that had closed.
+        self._closed: dict[tuple[int, int], int] = {}
 
     def fail(
         self,
@@ -62,13 +65,18 @@ class Told:
                 self.failure = _parsed(first, self.rank, self.ranks)
             self.changed.notify_all()
 
-    def leave(self) -> None:
-        """This rank closes: what it still waits for is over, and who waits for it shall know."""
+    def leave(self, finished: int) -> None:
+        """This rank closes, having ended so many collectives: what it still waits for is over, and
+        who waits for it shall know."""
         with self.changed, suppress(DistError):
             if self.failure is None:
                 self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank, NOTHING, NOTHING)
-                self._store.ask(lambda s: s.set(f"closed/{self.rank}", "1"), later=True)
+                self._store.ask(partial(self._close, str(finished)), later=True)
             self.changed.notify_all()
+
+    def _close(self, finished: str, store: Store) -> None:
+        store.set(f"closed/{self.rank}", finished)
+        store.set("closed", "")
 
     def left(self, rank: int) -> bool:
         """Whether that rank has closed."""
@@ -89,13 +97,14 @@ class Told:
         finally:
             del self._waiting[key]
 
-    def look(self) -> None:
-        """What others have told, and whether those that this rank waits for have left."""
+    def look(self, collective: int | None = None) -> None:
+        """What others have told, and whether those that this rank waits for have left, as all are
+        in the collective that it is in."""
         if self.failure is not None:
             return
         waiting = dict(list(self._waiting.items()))
         try:
-            said, closed = self._store.ask(partial(self._found, waiting))
+            said, closed = self._store.ask(partial(self._found, waiting, collective))
         except Silent:
             return
         except DistError:
@@ -109,13 +118,26 @@ class Told:
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:
-            self.fail(FailureKind.LOST, somebody(waiting[min(lost)], self.rank))
+            _, rank = min(lost)
+            self.fail(FailureKind.LOST, somebody(rank, self.rank))
 
-    def _found(self, waiting: dict[int, int], store: Store) -> tuple[bytes | None, list[int]]:
-        """What is said to have failed, and which of the waits are for ranks that have closed."""
+    def _found(
+        self, waiting: dict[int, int], collective: int | None, store: Store
+    ) -> tuple[bytes | None, list[tuple[int, int]]]:
+        """What is said to have failed, and which waits are for ranks that have closed."""
         if store.check(["failed"]):
             return store.get("failed"), []
-        return None, [key for key, rank in waiting.items() if self._closed_in(rank, store)]
+        closed = [(key, rank) for key, rank in waiting.items() if self._closed_in(rank, store)]
+        if collective is not None and store.check(["closed"]):
+            closed += [(-1 - collective, r) for r in self._without(collective, store)]
+        return None, closed
+
+    def _without(self, collective: int, store: Store) -> Iterator[int]:
+        """Ranks that have closed before they had ended it."""
+        for rank in range(self.ranks):
+            finished = text_of(store, f"closed/{rank}")
+            if finished.isdecimal() and len(finished) < 20 and int(finished) <= collective:
+                yield rank
 
 
 def own_connection(store: Store) -> Store:

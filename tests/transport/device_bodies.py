@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator
+from ringdp.comm import rendezvous
 from ringdp.transport import answers
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
@@ -66,6 +68,34 @@ def check_mistaken(said: Iterable[Heard | None], what: str) -> None:
             assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in heard.text
             assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in heard.text
             assert heard.text.count("device_bodies.py:") == 4  # in two lines, and in the table
+
+
+def left_behind(comm: Communicator, transport: str) -> Heard | None:
+    """By rank 1, in collectives for which nobody waits on the host."""
+    c = ringdp.init(transport=transport, timeout=PATIENCE)
+    rendezvous._world = comm
+    c.barrier()
+    if comm.rank == 1:
+        c.close()
+        return None
+    for _ in range(2):
+        c.all_reduce(torch.ones(9), async_op=True)
+    until = time.monotonic() + PATIENCE / 6
+    while c._transport.failure() is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    heard = hear(c, c.barrier)
+    c.close()
+    return heard
+
+
+def check_left_behind(said: Iterable[Heard | None]) -> None:
+    here, nothing, there = said
+    assert nothing is None
+    for heard in (here, there):
+        assert heard is not None
+        assert heard.error == heard.again == "PeerLost", heard
+        assert "rank 1 has ended (it has closed)" in heard.text
 
 
 class Trained(NamedTuple):

@@ -26,9 +26,11 @@ from tests.transport.device_bodies import (
     MISTAKES,
     Trained,
     calls,
+    check_left_behind,
     check_mistaken,
     check_trained,
     ddp,
+    left_behind,
     mistaken,
     staged,
 )
@@ -133,21 +135,12 @@ def test_after_a_failure_they_meet_again(ranks):
     ranks(2)(again)
 
 
-def closes_early(comm: Communicator) -> Heard | None:
-    c = ringdp.init(transport="peer-host", timeout=PATIENCE, warn_after=0.1)
-    rendezvous._world = comm
-    c.barrier()
-    heard = None if comm.rank == 1 else hear(c, lambda: c.all_reduce(torch.ones(9)))
-    c.close()
-    comm.barrier()
-    return heard
+def left_over_peer(comm: Communicator) -> Heard | None:
+    return left_behind(comm, "peer-host")
 
 
-def test_a_rank_that_closes_is_lost_to_those_that_wait_for_it(ranks):
-    here, _, there = ranks(3)(closes_early)
-    for heard in (here, there):
-        assert heard.error == heard.again == "PeerLost", heard
-        assert "rank 1 has ended (it has closed)" in heard.text
+def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks):
+    check_left_behind(ranks(3)(left_over_peer))
 
 
 def too_long(n: int) -> Schedule:

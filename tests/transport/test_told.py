@@ -62,6 +62,21 @@ def test_what_a_closed_rank_sent_last_may_come_late(asking):
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
 
+def test_who_closed_before_a_collective_that_this_rank_is_in_is_lost(asking):
+    store = HashStore()
+    here, other = (Told(asking(store), rank, 3, busy) for rank in range(2))
+    store.set("closed/2", "9" * 5000)  # which makes no sense
+    other.leave(7)
+    for collective in (6, 7, None, 7, 8):
+        for _ in range(told.LAST_LOOKS):
+            here.look(collective)
+    assert here.failure is None
+    for _ in range(told.LAST_LOOKS + 1):
+        here.look(7)
+    assert here.failure is not None
+    assert here.failure[:2] == (FailureKind.LOST, 1)
+
+
 class Gone(HashStore):
     """Whoever served it has ended."""
 

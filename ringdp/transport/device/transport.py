@@ -170,6 +170,14 @@ class DeviceTransport(C10dTransport):
                 )
         super().close()
 
+    def end(self) -> None:
+        """See `Ending`. What has ended on the device counts, or who is still in it would lose this
+        rank."""
+        if os.getpid() == self._process:
+            with self._told.changed:
+                self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
+        super().end()
+
     # --- on the thread that issues
 
     def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:

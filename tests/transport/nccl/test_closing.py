@@ -83,6 +83,21 @@ def test_closing_waits_for_what_was_waited_for(ranks) -> None:
     ranks(2)(promised)
 
 
+@over_nccl
+def exits_at_once(comm: Communicator) -> None:
+    other = comm.duplicate()
+    behind(other).ended.set()
+    other.all_reduce(torch.ones(4))
+    transport = other._transport
+    transport.end()
+    assert transport._does.state().record.finished == 1
+    comm.barrier()
+
+
+def test_what_has_ended_counts_for_who_exits_before_it_was_seen(ranks) -> None:
+    ranks(2)(exits_at_once)
+
+
 class Slow(Spied):
     """Its destruction waits for a rank of this host that has not closed."""
 

@@ -14,7 +14,14 @@ from ringdp.comm import rendezvous
 from ringdp.transport.nccl.transport import NcclTransport
 from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE, Say
-from tests.transport.device_bodies import MISTAKES, calls, check_mistaken, mistaken
+from tests.transport.device_bodies import (
+    MISTAKES,
+    calls,
+    check_left_behind,
+    check_mistaken,
+    left_behind,
+    mistaken,
+)
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
 from tests.transport.over import over_nccl
 from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
@@ -189,6 +196,14 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
         for heard in said[rank]:
             assert heard.error == heard.again == "PeerLost", heard
             assert "rank 1 has ended" in heard.text
+
+
+def left_over_nccl(comm: Communicator) -> Heard | None:
+    return left_behind(comm, "nccl-host")
+
+
+def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks):
+    check_left_behind(ranks(3)(left_over_nccl))
 
 
 def again(comm: Communicator) -> None:
