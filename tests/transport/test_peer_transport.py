@@ -244,6 +244,29 @@ def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(ranks):
 
 
 @over_peer
+def freed(comm: Communicator) -> None:
+    """Where rank 0's kernel waits for a rank that aborts."""
+    other = comm.duplicate()
+    other._transport._windows = spied = Spied(other._transport._windows)
+    if comm.rank == 0:
+        other.all_reduce(torch.ones(9), async_op=True)
+        while not other._transport._does.state().record.begun:
+            time.sleep(0.01)
+    comm.barrier()
+    if comm.rank == 1:
+        other.abort()
+    until = time.monotonic() + PATIENCE / 6
+    while "free" not in spied.calls:
+        assert time.monotonic() < until, spied.calls
+        time.sleep(0.01)
+    assert ("stop" in spied.calls) == (comm.rank == 0)
+
+
+def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(ranks):
+    ranks(2)(freed)
+
+
+@over_peer
 def repeated(comm: Communicator) -> None:
     transport, x = comm._transport, torch.ones(100)
     comm.all_reduce(x)

@@ -232,7 +232,7 @@ class PeerTransport(device.DeviceTransport):
         if replays:
             return  # which may yet write to windows
         self._windows.close()
-        if not hangs and self._all_part():
+        if self._all_part():
             self._windows.free()  # else it stays until the process ends: a peer may yet write there
 
     def _all_part(self) -> bool:
