@@ -2,8 +2,8 @@
 #include "threads.hpp"
 
 extern "C" __attribute__((visibility("default"))) int launch(
-    const char* kernel, int channels, int ranks, const ringdp::Job* jobs, char* buffer, ringdp::i64 number,
-    int shared) {
+    const char* kernel, int channels, int ranks, const ringdp::Job* jobs, char* buffer, char* room,
+    ringdp::i64 number, int shared) {
   constexpr int kThreads = 1;  // of a block: cores are few
-  return ringdp::launch(kernel, channels, ranks, jobs, buffer, number, shared, kThreads);
+  return ringdp::launch(kernel, channels, ranks, jobs, {buffer, room, number}, shared, kThreads);
 }

@@ -7,17 +7,16 @@
 namespace ringdp {
 
 template <class T>
-__device__ void rows(const Job* jobs, char* buffer, i64 number) {
+__device__ void rows(const Job* jobs, const Given& given) {
   extern __shared__ __align__(16) char memory[];
-  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.y], buffer, number, blockIdx.x, memory);
+  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.y], given, blockIdx.x, memory);
 }
 
 }  // namespace ringdp
 
-#define RINGDP_KERNEL(name, T)                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 2) rows_##name(const ringdp::Job* jobs,       \
-                                                                  char* buffer,                  \
-                                                                  ringdp::i64 number) {          \
-    ringdp::rows<T>(jobs, buffer, number);                                                       \
+#define RINGDP_KERNEL(name, T)                                                     \
+  extern "C" __global__ void __launch_bounds__(256, 2) rows_##name(                \
+      const ringdp::Job* jobs, char* buffer, char* room, ringdp::i64 number) {     \
+    ringdp::rows<T>(jobs, {buffer, room, number});                                 \
   }
 RINGDP_EACH_DTYPE(RINGDP_KERNEL)

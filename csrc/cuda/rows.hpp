@@ -70,7 +70,7 @@ class Leader {
   RINGDP_DEVICE Piece piece(int chunk) const {
     if (chunk >= job_.chunks) {
       const i64 s = chunk - job_.chunks;
-      char* data = job_.spare + (channel_.channel * job_.scratch + s) * job_.slab;
+      char* data = job_.room + (channel_.channel * job_.scratch + s) * job_.slab;
       return {data, held_[s].bytes / unsigned(sizeof(T)), held_[s].more};
     }
     const i64 length = job_.bounds[chunk + 1] - job_.bounds[chunk];
@@ -84,7 +84,8 @@ class Leader {
   static RINGDP_DEVICE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
   RINGDP_DEVICE float* sum(int chunk) const {
-    return job_.sums + (channel_.channel * (job_.chunks + job_.scratch) + chunk) * slab();
+    auto* sums = reinterpret_cast<float*>(job_.room + job_.active * job_.scratch * job_.slab);
+    return sums + (channel_.channel * (job_.chunks + job_.scratch) + chunk) * slab();
   }
 
   // The chunk's value is about to be read. See Note [one rounding].
@@ -150,15 +151,15 @@ class Leader {
   unsigned sent_bytes_ = 0, sent_more_ = 0;
 };
 
-// `buffer`, `number`: instead of the job's, if they are not 0. `memory`: shared_bytes(job), aligned to
-// 16, shared by the team.
+// `given`: instead of the job's, where they are not 0. `memory`: shared_bytes(job), aligned to 16,
+// shared by the team.
 template <class T>
-RINGDP_DEVICE void run_rows(const Team& team, const Job& job, char* buffer, i64 number, i64 channel,
-                            char* memory) {
+RINGDP_DEVICE void run_rows(const Team& team, const Job& job, const Given& given, i64 channel, char* memory) {
   auto* leader = reinterpret_cast<Leader<T>*>(memory);
   Near near = copy_near(team, job, channel, memory + kLeader);
-  if (buffer) near.job.buffer = buffer;
-  if (number) near.job.number = number;
+  if (given.buffer) near.job.buffer = given.buffer;
+  if (given.room) near.job.room = given.room;
+  if (given.number) near.job.number = given.number;
   team.meet();
   if (team.thread == 0) new (leader) Leader<T>(near, channel);
   for (;;) {

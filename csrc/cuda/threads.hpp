@@ -16,12 +16,12 @@ struct alignas(16) Line {
 };
 
 template <class T>
-void block(const Job& job, char* buffer, i64 number, i64 channel, int threads) {
+void block(const Job& job, const Given& given, i64 channel, int threads) {
   std::vector<Line> shared((shared_bytes(job) - 1) / i64(sizeof(Line)) + 1);
   pthread_barrier_t barrier;
   pthread_barrier_init(&barrier, nullptr, threads);
   const auto act = [&](int t) {
-    run_rows<T>({t, threads, &barrier}, job, buffer, number, channel, shared[0].bytes);
+    run_rows<T>({t, threads, &barrier}, job, given, channel, shared[0].bytes);
   };
   std::vector<std::thread> others;
   for (int t = 1; t < threads; ++t) others.emplace_back(act, t);
@@ -31,18 +31,18 @@ void block(const Job& job, char* buffer, i64 number, i64 channel, int threads) {
 }
 
 // As the driver would; 0, or 1 for a kernel that there is not, 2 where `shared` is too little.
-inline int launch(const char* kernel, int channels, int ranks, const Job* jobs, char* buffer, i64 number,
-                  int shared, int threads) {
+inline int launch(const char* kernel, int channels, int ranks, const Job* jobs, Given given, int shared,
+                  int threads) {
   for (int r = 0; r < ranks; ++r)
     if (shared_bytes(jobs[r]) > shared) return 2;
-  void (*run)(const Job&, char*, i64, i64, int) = nullptr;
+  void (*run)(const Job&, const Given&, i64, int) = nullptr;
 #define RINGDP_CHOOSE(name, T) \
   if (kernel == std::string_view("rows_" #name)) run = block<T>;
   RINGDP_EACH_DTYPE(RINGDP_CHOOSE)
   if (!run) return 1;
   std::vector<std::thread> blocks;
   for (int r = 0; r < ranks; ++r)
-    for (int c = 0; c < channels; ++c) blocks.emplace_back(run, jobs[r], buffer, number, c, threads);
+    for (int c = 0; c < channels; ++c) blocks.emplace_back(run, jobs[r], given, c, threads);
   for (auto& b : blocks) b.join();
   return 0;
 }

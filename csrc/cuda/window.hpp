@@ -36,11 +36,17 @@ struct Job {
   const i64* bounds;  // [chunks + 1], in elements
   i64 chunks, scratch;
   char* buffer;
-  char* spare;           // [active][scratch][slab bytes]
-  float* sums;           // [active][chunks + scratch][slab elements], for 16-bit floats
+  char* room;            // [active][scratch][slab bytes], and behind them, for 16-bit floats, their
+                         // sums: float [active][chunks + scratch][slab elements]
   u64* counts;           // [channels][ranks][kCounts]
   u64* failure;          // 0, or what `failed` packs
   char* const* windows;  // [ranks]
+};
+
+// What each launch of a job has its own of.
+struct Given {
+  char *buffer, *room;
+  i64 number;
 };
 
 struct Stamp {

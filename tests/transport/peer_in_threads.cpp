@@ -27,7 +27,7 @@ struct Rank {
   std::vector<Row> rows;
   std::vector<i64> bounds;
   std::vector<float> buffer;
-  std::vector<Line> spare, window;
+  std::vector<Line> room, window;
   std::vector<u64> counts;
   u64 failure = 0;
 
@@ -39,7 +39,7 @@ struct Rank {
     for (Row& r : rows)
       file >> r.round >> r.recv_peer >> r.send_peer >> r.src_chunk >> r.dst_chunk >> r.flags;
     check(bool(file), "the program can be read");
-    spare.resize(kChannels * scratch * kSlab / 16 + 1);
+    room.resize(kChannels * scratch * kSlab / 16 + 1);
     window.resize((kLine * (1 + 2 * kChannels * ranks) + kChannels * ranks * kDepth * (kLine + kSlab)) / 16);
   }
   Job job(i64 rank, char* const* windows, i64 ranks, i64 number, i64 timeout, i64 elements) {
@@ -48,7 +48,7 @@ struct Rank {
     buffer.assign(elements, float(rank + 1));
     return {rank, ranks, kChannels, kDepth, kSlab, kChannels, number, timeout, 0,
             rows.data(), i64(rows.size()), bounds.data(), chunks, scratch,
-            reinterpret_cast<char*>(buffer.data()), spare[0].bytes, nullptr, counts.data(), &failure,
+            reinterpret_cast<char*>(buffer.data()), room[0].bytes, counts.data(), &failure,
             windows};
   }
 };
@@ -78,7 +78,7 @@ int main(int count, char** arguments) {
       for (int r = 0; r < n; ++r)
         jobs.push_back(ranks[r].job(r, windows.data(), n, number, 60'000'000'000, elements));
       check_near(jobs[0]);
-      check(launch("rows_float32", kChannels, n, jobs.data(), nullptr, 0, kShared, kTeam) == 0, "there is such a kernel");
+      check(launch("rows_float32", kChannels, n, jobs.data(), {}, kShared, kTeam) == 0, "there is such a kernel");
       for (auto& r : ranks) {
         check(r.failure == 0, "no failure");
         for (float x : r.buffer) check(x == float(n * (n + 1) / 2), "the sum");
@@ -92,7 +92,7 @@ int main(int count, char** arguments) {
   std::vector<Job> jobs;
   for (int r = 0; r < n; ++r)
     jobs.push_back(ranks[r].job(r, windows.data(), n, r == 0 && !dead, dead ? 100'000'000 : 60'000'000'000, 3000));
-  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, nullptr, 0, kShared, kTeam) == 0, "there is such a kernel");
+  check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, {}, kShared, kTeam) == 0, "there is such a kernel");
   bool told = false;
   for (int r = dead; r < n; ++r) {
     const auto fault = Fault(ranks[r].failure & 0xffff);

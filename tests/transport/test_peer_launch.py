@@ -130,7 +130,7 @@ def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     assert cupy.devices == [torch.device("cuda:3"), 3]
     kernels.launch(Launch("rows_int8", (3, 2), Jobs(), 400))
     assert cupy.devices[2:] == [Jobs.device, 1]
-    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0, 0), 400, 77)]
+    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0, 0, 0), 400, 77)]
 
 
 def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:

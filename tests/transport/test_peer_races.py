@@ -33,8 +33,9 @@ class Launched:
         self._device.touch_bytes(
             "buffer", here, launch.buffer, length * SIZES[launch.kernel], writes=True
         )
-        if job.sums > job.spare:
-            self._device.touch_bytes("spare", here, job.spare, job.sums - job.spare, writes=True)
+        self._device.touch_bytes(
+            "room", here, launch.room, job.active * job.scratch * job.slab, writes=True
+        )
         self._kernels.launch(launch)
 
 

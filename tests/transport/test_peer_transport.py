@@ -270,10 +270,14 @@ def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(ranks):
 def repeated(comm: Communicator) -> None:
     transport, x = comm._transport, torch.ones(100)
     comm.all_reduce(x)
-    made = len(transport._jobs_made)
+    made, room = len(transport._jobs_made), len(transport._staging)
     for _ in range(3):
         comm.all_reduce(x)
     assert len(transport._jobs_made) == made
+    comm.all_reduce(x.bfloat16())
+    assert len(transport._staging) > room
+    comm.all_reduce(x)  # as in a graph that is captured now
+    assert len(transport._jobs_made) == made + 1
 
 
 def test_the_same_call_again_makes_no_other_job(ranks):

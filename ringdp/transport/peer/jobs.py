@@ -101,8 +101,7 @@ class Job(NamedTuple):
     chunks: int
     scratch: int
     buffer: int
-    spare: int
-    sums: int
+    room: int
     counts: int
     failure: int
     windows: int
@@ -116,15 +115,12 @@ def rows_of(program: Program) -> Tensor:
     return torch.from_numpy(program.rows.copy())
 
 
-def spare_bytes(program: Program, shape: Shape, active: int) -> int:
-    """A slab a channel and scratch chunk."""
-    return active * program.scratch * shape.slab
-
-
-def sums_bytes(program: Program, shape: Shape, active: int, dtype: torch.dtype) -> int:
-    """A float32 for each 16-bit element of a slab, a channel and chunk, where such are added."""
+def room_bytes(program: Program, shape: Shape, active: int, dtype: torch.dtype) -> int:
+    """A channel's: a slab for each scratch chunk, and a float32 for each 16-bit element of a slab,
+    for each chunk, where such are added."""
     adds = dtype in WIDE and any(row.flags & REDUCE for row in program)
-    return active * (program.chunks + program.scratch) * shape.slab * 2 * adds
+    sums = 2 * adds * (program.chunks + program.scratch)
+    return active * shape.slab * (program.scratch + sums)
 
 
 def shared_bytes(programs: Sequence[Program]) -> int:

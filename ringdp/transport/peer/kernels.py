@@ -31,7 +31,7 @@ INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 class Launch(NamedTuple):
     """Of a kernel: a block for each of `grid`, with `shared` bytes of memory a block.
 
-    `jobs`: int64[ranks, fields of Job] on the device. `buffer`, `number`: if not 0, those of a
+    `jobs`: int64[ranks, fields of Job] on the device. The last three are, if not 0, those of a
     single job.
     """
 
@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     jobs: Tensor
     shared: int
     buffer: int = 0
+    room: int = 0
     number: int = 0
 
 
@@ -134,10 +135,10 @@ class HostKernels:
             raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
 
     def launch(self, launch: Launch) -> None:
-        name, grid, jobs, shared, buffer, number = launch
-        table, at = ctypes.c_void_p(jobs.data_ptr()), ctypes.c_void_p(buffer)
+        name, grid, jobs, shared, *addresses, number = launch
+        at = map(ctypes.c_void_p, (jobs.data_ptr(), *addresses))
         key = ctypes.c_int64(number)
-        refused = self._library.launch(name.encode(), *grid, table, at, key, shared)
+        refused = self._library.launch(name.encode(), *grid, *at, key, shared)
         assert not refused, f"{name} with {shared} bytes a block: {refused}"
 
 

@@ -2,7 +2,7 @@
 
 A rank's part in each is a job, a table in its GPU's memory that the kernel reads: made at the first
 call of that length, and kept for those after it, on whatever buffer. Beside the windows the kernel
-needs room for scratch chunks, and for sums of 16-bit floats.
+needs room, which all share, for scratch chunks and for sums of 16-bit floats.
 
 All channels run in every collective: both ends of one must cut a chunk alike, and ranks need not
 know how long each other's buffers are. Before each, a kernel of the same kind takes the stamp of
@@ -60,7 +60,6 @@ class _Asked(NamedTuple):
     op: Op
     dtype: torch.dtype
     timeout: float
-    room: int  # its address
 
 
 class _Made(NamedTuple):
@@ -149,20 +148,19 @@ class PeerTransport(device.DeviceTransport):
         return self._streams.fetched(self._stamps[STAMP_BYTES:])
 
     def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
-        made = self._made(program, buffer.dtype, bounds, op)
-        name, grid = kernel_name(buffer.dtype), (self._shape.channels, 1)
+        made, channels = self._made(program, buffer.dtype, bounds, op), self._shape.channels
+        room = self._room(jobs.room_bytes(program, self._shape, channels, buffer.dtype)).data_ptr()
+        name, at = kernel_name(buffer.dtype), buffer.data_ptr()
         with self._launching, self._streams.moving(0), self._streams.launching():
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
-            at, number = buffer.data_ptr(), self._number
-            self._kernels.launch(Launch(name, grid, made.job, made.shared, at, number))
+            self._kernels.launch(
+                Launch(name, (channels, 1), made.job, made.shared, at, room, self._number)
+            )
         return 0  # they are counted on the device
 
     def _made(self, program: Program, dtype: torch.dtype, bounds: tuple[int, ...], op: Op) -> _Made:
-        shape, active = self._shape, self._shape.channels
-        spare = jobs.spare_bytes(program, shape, active)
-        room = self._room(spare + jobs.sums_bytes(program, shape, active, dtype))
-        asked = _Asked(program, bounds, op, dtype, self.timeout, room.data_ptr())
+        asked = _Asked(program, bounds, op, dtype, self.timeout)
         if asked in self._jobs_made:
             self._jobs_made.move_to_end(asked)
             made = self._jobs_made[asked]
@@ -174,9 +172,9 @@ class PeerTransport(device.DeviceTransport):
             tables = self._put(torch.cat([torch.tensor(bounds), rows]))
             job = Job(
                 self.rank,
-                *shape,
-                active=active,
-                number=0,  # by the launch
+                *self._shape,
+                active=self._shape.channels,
+                number=0,  # this, buffer and room are the launch's
                 timeout=int(min(self.timeout * 1e9, LONGEST)),
                 op=OPS.index(op),
                 rows=tables.data_ptr() + 8 * len(bounds),
@@ -184,9 +182,8 @@ class PeerTransport(device.DeviceTransport):
                 bounds=tables.data_ptr(),
                 chunks=program.chunks,
                 scratch=program.scratch,
-                buffer=0,  # by the launch
-                spare=room.data_ptr(),
-                sums=room.data_ptr() + spare,
+                buffer=0,
+                room=0,
                 counts=self._counts.data_ptr(),
                 failure=self._failure.data_ptr(),
                 windows=self._table.data_ptr(),

@@ -117,9 +117,8 @@ class VirtualRanks:
         if program not in self._rows:
             self._rows[program] = jobs.rows_of(program).to(self._device)
         shape = self._shape
-        spare = self._room(jobs.spare_bytes(program, shape, active))
-        sums = self._room(jobs.sums_bytes(program, shape, active, buffer.dtype))
-        kept += [spare, sums]
+        room = self._room(jobs.room_bytes(program, shape, active, buffer.dtype))
+        kept.append(room)
         return Job(
             rank,
             *shape,
@@ -133,8 +132,7 @@ class VirtualRanks:
             chunks=program.chunks,
             scratch=program.scratch,
             buffer=buffer.data_ptr(),
-            spare=spare.data_ptr(),
-            sums=sums.data_ptr(),
+            room=room.data_ptr(),
             counts=self._counts[rank].data_ptr(),
             failure=self._failures[rank].data_ptr(),
             windows=self._table.data_ptr(),
