@@ -45,7 +45,7 @@ class Leader {
         if (!going_[row_]) continue;
         const Row row = job_.rows[row_];
         channel_.round = row.round;
-        if (row.recv_peer < 0 && live_[row.src_chunk]) return round(row.src_chunk);
+        if (row.src_chunk >= 0 && live_[row.src_chunk]) return round(row.src_chunk);
         if (!plan(row)) return false;
         ++row_;
         return true;
@@ -102,14 +102,14 @@ class Leader {
     char* out = sends ? channel_.outgoing(row.send_peer) : nullptr;
     if (sends && !out) return false;
     const Piece target = row.dst_chunk >= 0 ? piece(row.dst_chunk) : Piece{nullptr, 0, 0};
-    Piece value;
+    Piece value = {nullptr, 0, 0};  // of a row that has none to send: see peer.jobs.greeted
     if (receives) {
       Stamp* stamp = channel_.incoming(row.recv_peer);
       if (!stamp) return false;
       if (stamp->number != u64(job_.number) || i64(stamp->bytes) > job_.slab)
         return channel_.fail(Fault::mismatch, row.recv_peer);
       value = {Channel::data(stamp), stamp->bytes / unsigned(sizeof(T)), stamp->more};
-    } else {
+    } else if (row.src_chunk >= 0) {
       value = piece(row.src_chunk);
     }
     const bool spare = row.dst_chunk >= job_.chunks;  // takes any length

@@ -39,7 +39,7 @@ def calls(comm: Communicator) -> None:
         comm.all_reduce(torch.zeros(1, device="meta"))
 
 
-MISTAKES = ("collective", "length", "dtype", "sizes", "message", "late")
+MISTAKES = ("collective", "roots", "length", "dtype", "sizes", "message", "late")
 
 
 def mistaken(comm: Communicator, what: str) -> Heard | None:
@@ -47,6 +47,7 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
     sizes = [2500, 2500] if odd else [2000, 3000]
     act = {
         "collective": lambda: comm.broadcast(x) if odd else comm.all_reduce(x),
+        "roots": lambda: comm.broadcast(x, 1 - comm.rank),  # each waits for the other's data
         "length": lambda: comm.all_reduce(x[1:] if odd else x),
         "dtype": lambda: comm.all_reduce(x.int() if odd else x),
         "sizes": lambda: comm.all_gather_v(x, x[: sizes[comm.rank]], sizes),

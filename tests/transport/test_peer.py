@@ -14,7 +14,7 @@ from ringdp.schedule import fifo_depth, fuse, project, schedule
 from ringdp.schedule.program import Program
 from ringdp.transport.base import DTYPES, OPS, Op
 from ringdp.transport.peer import kernels as peer
-from ringdp.transport.peer.jobs import kernel_name
+from ringdp.transport.peer.jobs import greeted, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Kernels
 from ringdp.transport.peer.virtual import VirtualRanks
 from ringdp.transport.simulator import simulate
@@ -182,7 +182,7 @@ BUILDS = {
 
 def files(at: Path, algorithm: str, n: int) -> list[str]:
     found = []
-    for p in programs("all_reduce", algorithm, n):
+    for p in map(greeted, programs("all_reduce", algorithm, n)):
         found.append(at / f"{algorithm}-{n}-{p.rank}")
         rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
         found[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n", encoding="utf-8")

@@ -9,7 +9,6 @@ import torch
 
 from ringdp import Communicator
 from ringdp.transport.base import DTYPES
-from ringdp.transport.device.stamp import STAMP_BYTES
 from ringdp.transport.peer.jobs import Job, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Launch
 from tests.transport.nccl.racing import Device, Streams, faked
@@ -43,7 +42,6 @@ def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
     device, transport = faked(patch), comm._transport
     transport._streams = streams = Streams(device)
     transport._staging = streams.empty(0)
-    transport._stamps = streams.empty(2 * STAMP_BYTES)
     transport._kernels = Launched(device)
     return device
 

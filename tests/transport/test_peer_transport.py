@@ -18,6 +18,7 @@ from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, schedule
 from ringdp.transport.device import transport as device
 from ringdp.transport.peer.jobs import LINE, Shape
+from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
 from ringdp.transport.peer.windows import Windows
 from tests.comm.failing import Heard, hear
@@ -266,10 +267,21 @@ def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(ranks):
     ranks(2)(freed)
 
 
+class Counted:
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels, self.launches = kernels, 0
+
+    def launch(self, launch: Launch) -> None:
+        self.launches += 1
+        self._kernels.launch(launch)
+
+
 @over_peer
 def repeated(comm: Communicator) -> None:
     transport, x = comm._transport, torch.ones(100)
+    transport._kernels = counted = Counted(transport._kernels)
     comm.all_reduce(x)
+    assert counted.launches == 1
     made, room = len(transport._jobs_made), len(transport._staging)
     for _ in range(3):
         comm.all_reduce(x)
@@ -280,7 +292,7 @@ def repeated(comm: Communicator) -> None:
     assert len(transport._jobs_made) == made + 1
 
 
-def test_the_same_call_again_makes_no_other_job(ranks):
+def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(ranks):
     ranks(2)(repeated)
 
 

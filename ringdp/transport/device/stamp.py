@@ -1,7 +1,7 @@
 """What ranks tell their neighbour at the start of a collective: which one they have called, where.
 
-What a device sends carries nothing but data: ranks that call different things hang, or get garbage.
-So before its data every rank sends its call to the next rank of a circle, in the same way. If all
+What NCCL sends carries nothing but data: ranks that call different things hang, or get garbage. So
+before its data every rank sends its call to the next rank of a circle, in the same way. If all
 neighbours agree then all ranks do. A stamp is STAMP_BYTES bytes:
 
     number, digest, kind, elements (int64 each) | the user's file:line in SITE_BYTES

@@ -32,7 +32,7 @@ from ringdp.transport.c10d import C10dTransport, Failed
 from ringdp.transport.device.launches import launches
 from ringdp.transport.device.stamp import Stamped, unpacked
 from ringdp.transport.device.streams import streams
-from ringdp.transport.device.under_way import UnderWay
+from ringdp.transport.device.under_way import Met, UnderWay
 from ringdp.transport.making import Making
 from ringdp.transport.records import Call
 from ringdp.transport.told import LOOK
@@ -84,12 +84,15 @@ class DeviceTransport(C10dTransport):
     def _join(self) -> None:
         """Come together with the other ranks. Collective."""
 
-    @abstractmethod
-    def _exchange(self, ours: Stamped) -> Tensor:
-        """Put into the streams: the stamp of the rank before, for ours to the one behind."""
+    def _exchange(self, ours: Stamped) -> Met | None:
+        """Put into the streams: the stamp of the rank before, for ours to the one behind. None if
+        what follows sees to it that they agree."""
+        return None
 
     @abstractmethod
-    def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
+    def _execute(
+        self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
+    ) -> int:
         """Put into the streams: a program. Returns the bytes that it sends."""
 
     @abstractmethod
@@ -122,7 +125,8 @@ class DeviceTransport(C10dTransport):
         assert whole is not None
         if whole.device != self.device:
             return super()._start(program, bounds, op, call, whole, part)
-        return self._issue(call, partial(self._execute, program, whole, bounds, op), whole)
+        ours = self._stamped(call)
+        return self._issue(ours, partial(self._execute, ours, program, whole, bounds, op), whole)
 
     def check(self, buffer: Tensor) -> None:
         self._check_process()
@@ -180,12 +184,14 @@ class DeviceTransport(C10dTransport):
 
     # --- on the thread that issues
 
-    def _issue(self, call: Call, act: Callable[[], int], kept: object) -> int:
-        ours = Stamped(call, self._digested(call[1]))
+    def _stamped(self, call: Call) -> Stamped:
+        return Stamped(call, self._digested(call[1]))
+
+    def _issue(self, ours: Stamped, act: Callable[[], int], kept: object) -> int:
         if self._streams.capturing():
             return self._capture(act)
         ticket, arrival = self._ticket(), self._streams.arrival()
-        self._does.begin(ticket, call)  # not as late as its launch: others may end before that
+        self._does.begin(ticket, ours.call)  # not as late as its launch: others may end before that
         job = partial(self._run_on_device, ticket, ours, arrival, act, kept)
         self._launches.put(partial(self._attempt, job))
         return ticket
@@ -198,11 +204,8 @@ class DeviceTransport(C10dTransport):
         until = time.monotonic() + self.timeout
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
-            theirs = self._exchange(ours)
-            work = UnderWay(ticket, until, ours, theirs, kept, self._streams.end())
-            if at_once := work.met.query():
-                self._compare(work)
-            else:
+            work = UnderWay(ticket, until, ours, kept, self._exchange(ours))
+            if not (at_once := self._agrees(work)):
                 self._under_way.append(work)
             sent = act()
             work.end = self._streams.end()
@@ -266,11 +269,17 @@ class DeviceTransport(C10dTransport):
         self._check_health()
         self._does.end(work.ticket)
 
-    def _compare(self, work: UnderWay) -> None:
-        work.agreed = True
-        ours, theirs = work.ours, unpacked(work.theirs)
+    def _agrees(self, work: UnderWay) -> bool:
+        """Whether its stamps have met. Raises Failed where they differ."""
+        if work.met is None:
+            return True
+        data, there = work.met
+        if not there.query():
+            return False
+        work.met = None
+        ours, theirs = work.ours, unpacked(data)
         if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
-            return
+            return True
         raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, (ours.short, theirs.short))
 
     # --- on the thread that watches
@@ -301,9 +310,7 @@ class DeviceTransport(C10dTransport):
     def _reap(self) -> None:
         """Let go of what the device has done; what it does not do in time has failed."""
         for work in list(self._under_way):
-            if not work.agreed and work.met.query():
-                self._compare(work)
-            if work.agreed and work.end is not None and work.end.query():
+            if self._agrees(work) and work.end is not None and work.end.query():
                 self._finish(work)
                 with self._told.changed:
                     self._under_way.remove(work)

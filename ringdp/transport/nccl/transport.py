@@ -21,6 +21,7 @@ from ringdp.transport.c10d import Failed
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
+from ringdp.transport.device.under_way import Met
 from ringdp.transport.issued import Issued
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
@@ -84,21 +85,22 @@ class NcclTransport(DeviceTransport):
         """One of NCCL's collectives, on buffers of the device."""
         all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
         act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
-        return self._issue(call, act, (whole, part))
+        return self._issue(self._stamped(call), act, (whole, part))
 
-    def _exchange(self, ours: Stamped) -> Tensor:
-        mine = packed(ours)
+    def _exchange(self, ours: Stamped) -> Met | None:
         if self.ranks == 1:
-            return mine
+            return None
         comm, streams = self._nccl.comm, self._streams
-        sent, theirs = streams.sent(mine), streams.empty(STAMP_BYTES)
+        sent, theirs = streams.sent(packed(ours)), streams.empty(STAMP_BYTES)
         behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         with streams.moving(0), grouped(self._binding):
             comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)
             comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, streams.handle)
-        return streams.fetched(theirs)
+        return streams.fetched(theirs), streams.end()
 
-    def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
+    def _execute(
+        self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
+    ) -> int:
         steps = plan(program)
         slab = self._streams.room // self.ranks // buffer.element_size() // 16 * 16
         staging = self._room(prod(staging_shape(steps, bounds, slab)) * buffer.element_size())

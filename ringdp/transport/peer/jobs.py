@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.schedule.program import REDUCE, Program
+from ringdp.schedule.program import NONE, REDUCE, Program, Row
 
 LINE = 128  # bytes between what different ranks write (csrc's kLine)
 # A slab costs its leader the same trips to memory whatever its size, so slabs are large: the
@@ -113,6 +113,19 @@ def kernel_name(dtype: torch.dtype) -> str:
 
 def rows_of(program: Program) -> Tensor:
     return torch.from_numpy(program.rows.copy())
+
+
+def greeted(program: Program) -> Program:
+    """With a message ahead that holds nothing, to the next rank of a circle.
+
+    Where all have got theirs, and its number is that of their launch, all ranks are in the same
+    collective: rows alone may not join those that are not, or let each wait for the other's first.
+    """
+    behind, before = (program.rank + 1) % program.ranks, (program.rank - 1) % program.ranks
+    if behind == program.rank:
+        return program
+    rows = Row(0, NONE, behind, NONE, NONE, 0), Row(0, before, NONE, NONE, NONE, 0)
+    return program.with_rows([*rows, *program])
 
 
 def room_bytes(program: Program, shape: Shape, active: int, dtype: torch.dtype) -> int:

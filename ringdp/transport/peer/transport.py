@@ -5,9 +5,9 @@ call of that length, and kept for those after it, on whatever buffer. Beside the
 needs room, which all share, for scratch chunks and for sums of 16-bit floats.
 
 All channels run in every collective: both ends of one must cut a chunk alike, and ranks need not
-know how long each other's buffers are. Before each, a kernel of the same kind takes the stamp of
-the call (see `device.stamp`) to the next rank. It alone sees that, so messages carry its digest:
-no rank takes one for another collective's. Leaves out: ranks of several hosts.
+know how long each other's buffers are. All messages carry a number that says which collective they
+are of, and the first one holds nothing else (see `jobs.greeted`): no rank takes what it gets for
+another collective's, or waits in one that others are not in. Leaves out: ranks of several hosts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError
-from ringdp.schedule.program import NONE, STORE, Program, Row
+from ringdp.schedule.program import Program
 from ringdp.transport import wire
 from ringdp.transport.base import OPS, FailureKind, Op, Prepared
-from ringdp.transport.c10d import Failed
+from ringdp.transport.c10d import GOLDEN, Failed
 from ringdp.transport.device import transport as device
-from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
+from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE, Making
 from ringdp.transport.peer import jobs
@@ -45,6 +44,7 @@ DEPTH = 4  # slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
 MOST = 64 << 20  # bytes of a window
 KEPT = 512  # jobs
+LARGEST = 1 << 62  # of numbers
 FAULTS = {
     Fault.TIMEOUT: FailureKind.TIMEOUT,
     Fault.MISMATCH: FailureKind.MISMATCH,
@@ -101,9 +101,6 @@ class PeerTransport(device.DeviceTransport):
         self._failure = torch.zeros(1, dtype=torch.int64)
         if self.device.type == "cuda":
             self._failure = self._failure.pin_memory()
-        self._stamps = self._streams.empty(2 * STAMP_BYTES)
-        self._greeting, self._greeted = greeting(self.rank, self.ranks), 0  # bytes of stamps
-        self._number = 0  # that messages carry: the digest
         self._streams.drain()
 
     def _put(self, data: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ class PeerTransport(device.DeviceTransport):
         elements: int,
     ) -> Prepared:
         """Raises UsageError for a program that a block's memory does not hold."""
-        jobs.shared_bytes([program])
+        jobs.shared_bytes([jobs.greeted(program)])
         return super().prepare_program(program, bounds, dtype, op, kind, elements)
 
     def sent_bytes(self) -> int:
@@ -127,7 +124,7 @@ class PeerTransport(device.DeviceTransport):
         with self._streams.current():
             counts = self._streams.fetched(self._counts)
             self._streams.drain()
-        return super().sent_bytes() + int(counts[:, :, 2].sum()) - self._greeted
+        return super().sent_bytes() + int(counts[:, :, 2].sum())
 
     def end(self) -> None:
         """See `Ending`."""
@@ -136,28 +133,25 @@ class PeerTransport(device.DeviceTransport):
 
     # --- on the thread that issues
 
-    def _exchange(self, ours: Stamped) -> Tensor:
-        mine = packed(ours)
-        if self.ranks == 1:
-            return mine
-        sent, self._number = self._put(mine), 0
-        with self._streams.moving(0), self._streams.launching():
-            self._stamps[:STAMP_BYTES].copy_(sent)
-        self._execute(self._greeting, self._stamps, (0, STAMP_BYTES, 2 * STAMP_BYTES), "max")
-        self._greeted, self._number = self._greeted + STAMP_BYTES, ours.digest
-        return self._streams.fetched(self._stamps[STAMP_BYTES:])
-
-    def _execute(self, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op) -> int:
+    def _execute(
+        self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
+    ) -> int:
         made, channels = self._made(program, buffer.dtype, bounds, op), self._shape.channels
         room = self._room(jobs.room_bytes(program, self._shape, channels, buffer.dtype)).data_ptr()
-        name, at = kernel_name(buffer.dtype), buffer.data_ptr()
+        name, at, number = kernel_name(buffer.dtype), buffer.data_ptr(), self._agreed(ours)
         with self._launching, self._streams.moving(0), self._streams.launching():
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
             self._kernels.launch(
-                Launch(name, (channels, 1), made.job, made.shared, at, room, self._number)
+                Launch(name, (channels, 1), made.job, made.shared, at, room, number)
             )
         return 0  # they are counted on the device
+
+    def _agreed(self, ours: Stamped) -> int:
+        """What all messages of a collective carry, not 0: what its ranks must agree upon."""
+        number, kind, elements, site = ours.call
+        uneven = not self._differ(ours.call, (number, kind, elements + 1, site))
+        return (ours.digest + (0 if uneven else elements) * GOLDEN) % LARGEST + 1
 
     def _made(self, program: Program, dtype: torch.dtype, bounds: tuple[int, ...], op: Op) -> _Made:
         asked = _Asked(program, bounds, op, dtype, self.timeout)
@@ -167,6 +161,7 @@ class PeerTransport(device.DeviceTransport):
         else:
             if self._streams.capturing():
                 raise self._uncapturable("a table for its kernel")
+            program = jobs.greeted(program)
             shared = jobs.shared_bytes([program])
             rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 of 4 bytes each
             tables = self._put(torch.cat([torch.tensor(bounds), rows]))
@@ -209,9 +204,6 @@ class PeerTransport(device.DeviceTransport):
     def _check_health(self) -> None:
         if not (word := int(self._failure)):
             return
-        for work in list(self._under_way):  # whose stamps say more than the kernel does
-            if not work.agreed and work.met.query():
-                self._compare(work)
         found = jobs.failed(word)
         if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
             with self._told.changed:
@@ -251,10 +243,3 @@ def shape(ranks: int, channels: int) -> Shape:
     while slab > jobs.LINE and Shape(ranks, channels, DEPTH, slab).window > MOST:
         slab //= 2
     return Shape(ranks, channels, DEPTH, slab)
-
-
-def greeting(rank: int, ranks: int) -> Program:
-    """Chunk 0 of a rank becomes chunk 1 of the rank behind it, in a circle."""
-    behind, before = (rank + 1) % ranks, (rank - 1) % ranks
-    rows = Row(0, NONE, behind, 0, NONE, 0), Row(0, before, NONE, NONE, 1, STORE)
-    return Program(rank, ranks, 2, np.array(rows, dtype=np.int32))
