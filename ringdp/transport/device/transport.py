@@ -16,8 +16,8 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -103,9 +103,9 @@ class DeviceTransport(C10dTransport):
     def _leave_to_exit(self) -> None:
         """The process ends: let nothing end before it that waits for others."""
 
-    @abstractmethod
-    def _translated(self, ours: Stamped | None) -> AbstractContextManager[None]:
-        """Errors in the block, as failures of the communicator."""
+    def _failed(self, error: RuntimeError, ours: Stamped | None) -> Failed:
+        """What it means that a library or a driver has raised this, in that collective."""
+        return Failed(FailureKind.ABORTED, self.rank, why=str(error).partition("\n")[0])
 
     @abstractmethod
     def _check_health(self) -> None:
@@ -222,7 +222,7 @@ class DeviceTransport(C10dTransport):
         self._await_quiet()
         ticket, arrival = self._ticket(), self._streams.arrival()
         try:
-            with self._streams.current(), self._translated(None):
+            with self._streams.current(), self._translated():
                 self._streams.follow(arrival)
                 sent = act()
                 self._streams.settle(self._streams.end())
@@ -265,6 +265,14 @@ class DeviceTransport(C10dTransport):
             f"a collective in a CUDA graph needs {needed}: run it once before the capture"
         )
 
+    @contextmanager
+    def _translated(self, ours: Stamped | None = None) -> Iterator[None]:
+        """Errors in the block, as failures of the communicator."""
+        try:
+            yield
+        except RuntimeError as e:
+            raise self._failed(e, ours) from e
+
     def _finish(self, work: UnderWay) -> None:
         self._check_health()
         self._does.end(work.ticket)
@@ -299,9 +307,9 @@ class DeviceTransport(C10dTransport):
                     lambda: self._busy() or self._told.failure,
                     LOOK if self._captured else None,  # replays of graphs tell nobody
                 )
-            with self._translated(None):
+            with self._translated():
                 self._check_health()
-            self._reap()
+                self._reap()
             time.sleep(LOOK / 2)
 
     def _busy(self) -> bool:

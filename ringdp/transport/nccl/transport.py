@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -124,13 +123,10 @@ class NcclTransport(DeviceTransport):
         """Python must not destroy it, either: NCCL waits for graphs that are still there."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl.comm))
 
-    @contextmanager
-    def _translated(self, ours: Stamped | None) -> Iterator[None]:
-        """NCCL's errors in the block, as failures of the communicator."""
-        try:
-            yield
-        except self._binding.NcclError as e:
+    def _failed(self, error: RuntimeError, ours: Stamped | None) -> Failed:
+        if not isinstance(error, self._binding.NcclError):
+            return super()._failed(error, ours)
+        if getattr(error, "status", None) == INVALID_USAGE and ours is not None:
             before = (self.rank - 1) % self.ranks
-            if getattr(e, "status", None) == INVALID_USAGE and ours is not None:
-                raise Failed(FailureKind.MISMATCH, before, (ours.short, ours.short)) from e
-            raise Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {e}") from e
+            return Failed(FailureKind.MISMATCH, before, (ours.short, ours.short))
+        return Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {error}")

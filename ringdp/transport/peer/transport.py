@@ -15,8 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import CommunicationError
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
 from ringdp.transport.base import OPS, FailureKind, Op, Prepared
@@ -190,14 +189,6 @@ class PeerTransport(device.DeviceTransport):
         if self._streams.capturing():
             self._captured |= {made.job, made.tables}
         return made
-
-    @contextmanager
-    def _translated(self, ours: Stamped | None) -> Iterator[None]:
-        """A driver's errors in the block, as failures of the communicator."""
-        try:
-            yield
-        except CommunicationError as e:
-            raise Failed(FailureKind.ABORTED, self.rank, why=str(e)) from e
 
     # --- on the thread that watches
 

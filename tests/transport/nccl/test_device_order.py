@@ -90,6 +90,34 @@ def test_what_does_not_end_on_the_device_in_time_is_aborted(ranks) -> None:
     ranks(2)(late)
 
 
+class Broken(Streams):
+    """A device whose memory is misused: who asks for an end again hears of it."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def end(self) -> End:
+        return self
+
+    def query(self) -> bool:
+        asked, self._asked = self._asked, True
+        if not asked:
+            return False
+        raise torch.AcceleratorError("CUDA error: an illegal address\nSearch for it in CUDA's docs")
+
+
+@over_nccl
+def broken(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm._transport._streams = Broken()
+    with pytest.raises(PeerLost, match=r"rank 0 has aborted \(CUDA error: an illegal address\)"):
+        barriers(comm)
+
+
+def test_what_the_driver_says_is_a_failure_that_all_hear_of(ranks) -> None:
+    ranks(2)(broken)
+
+
 @over_nccl
 def queued(comm: Communicator) -> None:
     """On a communicator that fails before the queue comes to it."""
