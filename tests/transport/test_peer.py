@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from ringdp.errors import CollectiveMismatch, CollectiveTimeout, UsageError
+from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, UsageError
 from ringdp.schedule import fifo_depth, fuse, project, schedule
 from ringdp.schedule.program import Program
 from ringdp.transport.base import DTYPES, OPS, Op
@@ -150,6 +151,24 @@ def test_another_length_is_a_mismatch(kernels: Kernels, device: str) -> None:
     buffers = [torch.ones(size, device=device) for size in (20, 24)]
     with pytest.raises(CollectiveMismatch, match="of another launch or length"):
         ranks.run(made, buffers)
+
+
+def test_a_launch_without_threads_is_an_error_of_ours_and_none_runs() -> None:
+    ranks = VirtualRanks(2, channels=64, slab=128, device="cpu", kernels=HostKernels(), timeout=60)
+    buffers = list(torch.ones(2, 64 << 5))
+    size = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20), before[1]))
+    try:
+        with pytest.raises(CommunicationError, match="lacks threads, or memory, for 64 channels"):
+            ranks.run(programs("all_reduce", "ring", 2), buffers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    ranks.run(programs("all_reduce", "ring", 2), buffers)
+    assert torch.all(buffers[0] == 2)
 
 
 def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

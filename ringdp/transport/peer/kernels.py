@@ -25,6 +25,7 @@ FATBIN = Path(_core.__file__).parent / "peer.fatbin"
 HOST = Path(_core.__file__).with_name("libhostpeer.so")
 THREADS = 256  # of a block
 TOGETHER = 2  # blocks of a multiprocessor, by their registers (the bounds in csrc's peer.cu)
+NO_THREADS = 3  # of csrc's threads.hpp
 INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 
 
@@ -135,10 +136,15 @@ class HostKernels:
             raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
 
     def launch(self, launch: Launch) -> None:
+        """Raises CommunicationError where there are no threads for it."""
         name, grid, jobs, shared, *addresses, number = launch
         at = map(ctypes.c_void_p, (jobs.data_ptr(), *addresses))
         key = ctypes.c_int64(number)
         refused = self._library.launch(name.encode(), *grid, *at, key, shared)
+        if refused == NO_THREADS:
+            raise CommunicationError(
+                f"the system lacks threads, or memory, for {grid[0]} channels of {grid[1]} ranks"
+            )
         assert not refused, f"{name} with {shared} bytes a block: {refused}"
 
 
