@@ -1,6 +1,7 @@
 // The memory of a rank that its peers can reach, and the counters that guard it.
 //
-//   window   stop, then for each (channel, peer): arrived, taken; then for each, `depth` slots
+//   window   stop, and for who maps it, its size and rank; then for each (channel, peer): arrived,
+//            taken; then for each, `depth` slots
 //   slot     a stamp, and behind it `slab` bytes
 //
 // Rank s sends by writing a slot in the receiver's window and then `arrived` there; the receiver

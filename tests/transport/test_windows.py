@@ -88,6 +88,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.mark = SIZE, 1  # of what is opened
 
     def malloc(self, size: int) -> int:
         self.calls.append(("malloc", size))
@@ -105,6 +106,13 @@ class Runtime:
     def ipcCloseMemHandle(self, address: int) -> None:  # noqa: N802
         self.calls.append(("close", address))
         raise Refused("it is gone")
+
+    def memcpy(self, to: int, source: int, size: int, kind: int) -> None:
+        self.calls.append(("memcpy", to if kind == 1 else source, kind))
+        if kind == 1:
+            assert list((ctypes.c_int64 * 2).from_address(source)) == [SIZE, 0]
+        else:
+            ctypes.memmove(to, (ctypes.c_int64 * 2)(*self.mark), size)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.calls.append((name, *arguments))
@@ -137,8 +145,10 @@ def test_windows_of_gpus_are_mapped_by_their_handles(
     assert runtime.calls == [
         ("malloc", SIZE),
         ("memset", own, 0, SIZE),
+        ("memcpy", own + 8, 1),
         ("deviceSynchronize",),  # before another rank writes there
         ("open", theirs, 1),
+        ("memcpy", (1 << 40) + 8, 2),
     ]
     runtime.calls.clear()
     monkeypatch.delattr(torch.Tensor, "pin_memory")  # which may wait for the kernel to stop
@@ -149,6 +159,17 @@ def test_windows_of_gpus_are_mapped_by_their_handles(
     windows.close()
     windows.free()
     assert runtime.calls == [("close", 1 << 40), ("free", own)]
+
+
+@pytest.mark.parametrize("mark", [(0, 0), (SIZE, 2), (2 * SIZE, 1)])
+def test_what_is_no_window_of_that_rank_is_let_go_of(
+    runtime: Runtime, mark: tuple[int, int]
+) -> None:
+    """Of a message that is damaged, or of another communicator's."""
+    runtime.mark = mark
+    with pytest.raises(CommunicationError, match="it is no window of 4096 bytes of rank 1"):
+        CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES), 0, 2, SIZE)
+    assert runtime.calls[-2:] == [("close", 1 << 40), ("free", 1 << 30)]
 
 
 def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None:

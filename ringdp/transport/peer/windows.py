@@ -1,8 +1,8 @@
 """The windows of all ranks, in this process: each rank makes its own, and maps those of the others.
 
 On a GPU they are allocations of CUDA's, mapped by its IPC; on the host anonymous files. What goes
-through the store is where they are: a handle of CUDA's, which opens nothing but its allocation, or
-a descriptor, which the same user only can open.
+through the store is where they are: a handle of CUDA's, or a descriptor, which the same user only
+can open. Who opens one looks whether it is the window of that rank, and as long as its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ringdp.transport.peer.kernels import on
 
 HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 LAZILY = 1  # cudaIpcMemLazyEnablePeerAccess
-TO_DEVICE = 1  # cudaMemcpyHostToDevice
+TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost
+MARK = 8  # where in a window its size and rank stand, int64 each, behind the word that stops
 ALIKE = "peer memory is for GPUs of one host that reach each other's memory, by NVLink or PCIe"
 
 
@@ -117,10 +118,13 @@ class CudaWindows:
                 self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
                 self._mapped[rank] = own = self._cuda.malloc(size)
                 self._cuda.memset(own, 0, size)
+                mark = torch.tensor([size, rank])
+                self._cuda.memcpy(own + MARK, mark.data_ptr(), mark.nbytes, TO_DEVICE)
                 self._cuda.deviceSynchronize()
                 making.say(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
                 for r in set(range(ranks)) - {rank}:
                     self._mapped[r] = self._open(making, r)
+                    self._check(r, size)
             making.together("windows")
         except BaseException as e:
             self.close()
@@ -142,6 +146,16 @@ class CudaWindows:
         if len(handle) != HANDLE_BYTES:
             raise CommunicationError(f"rank {rank}'s window cannot be at {said!r}")
         return int(self._cuda.ipcOpenMemHandle(handle, LAZILY))
+
+    def _check(self, rank: int, size: int) -> None:
+        """Raise CommunicationError if the handle was of another allocation."""
+        found = torch.zeros(2, dtype=torch.int64)
+        self._cuda.memcpy(found.data_ptr(), self._mapped[rank] + MARK, found.nbytes, TO_HOST)
+        if found.tolist() != [size, rank]:
+            raise CommunicationError(
+                f"what rank {rank} has shared begins with {found.tolist()}: it is no window of "
+                f"{size} bytes of rank {rank}"
+            )
 
     def stop(self, word: int) -> None:
         """Beside the kernel that runs: by a copy, which needs none of its multiprocessors."""
