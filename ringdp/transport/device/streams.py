@@ -185,7 +185,8 @@ class CudaStreams(Streams):
             return host.copy_(data, non_blocking=True)
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with self.current():  # which need not be the caller's
+            return torch.cuda.is_current_stream_capturing()
 
     def watch(self) -> None:
         _events()[0].record(self._comm)  # a first call, which asks nothing: for a context

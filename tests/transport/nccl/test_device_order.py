@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ import ringdp
 from ringdp import Communicator
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
-from ringdp.transport.device.streams import End, Streams
+from ringdp.transport.device.streams import CudaStreams, End, Streams
 from ringdp.transport.nccl import transport as transport_module
 from ringdp.transport.told import LOOK
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.nccl.racing import faked
 from tests.transport.over import over_nccl
 
 only_with_host_nccl()
@@ -203,6 +206,23 @@ def captured(comm: Communicator) -> None:
 
 def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(ranks) -> None:
     ranks(2)(captured)
+
+
+def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faked(monkeypatch)
+    one, current = torch.device("cuda:1"), [torch.device("cuda:0")]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == one)
+    assert CudaStreams(one).capturing()
 
 
 @over_nccl
