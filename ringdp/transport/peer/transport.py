@@ -212,12 +212,13 @@ class PeerTransport(device.DeviceTransport):
         if replays:
             return  # which may yet write to windows
         self._windows.close()
-        if self._all_part():
+        # Well before `_leave` takes this for an end that hangs.
+        if self._all_part(device.PATIENCE / 2 if hangs else device.PATIENCE):
             self._windows.free()  # else it stays until the process ends: a peer may yet write there
 
-    def _all_part(self) -> bool:
+    def _all_part(self, seconds: float) -> bool:
         """Whether all ranks have let go of each other's windows, which may take them a while."""
-        until, pause = time.monotonic() + device.PATIENCE, FIRST_PAUSE
+        until, pause = time.monotonic() + seconds, FIRST_PAUSE
         with suppress(DistError):
             self._last_words.set(f"parted/{self.rank}", "")
             parted = [f"parted/{rank}" for rank in range(self.ranks)]
