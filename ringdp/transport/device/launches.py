@@ -20,7 +20,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -54,7 +53,19 @@ class Launches:
             del job  # and the buffers that it holds
 
 
-@cache
+_queues: dict[torch.device, Launches] = {}
+_lock = threading.Lock()
+
+
 def launches(device: torch.device) -> Launches:
     """This process's."""
-    return Launches()
+    with _lock:
+        if device not in _queues:
+            _queues[device] = Launches()
+        return _queues[device]
+
+
+def leave(device: torch.device) -> None:
+    """Its queue may never move again: communicators that are made from now on have another."""
+    with _lock:
+        _queues.pop(device, None)

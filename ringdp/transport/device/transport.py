@@ -29,7 +29,7 @@ from ringdp.schedule.program import Program
 from ringdp.transport import wire
 from ringdp.transport.base import FailureKind, Op
 from ringdp.transport.c10d import C10dTransport, Failed
-from ringdp.transport.device.launches import launches
+from ringdp.transport.device.launches import launches, leave
 from ringdp.transport.device.stamp import Stamped, unpacked
 from ringdp.transport.device.streams import streams
 from ringdp.transport.device.under_way import Met, UnderWay
@@ -337,7 +337,7 @@ class DeviceTransport(C10dTransport):
             return
         ending.join(PATIENCE)
         if hangs and ending.is_alive():
-            launches.cache_clear()  # its queue may never move again: new communicators have another
+            leave(self.device)
 
     def _let_go(self, hangs: bool) -> None:
         """And of the device's memory: a thread that waits for a peer's end keeps this transport."""

@@ -13,7 +13,7 @@ import torch
 from ringdp import Communicator
 from ringdp.transport.base import FailureKind
 from ringdp.transport.device import transport
-from ringdp.transport.device.launches import Launches, launches
+from ringdp.transport.device.launches import Launches, launches, leave
 from tests.comm.failing import hear
 from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
@@ -68,7 +68,8 @@ def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @over_nccl
 def stuck(comm: Communicator) -> None:
     """As by a GPU's, whose abort hangs."""
-    device = torch.device("cuda", 0)
+    device, another = torch.device("cuda", 0), torch.device("cuda", 1)
+    elsewhere = launches(another)
     other, before, passed = comm.duplicate(), launches(device), threading.Event()
     launched, spied = threading.Event(), Spied(other)
     spied.abort = passed.wait  # type: ignore[method-assign]
@@ -77,16 +78,18 @@ def stuck(comm: Communicator) -> None:
         patch.setattr(transport, "PATIENCE", 0.1)
         other.all_reduce(torch.ones(3), async_op=True)
         comm.barrier()  # else the first rank's failure would be heard before the other's call
+        other._transport.device = device
         other._transport.fail(FailureKind.ABORTED, comm.rank)
         until = time.monotonic() + 60
         while launches(device) is before and time.monotonic() < until:
             time.sleep(0.01)
     assert launches(device) is not before
+    assert launches(another) is elsewhere
     for event in (passed, launched):
         event.set()
     for queue in (before, launches(device)):
         queue.end()
-    launches.cache_clear()
+    leave(device)
 
 
 def test_after_an_abort_that_hangs_a_device_has_another_queue(ranks) -> None:
