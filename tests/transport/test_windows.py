@@ -174,7 +174,10 @@ def test_what_is_no_window_of_that_rank_is_let_go_of(
 
 def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None:
     for said, message in (
-        ("09" * HANDLE_BYTES, "cannot map windows: cudaErrorPeerAccessUnsupported; .*NVLink"),
+        (
+            "09" * HANDLE_BYTES,
+            "cannot have and map windows of 4096 bytes: cudaErrorPeerAccessUnsupported; .*NVLink",
+        ),
         ("05", "rank 2's window cannot be at"),
         ("no handle", "rank 2's window cannot be at"),
     ):

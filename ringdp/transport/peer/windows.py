@@ -130,7 +130,9 @@ class CudaWindows:
             self.close()
             self.free()
             if isinstance(e, self._cuda.CUDARuntimeError):
-                raise CommunicationError(f"rank {rank} cannot map windows: {e}; {ALIKE}") from e
+                raise CommunicationError(
+                    f"rank {rank} cannot have and map windows of {size} bytes: {e}; {ALIKE}"
+                ) from e
             raise
         self.addresses = [self._mapped[r] for r in range(ranks)]
 
