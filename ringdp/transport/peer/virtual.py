@@ -92,12 +92,11 @@ class VirtualRanks:
         size = ranks * len(Job._fields)
         table = self._room(8 * (size + sum(map(len, bounds)))).view(torch.int64)
         begins = accumulate(map(len, bounds), initial=size)
-        kept: list[Tensor] = []
+        rooms = [self._room(jobs.room_bytes(p, self._shape, active, dtype)) for p in programs]
+        each = zip(range(ranks), programs, buffers, rooms, begins, strict=False)
         parts = [
-            self._job(
-                rank, programs[rank], buffers[rank], table[begin:], OPS.index(op), active, kept
-            )
-            for rank, begin in zip(range(ranks), begins, strict=False)
+            self._job(rank, program, buffer, room, table[begin:], OPS.index(op), active)
+            for rank, program, buffer, room, begin in each
         ]
         table.copy_(torch.tensor([*chain.from_iterable(parts), *chain.from_iterable(bounds)]))
         there = table[:size].view(ranks, -1)
@@ -109,19 +108,16 @@ class VirtualRanks:
         rank: int,
         program: Program,
         buffer: Tensor,
+        room: Tensor,
         bounds: Tensor,
         op: int,
         active: int,
-        kept: list[Tensor],
     ) -> Job:
         if program not in self._rows:
             self._rows[program] = jobs.rows_of(program).to(self._device)
-        shape = self._shape
-        room = self._room(jobs.room_bytes(program, shape, active, buffer.dtype))
-        kept.append(room)
         return Job(
             rank,
-            *shape,
+            *self._shape,
             active=active,
             number=self._number,
             timeout=int(self._timeout * 1e9),
