@@ -1,6 +1,6 @@
-"""All that a process launches on a device by NCCL, in the order of the calls, by one thread.
+"""All that a process's communicators launch on a device, in the order of the calls, by one thread.
 
-What NCCL has launched waits on the device for other ranks. A device need not run side by side what
+What they have launched waits on the device for other ranks. A device need not run side by side what
 two communicators launch: where one rank launches A's before B's and another B's before A's, each
 may wait for ever. So communicators of one device share a queue, and the order of the calls, which
 must then be that of all ranks over all communicators, is the order of the launches.
