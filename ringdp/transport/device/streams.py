@@ -1,10 +1,14 @@
 """Streams of a device, or of the host, where a call has done its work when it returns.
 
-    caller's stream ──arrival──► comm: groups of NCCL  ⇄  reduce: folds ──end──► caller's stream
+    caller's stream ──arrival──► comm: groups of NCCL, folds ──end──► caller's stream
+                                   │                     ▲
+                                   └──► reduce: folds ───┘  of collectives of several tiles
 
-Tiles of one parity form a chain, in which every group waits for the fold before it, and every fold
-for the group before it: an event for each chain says so. The two chains touch no common memory. So
-nothing else needs an order, and a fold of one runs beside a group of the other.
+What is launched goes into one stream. Only within `beside` folds have a stream of their own, which
+branches off and comes back. There, tiles of one parity form a chain, in which every group waits for
+the fold before it, and every fold for the group before it: an event for each chain says so. The two
+chains touch no common memory. So nothing else needs an order, and a fold of one runs beside a group
+of the other.
 
 Memory: whoever starts a job keeps its tensors until the job's last event has passed, which is what
 `record_stream` would do, without holding back what the allocator may reuse.
@@ -55,6 +59,10 @@ class Streams:
     def follow(self, arrival: object) -> None:
         """Let what comes wait for that."""
 
+    def beside(self) -> AbstractContextManager[object]:
+        """In the block folds of one chain run while groups of another do."""
+        return nullcontext()
+
     def moving(self, chain: int) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -71,9 +79,6 @@ class Streams:
 
     def settle(self, end: End) -> None:
         """Let the caller's stream wait for that."""
-
-    def meet(self) -> None:
-        """Let all that comes wait for all that has been put in the streams."""
 
     def drain(self) -> None:
         """Wait until all has been done."""
@@ -113,63 +118,66 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._captured = False
         with torch.cuda.device(device):
             self._comm = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             self._reduce = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._events = _events()
+        self._chains: list[torch.cuda.Event] = []  # within `beside`
         self.handle = int(self._comm.cuda_stream)
 
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device)
 
     def arrival(self) -> object:
-        event, *_ = _events()
+        event = _event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def follow(self, arrival: object) -> None:
         assert isinstance(arrival, torch.cuda.Event)
-        captured, self._captured = self._captured, self.capturing()
-        if captured or self._captured:  # no event may be recorded in a graph and awaited outside
-            self._events = _events()
         self._comm.wait_event(arrival)
-        self._reduce.wait_event(arrival)
 
     @contextmanager
-    def moving(self, chain: int) -> Iterator[None]:
-        self._comm.wait_event(self._events[chain])
-        yield  # whatever the current stream: NCCL is given this one's handle
-        self._events[chain].record(self._comm)
+    def beside(self) -> Iterator[None]:
+        self._chains = [_event() for _ in range(PARITIES)]
+        self._reduce.wait_stream(self._comm)
+        try:
+            yield
+        finally:
+            self._comm.wait_stream(self._reduce)
+            self._chains = []
+
+    def moving(self, chain: int) -> AbstractContextManager[object]:
+        return self._linked(chain, self._comm)  # whatever the current stream: NCCL has its handle
 
     def launching(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._comm)
 
     @contextmanager
     def folding(self, chain: int) -> Iterator[None]:
-        self._reduce.wait_event(self._events[chain])
-        with torch.cuda.stream(self._reduce):
+        where = self._reduce if self._chains else self._comm
+        with self._linked(chain, where), torch.cuda.stream(where):
             yield
-        self._events[chain].record(self._reduce)
+
+    @contextmanager
+    def _linked(self, chain: int, stream: torch.cuda.Stream) -> Iterator[None]:
+        if not self._chains:
+            yield
+            return
+        stream.wait_event(self._chains[chain])
+        yield
+        self._chains[chain].record(stream)
 
     def end(self) -> End:
-        folded, last = _events()
-        folded.record(self._reduce)
-        self._comm.wait_event(folded)
-        last.record(self._comm)
-        return last
+        event = _event()
+        event.record(self._comm)
+        return event
 
     def settle(self, end: End) -> None:
         assert isinstance(end, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(end)
 
-    def meet(self) -> None:
-        self._comm.wait_stream(self._reduce)
-        self._reduce.wait_stream(self._comm)
-
     def drain(self) -> None:
         self._comm.synchronize()
-        self._reduce.synchronize()
 
     def empty(self, size: int) -> Tensor:
         with torch.cuda.stream(self._comm):
@@ -189,15 +197,15 @@ class CudaStreams(Streams):
             return torch.cuda.is_current_stream_capturing()
 
     def watch(self) -> None:
-        _events()[0].record(self._comm)  # a first call, which asks nothing: for a context
+        _event().record(self._comm)  # a first call, which asks nothing: for a context
         mode = ctypes.c_int(THREAD_LOCAL)
         code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if code:
             raise CommunicationError(f"cuThreadExchangeStreamCaptureMode failed: CUresult {code}")
 
 
-def _events() -> list[torch.cuda.Event]:
-    return [torch.cuda.Event() for _ in range(PARITIES)]  # type: ignore[no-untyped-call]
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def streams(device: torch.device) -> Streams:

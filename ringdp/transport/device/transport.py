@@ -253,9 +253,7 @@ class DeviceTransport(C10dTransport):
                 raise self._uncapturable(
                     f"{needed} bytes of staging; there are {len(self._staging)}"
                 )
-            staging = self._streams.empty(needed)
-            self._streams.meet()  # what is there may be in use, and what is new may have been
-            self._staging = staging
+            self._staging = self._streams.empty(needed)
         if self._streams.capturing():
             self._captured.add(self._staging)
         return self._staging[:needed]

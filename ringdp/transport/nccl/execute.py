@@ -8,6 +8,7 @@ collective runs on one GPU with real transfers and real folds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -66,12 +67,13 @@ def execute(
         for step in tiles.plan.steps:
             by_round.setdefault(step.round, {})[rank] = step
     tiles_of_all = max((tiles.count for tiles in ranks.values()), default=0)
-    for first in range(0, tiles_of_all, PARITIES):
-        for round_ in sorted(by_round):
-            for tile in range(first, min(first + PARITIES, tiles_of_all)):
-                steps = by_round[round_]
-                _compute(nccl.streams, ranks, steps, tile, op)
-                sent += _move(nccl, ranks, steps, tile, peer)
+    with nccl.streams.beside() if tiles_of_all > 1 else nullcontext():
+        for first in range(0, tiles_of_all, PARITIES):
+            for round_ in sorted(by_round):
+                for tile in range(first, min(first + PARITIES, tiles_of_all)):
+                    steps = by_round[round_]
+                    _compute(nccl.streams, ranks, steps, tile, op)
+                    sent += _move(nccl, ranks, steps, tile, peer)
     return sent
 
 

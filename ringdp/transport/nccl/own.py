@@ -54,8 +54,7 @@ class Own(NamedTuple):
     def run(self, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
         """On the buffers at those addresses. Returns the payload bytes that this rank has sent."""
         act: Callable[[Nccl, int, int, int, int], int] = getattr(self, f"_{self.collective}")
-        with nccl.streams.moving(0):
-            return act(nccl, whole, part, rank, ranks)
+        return act(nccl, whole, part, rank, ranks)
 
     @property
     def _even(self) -> bool:

@@ -92,7 +92,7 @@ class NcclTransport(DeviceTransport):
         comm, streams = self._nccl.comm, self._streams
         sent, theirs = streams.sent(packed(ours)), streams.empty(STAMP_BYTES)
         behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        with streams.moving(0), grouped(self._binding):
+        with grouped(self._binding):
             comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)
             comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, streams.handle)
         return streams.fetched(theirs), streams.end()

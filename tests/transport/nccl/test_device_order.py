@@ -147,9 +147,6 @@ class Asked(Streams):
     def __init__(self) -> None:
         self.asked = list[str]()
 
-    def meet(self) -> None:
-        self.asked.append("meet")
-
     def drain(self) -> None:
         self.asked.append("drain")
 
@@ -160,7 +157,7 @@ def grown(comm: Communicator) -> None:
     for elements in (5, 50_000, 500_000):
         comm.all_reduce(x := torch.ones(elements), algorithm="direct")
         assert torch.all(x == comm.size)
-    assert set(streams.asked) == {"meet"}  # and not "drain": the device may hang
+    assert not streams.asked  # the device may hang
 
 
 def test_a_larger_staging_waits_for_no_device(ranks) -> None:

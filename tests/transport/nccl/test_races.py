@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringdp import Communicator
+from ringdp.schedule import Builder, Schedule, Transfer
 from ringdp.transport.device.streams import THREAD_LOCAL, CudaStreams
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import Device, faked, racing
@@ -18,9 +19,19 @@ only_with_host_nccl()
 pytestmark = pytest.mark.process
 
 ELEMENTS = 1000  # several tiles of either parity
+SHORT = 30  # one tile
 
 
-def called(device: Device, comm: Communicator, elements: int, algorithm: str, op: str) -> None:
+def copying_first(n: int) -> Schedule:
+    """It begins with what no group comes before."""
+    kept = tuple(Transfer(r, r, 0, 1, False) for r in range(n))
+    sent = tuple(Transfer(s, r, 1, 0, True) for r in range(n) for s in range(n) if s != r)
+    return Schedule(ranks=n, chunks=1, rounds=(kept, sent))
+
+
+def called(
+    device: Device, comm: Communicator, elements: int, algorithm: str | Builder, op: str
+) -> None:
     here, x = device.current.cuda_stream, torch.ones(elements)
     device.touch("caller", here, writes=True, data=x)
     comm.all_reduce(x, op, algorithm=algorithm)
@@ -35,7 +46,9 @@ def on_two_streams(device: Device, comm: Communicator) -> None:
         for op in ("sum", "max"):
             called(device, comm, ELEMENTS, algorithm, op)
             with device.using(side):
-                called(device, comm, ELEMENTS // 3, "direct", op)
+                for elements in (ELEMENTS // 3, SHORT):
+                    called(device, comm, elements, "direct", op)
+    called(device, comm, ELEMENTS // 3, copying_first, "sum")
 
 
 @over_nccl
