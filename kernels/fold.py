@@ -5,6 +5,7 @@
 wide is float32, or float64 where either side is; the sum is rounded to out's dtype once, to nearest
 even. Integers are summed modulo 2^bits in their own dtype. The order is the same for every element,
 so the bits depend on nothing but the parts. It starts from part 0, not from zero, which keeps −0.0.
+One part may lie elsewhere than the others: this rank's own, where the others' have been received.
 Must move n·elems·(bytes of parts) + elems·(bytes of out). Reference: `fold_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
@@ -35,13 +36,15 @@ SIGNED = {
 _repeats = Repeats()
 
 
-def fold(parts: Tensor, out: Tensor) -> None:
+def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> None:
     """out = the sum of `parts` [n, elems] over n in rank order; `out` is [elems].
 
-    Rows may lie apart, but each must be contiguous. `out` may be one of the rows. Raises ValueError
-    on a wrong shape, dtype or device.
+    `own` [elems] is one more part, with `at` of the others before it. Rows may lie apart, but each
+    must be contiguous. `out` may be one of them, or `own`. Raises ValueError on a wrong shape,
+    dtype or device.
     """
-    place = key([parts, out]) if out.is_cuda else None
+    found = key([parts, out] if own is None else [parts, own, out]) if out.is_cuda else None
+    place = None if found is None else (*found, at)
     if _repeats.again(place):
         return
     shape = parts.shape
@@ -59,28 +62,46 @@ def fold(parts: Tensor, out: Tensor) -> None:
         )
     if parts.device != out.device:
         raise ValueError(f"parts are on {parts.device}, out on {out.device}")
+    if own is not None:
+        _check_own(own, at, parts)
     source, target = parts.dtype, out.dtype
     if source == target and target in SIGNED:
         source = target = SIGNED[target]
         parts, out = parts.view(target), out.view(target)
+        own = None if own is None else own.view(target)
     whole = source == target and target in INTEGERS
     wide = target if whole else wide_dtype(source, target)
     if out.is_cuda:
-        _repeats.keep(place, fold_triton(parts, out, wide))
+        _repeats.keep(place, fold_triton(parts, out, wide, own, at))
     else:
-        fold_torch(parts, out, wide)
+        fold_torch(parts, out, wide, own, at)
+
+
+def _check_own(own: Tensor, at: int, parts: Tensor) -> None:
+    asked = parts.shape[1:], parts.dtype, parts.device
+    if (own.shape, own.dtype, own.device) != asked or not own.is_contiguous():
+        raise ValueError(
+            f"own must be as one of parts, {list(parts.shape[1:])} of {parts.dtype} on "
+            f"{parts.device}, and contiguous, not {list(own.shape)} of {own.dtype} on {own.device}"
+        )
+    if not 0 <= at <= len(parts):
+        raise ValueError(f"own cannot come after {at} of {len(parts)} parts")
 
 
 @torch.no_grad()
-def fold_torch(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
-    if len(parts) == 1:
-        out.copy_(parts[0])
+def fold_torch(
+    parts: Tensor, out: Tensor, wide: torch.dtype, own: Tensor | None = None, at: int = 0
+) -> None:
+    every = list(parts.unbind())
+    if own is not None:
+        every.insert(at, own)
+    if len(every) == 1:
+        out.copy_(every[0])
         return
     size = CACHED * torch.get_num_threads()
     accumulator = torch.empty(min(size, out.numel()), dtype=wide)
     for first in range(0, out.numel(), size):
-        target = out[first : first + size]
-        rows = parts[:, first : first + size].unbind()
+        target, *rows = (x[first : first + size] for x in (out, *every))
         total = accumulator[: len(target)]
         if len(rows) == 2 and parts.dtype in (wide, out.dtype):  # 16 bits are added in float32
             torch.add(rows[0], rows[1], out=target)
@@ -97,27 +118,39 @@ def fold_torch(parts: Tensor, out: Tensor, wide: torch.dtype) -> None:
 
 @jit(capturable=True, num_warps=4)
 def fold_kernel(
-    parts: tl.tensor,  # [RANKS, elems], rows `stride` elements apart
+    parts: tl.tensor,  # [.., elems], rows `stride` elements apart: of all ranks but AT
+    own: tl.tensor,  # [elems], of that one; where AT is RANKS, there is none
     out: tl.tensor,
     elems: tl.tensor,
     stride: tl.tensor,
     RANKS: tl.constexpr,
+    AT: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = where < elems
-    total = tl.load(parts + where, mask=inside).to(WIDE)
-    for rank in tl.range(1, RANKS, loop_unroll_factor=4):
-        total += tl.load(parts + rank * tl.cast(stride, tl.int64) + where, mask=inside).to(WIDE)
+    total = tl.load((own if AT == 0 else parts) + where, mask=inside).to(WIDE)
+    apart = tl.cast(stride, tl.int64)
+    for row in tl.range(1, AT, loop_unroll_factor=4):
+        total += tl.load(parts + row * apart + where, mask=inside).to(WIDE)
+    if AT > 0 and AT < RANKS:
+        total += tl.load(own + where, mask=inside).to(WIDE)
+    for row in tl.range(AT, RANKS - 1, loop_unroll_factor=4):
+        total += tl.load(parts + row * apart + where, mask=inside).to(WIDE)
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 
 
-def fold_triton(parts: Tensor, out: Tensor, wide: torch.dtype) -> list[Launch | None]:
-    ranks, stride = parts.shape[0], parts.stride(0)
+def fold_triton(
+    parts: Tensor, out: Tensor, wide: torch.dtype, own: Tensor | None = None, at: int = 0
+) -> list[Launch | None]:
+    ranks, stride = len(parts), parts.stride(0)
+    if own is None:
+        own, at = parts, ranks
+    else:
+        ranks += 1
+    constants = {"RANKS": ranks, "AT": at, "WIDE": wide, "BLOCK": BLOCK}
     return [
-        fold_kernel.launch(
-            -(-elems // BLOCK), x, target, elems, stride, RANKS=ranks, WIDE=wide, BLOCK=BLOCK
-        )
-        for _, elems, (x, target) in sixteens(parts, out)  # See Note [16-byte accesses]
+        fold_kernel.launch(-(-elems // BLOCK), x, mine, target, elems, stride, **constants)
+        for _, elems, (x, mine, target) in sixteens(parts, own, out)  # Note [16-byte accesses]
     ]

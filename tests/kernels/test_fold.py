@@ -71,6 +71,22 @@ def test_kernel_equals_reference(
     assert same_bits(got, want)
 
 
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint16])
+def test_one_may_lie_elsewhere(interpreted: None, dtype: torch.dtype, at: int) -> None:
+    every = list(random_parts(4, 35, dtype))
+    want = torch.empty(35, dtype=dtype)
+    fold(torch.stack(every), want)
+    own = every.pop(at)
+    got, there = torch.empty_like(own), own.clone()
+    wide = SIGNED.get(dtype, dtype) if dtype not in FLOATS else torch.float32
+    signed = [x.view(SIGNED.get(dtype, dtype)) for x in (torch.stack(every), got, own)]
+    fold_triton(signed[0], signed[1], wide, signed[2], at)
+    fold(torch.stack(every), there, there, at)
+    assert same_bits(got, want)
+    assert same_bits(there, want)
+
+
 @pytest.mark.parametrize("elems", LENGTHS)
 def test_lengths(interpreted: None, elems: int) -> None:
     """Rows at odd addresses, with inf, nan, zeros and subnormals."""
@@ -147,6 +163,22 @@ def test_refuses(parts: torch.Tensor, out: torch.Tensor, message: str) -> None:
         fold(parts, out)
 
 
+@pytest.mark.parametrize(
+    ("own", "at"),
+    [
+        (torch.empty(3), 0),
+        (torch.empty(4).half(), 0),
+        (torch.empty(8)[::2], 0),
+        (torch.empty(4, device="meta"), 0),
+        (torch.empty(4), 3),
+        (torch.empty(4), -1),
+    ],
+)
+def test_refuses_what_lies_elsewhere(own: torch.Tensor, at: int) -> None:
+    with pytest.raises(ValueError, match="own"):
+        fold(torch.empty(2, 4), torch.empty(4), own, at)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
@@ -157,4 +189,6 @@ def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) ->
     there, got = parts.cuda(), torch.empty(elems, dtype=target, device="cuda")
     for _ in range(2):  # the second time as the first was launched
         fold(there, got.zero_())
+        assert same_bits(got.cpu(), want)
+        fold(there[1:], got.zero_(), there[0].clone())
         assert same_bits(got.cpu(), want)

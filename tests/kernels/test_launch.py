@@ -47,14 +47,14 @@ def test_a_kept_variant_is_run_as_triton_runs_it(dispatch: Dispatch) -> None:
     for seed in range(3):
         parts, out = torch.full((3, ELEMS), float(seed)), torch.zeros(ELEMS)
         fold_triton(parts, out, torch.float32)
-        grid, x, target, elems, stride, ranks, wide, block = dispatch.launched[-1]
+        grid, x, own, target, elems, stride, ranks, at, wide, block = dispatch.launched[-1]
         assert grid == (ELEMS // BLOCK, 1, 1)
         if seed == 0:  # by Triton
-            assert x is parts  # no slice: the length is a multiple of 16
+            assert x is own is parts  # no slice: the length is a multiple of 16
             assert target is out
         else:
-            assert (x, target) == (parts.data_ptr(), out.data_ptr())
-        assert (elems, stride, ranks, block) == (ELEMS, ELEMS, 3, BLOCK)
+            assert (x, own, target) == (parts.data_ptr(), parts.data_ptr(), out.data_ptr())
+        assert (elems, stride, ranks, at, block) == (ELEMS, ELEMS, 3, 3, BLOCK)
         assert str(wide).removeprefix("torch.") in ("fp32", "float32")
     assert (dispatch.asked, len(dispatch.launched)) == (1, 3)
 

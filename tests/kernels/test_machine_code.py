@@ -110,16 +110,23 @@ def spills(code: Code) -> bool:
     ("arch", "ranks", "source", "target"),
     by_turns(*((n, s, t) for s, t in ((F32, F32), (BF16, BF16), (BF16, F32)) for n in (2, 64))),
 )
+@pytest.mark.parametrize("none", [False, True])
 def test_fold(
-    source: torch.dtype, target: torch.dtype, ranks: int, arch: int, tmp_path: Path
+    source: torch.dtype, target: torch.dtype, ranks: int, none: bool, arch: int, tmp_path: Path
 ) -> None:
     arguments = {
         "parts": f"*{SHORT[source]}",
+        "own": f"*{SHORT[source]}",
         "out": f"*{SHORT[target]}",
         "elems": "i32",
         "stride": "i32",
     }
-    constants = {"RANKS": ranks, "WIDE": wide_dtype(source, target), "BLOCK": FOLD_BLOCK}
+    constants = {
+        "RANKS": ranks,
+        "AT": ranks if none else 1,
+        "WIDE": wide_dtype(source, target),
+        "BLOCK": FOLD_BLOCK,
+    }
     code = compiled(fold_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") == {128}
@@ -218,7 +225,7 @@ def test_stochastic_round(arch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ARCHES)
 def test_an_odd_length_would_lose_wide_accesses(arch: int, tmp_path: Path) -> None:
     """See Note [16-byte accesses]: why launchers cut one in two. The check can fail."""
-    arguments = {"parts": "*fp32", "out": "*fp32", "elems": "i32", "stride": "i32"}
-    constants = {"RANKS": 2, "WIDE": F32, "BLOCK": FOLD_BLOCK}
+    arguments = dict.fromkeys(("parts", "own", "out"), "*fp32") | {"elems": "i32", "stride": "i32"}
+    constants = {"RANKS": 2, "AT": 2, "WIDE": F32, "BLOCK": FOLD_BLOCK}
     code = compiled(fold_kernel, arch, tmp_path, arguments, constants, odd=("elems",))
     assert width(code, "LDG") == {32}

@@ -34,6 +34,9 @@ class Call(NamedTuple):
 
 CALLS = {
     "fold": Call("fold", lambda rows: fold(PARTS[:rows], FLAT), (8, 8), (0,)),
+    "fold with one elsewhere": Call(
+        "fold", lambda at: fold(PARTS, FLAT, GRAD, at), (1, 1), (-1, 9)
+    ),
     "unscale": Call(
         "unscale",
         lambda scale: unscale(FLAT, HALF, FOUND, scale=scale),
@@ -121,6 +124,7 @@ def refused() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
     square, row = PARTS[0].view(64, 64), FLAT[:64]
     yield partial(fold, square[:4], row), partial(fold, square.view(32, 128)[:2], row)
     yield partial(fold, square[:4], row), partial(fold, square.t()[:4], row)
+    yield partial(fold, square[:4], row, row, 4), partial(fold, square[:4], row, row, 5)
     scaled = partial(unscale, FLAT, scale=1.0)
     yield partial(scaled, HALF, FOUND), partial(scaled, HALF, FOUND.view(()))
     yield partial(scaled, HALF, FOUND), partial(scaled, HALF.view(64, 64), FOUND)
@@ -184,7 +188,8 @@ def test_the_pieces_of_an_odd_length(dispatch: Dispatch, memories: list[Repeats]
     for _ in range(3):
         fold(PARTS[:, :odd], FLAT[:odd])
         stochastic_round(FLAT[:odd], HALF[:odd], seed=1, offset=100)
-    grids = [launched[3:5] for launched in dispatch.launched]
+    where = (4, 4, 3, 3) * 3  # behind the grid and the tensors
+    grids = [launched[i : i + 2] for i, launched in zip(where, dispatch.launched, strict=True)]
     assert (
         grids == [(ELEMS - 16, ELEMS), (15, ELEMS), (ELEMS - 16, 100), (15, 100 + ELEMS - 16)] * 3
     )

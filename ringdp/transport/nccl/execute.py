@@ -122,14 +122,14 @@ def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: Op) -> None:
     if len(fold.parts) == 1:
         out.copy_(tiles.place(fold.parts[0], fold.like, tile))
         return
-    sums = op == "sum" and out.dtype != torch.bool
-    block = tiles.block(fold.parts, fold.like, tile)
-    if sums and block is not None:
-        fold_rows(block, out)
-        return
-    first, *rest = (tiles.place(part, fold.like, tile) for part in fold.parts)
-    if sums and len(rest) == 1:  # one pass too, of rows that need not lie in one tensor
-        torch.add(first, rest[0], out=out)
+    first, *rest = parts = [tiles.place(part, fold.like, tile) for part in fold.parts]
+    own = [i for i, part in enumerate(fold.parts) if part < tiles.plan.chunks]
+    block = tiles.block([part for part in fold.parts if part >= tiles.plan.chunks], fold.like, tile)
+    if op == "sum" and out.dtype != torch.bool and block is not None and len(own) < 2:
+        if own:
+            fold_rows(block, out, parts[own[0]], own[0])
+        else:
+            fold_rows(block, out)
         return
     value = widened(first)
     for part in rest:

@@ -23,7 +23,7 @@ class Fold(NamedTuple):
     """Place `out` becomes the op over `parts`, in their order. One part: a copy."""
 
     out: int
-    parts: tuple[int, ...]
+    parts: tuple[int, ...]  # those in staging side by side, of our own algorithms
     like: int  # the chunk as long as each of them
 
 
@@ -174,18 +174,20 @@ class _Making:
 
 
 def _laid_out(making: _Making) -> Plan:
-    """Places as rows: those of one long fold side by side, the others again when they are free."""
-    chunks = making.program.chunks
-    steps = _in_rows(making.steps, chunks)
+    """Places as rows: those of one fold side by side, the others again when they are free."""
+    chunks, steps = making.program.chunks, making.steps
     row: dict[int, int] = {c: c for c in range(chunks)}
-    for fold in (f for step in steps for f in step.folds if len(f.parts) > 2):
-        if not any(p in row for p in fold.parts):
-            row |= {p: len(row) + i for i, p in enumerate(fold.parts)}
+    for fold in (f for step in steps for f in step.folds):
+        staged = [p for p in fold.parts if p >= chunks]
+        if len(staged) > 1 and not any(p in row for p in staged):
+            row |= {p: len(row) + i for i, p in enumerate(staged)}
     first = len(row)
-    last = {p: i for i, step in enumerate(steps) for p in _places(step)}
-    until: dict[int, int] = {}  # by row from `first` on: the last step that uses it
-    for i, step in enumerate(steps):
-        for place in sorted(_places(step) - row.keys()):
+    # In turn what a step's folds use and what its calls do, which come after them.
+    turns = [places for step in steps for places in (_folded(step), _called(step))]
+    last = {p: i for i, places in enumerate(turns) for p in places}
+    until: dict[int, int] = {}  # by row from `first` on: the last turn that uses it
+    for i, places in enumerate(turns):
+        for place in sorted(places - row.keys()):
             free = [r for r, end in until.items() if end < i]
             row[place] = min(free, default=first + len(until))
             until[row[place]] = last[place]
@@ -193,26 +195,12 @@ def _laid_out(making: _Making) -> Plan:
     return Plan(chunks, first + len(until) - chunks, renamed)
 
 
-def _in_rows(steps: list[Step], chunks: int) -> list[Step]:
-    """Every part of a long fold in staging: a chunk of the buffer is copied there."""
-    fresh = count(max((p for step in steps for p in _places(step)), default=0) + chunks)
-    out = []
-    for step in steps:
-        folds: list[Fold] = []
-        for fold in step.folds:
-            parts = list(fold.parts)
-            for k, part in enumerate(parts):
-                if len(parts) > 2 and part < chunks:
-                    parts[k] = next(fresh)
-                    folds.append(Fold(parts[k], (part,), fold.like))
-            folds.append(fold._replace(parts=tuple(parts)))
-        out.append(step._replace(folds=tuple(folds)))
-    return out
+def _folded(step: Step) -> set[int]:
+    return {p for fold in step.folds for p in (fold.out, *fold.parts)}
 
 
-def _places(step: Step) -> set[int]:
-    calls = {call.place for call in (*step.sends, *step.receives)}
-    return calls | {p for fold in step.folds for p in (fold.out, *fold.parts)}
+def _called(step: Step) -> set[int]:
+    return {call.place for call in (*step.sends, *step.receives)}
 
 
 def _renamed(step: Step, row: dict[int, int]) -> Step:

@@ -55,9 +55,9 @@ class Tiles:
 
     def block(self, places: Sequence[int], like: int, tile: int) -> Tensor | None:
         """[len(places), elements] if they lie side by side in staging."""
-        first = places[0] - self.plan.chunks
-        if first < 0 or any(b - a != 1 for a, b in pairwise(places)):
+        if not places or any(b - a != 1 for a, b in pairwise(places)):
             return None
+        first = places[0] - self.plan.chunks
         begin, end = self._span(like, tile)
         return self._staging[tile % PARITIES, first : first + len(places), : end - begin]
 
