@@ -63,7 +63,8 @@ class Program:
     """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more.
 
     `incoming[round, c]`: the chunk as long as what scratch chunk c receives there, for those who
-    must know it before. Only `project` knows it. `alike`: see there.
+    must know it before. `staged`: the most chunks that any rank has beside its own, of what others
+    have sent it. Only `project` knows them. `alike`: see there.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Program:
     rows: NDArray[np.int32]
     incoming: Mapping[tuple[int, int], int] = field(default_factory=dict)
     alike: tuple[tuple[int, int], ...] = ()
+    staged: int = 0
 
     def __iter__(self) -> Iterator[Row]:
         return (Row(*map(int, row)) for row in self.rows)
@@ -144,7 +146,10 @@ def project(schedule: Schedule, rank: int) -> Program:
                 timed.append((turns["to", t.dst], False, Row(r, NONE, t.dst, t.read, NONE, 0)))
                 turns["to", t.dst] += 1
         rows += [row for _, _, row in sorted(timed, key=lambda item: item[:2])]
-    return Program(rank, schedule.ranks, schedule.chunks, _table(rows), _incoming(schedule, rank))
+    incoming, staged = _incoming(schedule, rank), _staged(schedule)
+    return Program(
+        rank, schedule.ranks, schedule.chunks, _table(rows), incoming=incoming, staged=staged
+    )
 
 
 def _incoming(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
@@ -154,6 +159,20 @@ def _incoming(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
         for r, t, source, target in _sized(schedule)
         if target is None and t.dst == rank != t.src
     }
+
+
+def _staged(schedule: Schedule) -> int:
+    """See `Program`: scratch, and what is to be added to a chunk, which it is when that is read."""
+    most, staged = 0, [Counter[int]() for _ in range(schedule.ranks)]  # by the chunk written
+    for transfers in schedule.rounds:
+        for t in transfers:
+            if t.read < schedule.chunks:
+                staged[t.src].pop(t.read, None)
+        for t in transfers:
+            if t.src != t.dst and (t.reduce or t.write >= schedule.chunks):
+                staged[t.dst][t.write] += 1
+        most = max(most, *(chunks.total() for chunks in staged))
+    return most
 
 
 def alike(schedule: Schedule) -> tuple[tuple[int, int], ...]:

@@ -45,7 +45,7 @@ class Streams:
     """No stream at all: those of the host."""
 
     device = torch.device("cpu")
-    room = 1 << 20  # bytes of a tile, over all ranks' chunks
+    room = 1 << 20  # bytes of staging, about
     handle = 0  # the stream that NCCL is given
 
     def current(self) -> AbstractContextManager[object]:
@@ -114,7 +114,7 @@ class CudaStreams(Streams):
         until the other has seen the end.
     """
 
-    room = 32 << 20  # not measured: long against a launch, short against what there is to overlap
+    room = 128 << 20  # see Note [how long a tile is], in nccl.tiles
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

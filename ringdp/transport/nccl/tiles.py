@@ -3,6 +3,17 @@
 A schedule does the same to every element of a chunk. So it may run on a stretch of every chunk, a
 tile, and then on the next: staging is as long as two tiles, whatever the buffer. Two tiles take
 turns, the even and the odd one, each with staging of its own: while one is added, the other moves.
+
+Note [how long a tile is]
+    As long as staging allows. A tile of T bytes over all chunks costs its g groups, and hides at
+    most its folds, which move f T bytes. So a second one pays where f T / H > g L: a group takes
+    L = 10 µs (3 to 10 are said of a launch, and sends meet their receivers), and folds go at
+    H = 2.5 TB/s, three quarters of an H100's memory. On 8 ranks that is T > 45 MB for direct (f =
+    1 + 1/n, g = 2) and 130 MB for a ring (f = 3 (n - 1) / n, g = 2 (n - 1)).
+
+    Two tiles of which k chunks wait in staging fill 2 k T / n bytes. So in 128 MiB direct has T =
+    73 MiB, for which NVLink (370 GB/s) takes 360 µs beside 20 of launches, and a ring 512 MiB. What
+    stages nothing has one tile. L and both rates are not measured here.
 """
 
 from __future__ import annotations
@@ -12,6 +23,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from ringdp.schedule.program import Program
 from ringdp.transport.device.streams import PARITIES
 from ringdp.transport.nccl.plan import Plan
 
@@ -66,9 +78,20 @@ class Tiles:
         return min(begin + tile * self._slab, end), min(begin + (tile + 1) * self._slab, end)
 
 
+def slab_of(program: Program, bounds: Sequence[int], room: int) -> int:
+    """Elements of every chunk in a tile, the same on all ranks: see Note [how long a tile is].
+
+    `room`: elements of staging, all in all.
+    """
+    if not program.staged:
+        return max(longest(bounds), 1)
+    return room // (PARITIES * program.staged * ALIGNMENT) * ALIGNMENT
+
+
 def staging_shape(plan: Plan, bounds: Sequence[int], slab: int) -> tuple[int, int, int]:
-    """[PARITIES, rows, elements of the longest place], padded so that rows are aligned."""
-    return PARITIES, plan.rows, -(-min(slab, longest(bounds)) // ALIGNMENT) * ALIGNMENT
+    """[parities, rows, elements of the longest place], padded so that rows are aligned."""
+    parities = PARITIES if longest(bounds) > slab else 1
+    return parities, plan.rows, -(-min(slab, longest(bounds)) // ALIGNMENT) * ALIGNMENT
 
 
 def longest(bounds: Sequence[int]) -> int:

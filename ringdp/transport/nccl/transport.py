@@ -33,7 +33,7 @@ from ringdp.transport.nccl.library import (
 )
 from ringdp.transport.nccl.own import Own
 from ringdp.transport.nccl.plan import plan
-from ringdp.transport.nccl.tiles import Tiles, staging_shape
+from ringdp.transport.nccl.tiles import Tiles, slab_of, staging_shape
 from ringdp.transport.records import Call
 
 LAUNCH = 0.1  # s that one on the host may last before NCCL is aborted under it: it can be stuck
@@ -101,7 +101,7 @@ class NcclTransport(DeviceTransport):
         self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
     ) -> int:
         steps = plan(program)
-        slab = self._streams.room // self.ranks // buffer.element_size() // 16 * 16
+        slab = slab_of(program, bounds, self._streams.room // buffer.element_size())
         staging = self._room(prod(staging_shape(steps, bounds, slab)) * buffer.element_size())
         tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
         return execute(self._nccl, {self.rank: tiles}, op)

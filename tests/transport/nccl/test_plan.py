@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ringdp.schedule import ALGORITHMS, Program, Schedule, Transfer, fuse, proje
 from ringdp.transport.base import Op, chunk_bounds
 from ringdp.transport.nccl.execute import fold_tile
 from ringdp.transport.nccl.plan import plan
-from ringdp.transport.nccl.tiles import Tiles, staging_shape
+from ringdp.transport.nccl.tiles import Tiles, longest, slab_of, staging_shape
 from ringdp.transport.simulator import simulate
 
 SLAB = 48  # elements: most chunks below have several tiles
@@ -108,6 +109,24 @@ def test_staging_does_not_grow_with_the_rounds():
     assert max(ring) == 1
     direct = [plan(project(schedule("all_reduce", "direct", n), 1)).rows for n in (3, 8)]
     assert direct == [2, 7]
+
+
+@pytest.mark.parametrize("name", ["ring", "two_way_ring", "direct", "tree"])
+def test_a_tile_is_as_long_as_staging_allows(name: str):
+    """The same on all ranks, though a tree's leaves stage nothing."""
+    for n in (2, 5, 8):
+        made = schedule("all_reduce", name, n)
+        programs = [project(made, rank) for rank in range(n)]
+        bounds = chunk_bounds(1 << 30, programs[0])
+        (slab,) = {slab_of(p, bounds, 1 << 20) for p in programs}
+        most = max(prod(staging_shape(plan(p), bounds, slab)) for p in programs)
+        assert 0.9 * (1 << 20) < most <= 1 << 20
+
+
+def test_what_stages_nothing_is_one_tile():
+    made = project(schedule("all_gather", "ring", 4), 1)
+    for elements in (0, 1, 1 << 40):
+        assert slab_of(made, bounds := chunk_bounds(elements, made), 64) >= longest(bounds)
 
 
 @pytest.mark.parametrize(("collective", "name"), [a[:2] for a in ALGORITHMS])
