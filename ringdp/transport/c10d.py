@@ -332,6 +332,7 @@ def _attempt(told: Told, act: Callable[[], None]) -> None:
         raise
 
 
+@torch.inference_mode()  # in which a job may write to whatever tensor there is
 def _loop(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (act := jobs.get()) is not None:
         act()

@@ -63,6 +63,7 @@ def calls(comm: Communicator) -> None:
     """What the communicator's own tests ask of shared memory."""
     test_forms.moved(comm, 10)
     test_forms.added(comm, 10)
+    test_forms.begun_in_inference_mode(comm)
     test_messages.exchange(comm)
     test_messages.any_order(comm, 3)
     test_messages.short_ones_need_no_receiver(comm)

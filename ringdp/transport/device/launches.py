@@ -42,6 +42,7 @@ class Launches:
         """See `Ending`."""
         self._jobs.put(None)
 
+    @torch.inference_mode()  # in which a job may write to whatever tensor there is
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:

@@ -253,7 +253,8 @@ class DeviceTransport(C10dTransport):
                 raise self._uncapturable(
                     f"{needed} bytes of staging; there are {len(self._staging)}"
                 )
-            self._staging = self._streams.empty(needed)
+            with torch.inference_mode(False):  # a capture, on its caller's thread, writes to it too
+                self._staging = self._streams.empty(needed)
         if self._streams.capturing():
             self._captured.add(self._staging)
         return self._staging[:needed]
