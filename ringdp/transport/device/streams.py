@@ -49,7 +49,8 @@ class Streams:
     handle = 0  # the stream that NCCL is given
 
     def current(self) -> AbstractContextManager[object]:
-        """For a thread: allocate and launch on this device."""
+        """For a thread: allocate and launch on this device, where groups go. What the allocator
+        gives is free in the order of that stream, which the caller's is not."""
         return nullcontext()
 
     def arrival(self) -> object:
@@ -69,10 +70,6 @@ class Streams:
     def folding(self, chain: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def launching(self) -> AbstractContextManager[object]:
-        """What the block launches goes where groups do."""
-        return nullcontext()
-
     def end(self) -> End:
         """Of all that has been put in the streams."""
         return _Past()
@@ -84,9 +81,8 @@ class Streams:
         """Wait until all has been done."""
 
     def empty(self, size: int) -> Tensor:
-        """Bytes for groups to use: what the allocator gives is free in the order of their stream,
-        which the caller's is not."""
-        return torch.empty(size, dtype=torch.uint8)
+        """Bytes."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def sent(self, data: Tensor) -> Tensor:
         """A CPU tensor, on the device."""
@@ -125,7 +121,7 @@ class CudaStreams(Streams):
         self.handle = int(self._comm.cuda_stream)
 
     def current(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.device)
+        return torch.cuda.stream(self._comm)
 
     def arrival(self) -> object:
         event = _event()
@@ -149,13 +145,12 @@ class CudaStreams(Streams):
     def moving(self, chain: int) -> AbstractContextManager[object]:
         return self._linked(chain, self._comm)  # whatever the current stream: NCCL has its handle
 
-    def launching(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._comm)
-
     @contextmanager
     def folding(self, chain: int) -> Iterator[None]:
-        where = self._reduce if self._chains else self._comm
-        with self._linked(chain, where), torch.cuda.stream(where):
+        if not self._chains:
+            yield
+            return
+        with self._linked(chain, self._reduce), torch.cuda.stream(self._reduce):
             yield
 
     @contextmanager
@@ -179,18 +174,12 @@ class CudaStreams(Streams):
     def drain(self) -> None:
         self._comm.synchronize()
 
-    def empty(self, size: int) -> Tensor:
-        with torch.cuda.stream(self._comm):
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-
     def sent(self, data: Tensor) -> Tensor:
-        with torch.cuda.stream(self._comm):
-            return data.pin_memory().to(self.device, non_blocking=True)
+        return data.pin_memory().to(self.device, non_blocking=True)
 
     def fetched(self, data: Tensor) -> Tensor:
-        with torch.cuda.stream(self._comm):
-            host = torch.empty_like(data, device="cpu", pin_memory=True)
-            return host.copy_(data, non_blocking=True)
+        host = torch.empty_like(data, device="cpu", pin_memory=True)
+        return host.copy_(data, non_blocking=True)
 
     def capturing(self) -> bool:
         with self.current():  # which need not be the caller's

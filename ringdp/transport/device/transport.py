@@ -224,9 +224,9 @@ class DeviceTransport(C10dTransport):
         try:
             with self._streams.current(), self._translated():
                 self._streams.follow(arrival)
-                sent = act()
-                self._streams.settle(self._streams.end())
-                self._sent += sent
+                sent, end = act(), self._streams.end()
+            self._sent += sent
+            self._streams.settle(end)
         except Failed as e:
             self._told.fail(*e.told)  # whoever waits for it is told
             return ticket

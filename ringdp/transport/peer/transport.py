@@ -138,7 +138,7 @@ class PeerTransport(device.DeviceTransport):
         made, channels = self._made(program, buffer.dtype, bounds, op), self._shape.channels
         room = self._room(jobs.room_bytes(program, self._shape, channels, buffer.dtype)).data_ptr()
         name, at, number = kernel_name(buffer.dtype), buffer.data_ptr(), self._agreed(ours)
-        with self._launching, self._streams.launching():
+        with self._launching:
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
             self._kernels.launch(

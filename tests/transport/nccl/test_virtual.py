@@ -43,10 +43,10 @@ def run(nccl: Nccl, collective: str, name: str, given: list[Tensor], slab: int) 
             prod(staging_shape(steps, bounds, slab)), dtype=x.dtype, device=nccl.streams.device
         )
         tiles[rank] = Tiles(steps, x.to(nccl.streams.device, copy=True), bounds, staging, slab)
+    arrival = nccl.streams.arrival()
     with nccl.streams.current():
-        nccl.streams.follow(nccl.streams.arrival())
+        nccl.streams.follow(arrival)
         execute(nccl, tiles, "sum", peer=lambda _: 0)
-        nccl.streams.settle(nccl.streams.end())
         nccl.streams.drain()
     return [t._buffer.cpu() for t in tiles.values()]
 
