@@ -97,7 +97,8 @@ class Streams:
         return False
 
     def watch(self) -> None:
-        """For a thread that asks for ends, before it does: see Note [asking during a capture]."""
+        """For a thread that asks for ends or issues, before it does: see Note [asking during a
+        capture]."""
 
 
 class CudaStreams(Streams):
@@ -105,9 +106,10 @@ class CudaStreams(Streams):
 
     Note [asking during a capture]
         While a thread captures a graph in the mode that is torch's default, another one that asks
-        whether an event has passed ends the capture with an error. Only a thread whose own mode is
-        `thread local` may ask, so the watching thread's is; the capturing one never asks, and waits
-        until the other has seen the end.
+        whether an event has passed, or allocates, ends the capture with an error. Only a thread
+        whose own mode is `thread local` may (cudaThreadExchangeStreamCaptureMode), so those of the
+        watching thread and of the issuing one, which serves other communicators, are; the capturing
+        one never asks, and waits until the other has seen the end.
     """
 
     room = 128 << 20  # see Note [how long a tile is], in nccl.tiles

@@ -68,6 +68,7 @@ class DeviceTransport(C10dTransport):
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams = streams(self.device)
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
+        self._launches.put(self._streams.watch)  # a user may capture while it allocates
         making.called(self._come)
         if self.ranks > 1:
             self._look_after_rank((self.rank + 1) % self.ranks)

@@ -14,6 +14,7 @@ from ringdp import Communicator
 from ringdp.transport.base import FailureKind
 from ringdp.transport.device import transport
 from ringdp.transport.device.launches import Launches, launches, leave
+from ringdp.transport.device.streams import Streams
 from tests.comm.failing import hear
 from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
@@ -115,6 +116,32 @@ def mixed(comm: Communicator) -> None:
 
 def test_a_collective_in_the_queue_counts_as_begun(ranks) -> None:
     ranks(2)(mixed)
+
+
+class Watched(Streams):
+    def __init__(self) -> None:
+        self.may, self.issued = set[int](), set[int]()
+
+    def watch(self) -> None:
+        self.may.add(threading.get_ident())
+
+    def follow(self, arrival: object) -> None:
+        self.issued.add(threading.get_ident())
+
+
+@over_nccl
+def issued(comm: Communicator) -> None:
+    streams = Watched()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "streams", lambda _: streams)
+        with comm.duplicate() as other:
+            other.all_reduce(torch.ones(3))
+    assert streams.issued
+    assert streams.issued < streams.may  # and the thread that watches may, too
+
+
+def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(ranks) -> None:
+    ranks(2)(issued)
 
 
 @over_nccl
