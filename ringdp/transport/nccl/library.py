@@ -145,6 +145,11 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
         return nccl.NcclCommunicator(ranks, unique, rank)
     except nccl.NcclError as e:
         raise CommunicationError(f"rank {rank} of {ranks} cannot join NCCL: {e}") from e
+    except KeyError as e:  # CuPy has no name for ncclInProgress
+        raise CommunicationError(
+            f"rank {rank} of {ranks} cannot join NCCL, which answered {e} as if its calls did not "
+            "block; set NCCL_COMM_BLOCKING=1 in the environment or in nccl.conf"
+        ) from e
 
 
 def shared_id(making: Making, rank: int, nccl: Binding) -> bytes:

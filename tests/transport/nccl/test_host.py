@@ -7,14 +7,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringdp import UsageError
-from ringdp.transport.nccl.library import HOST, binding, check_loaded, grouped, loaded
+from ringdp import CommunicationError, UsageError
+from ringdp.transport.nccl.library import (
+    HOST,
+    binding,
+    check_loaded,
+    communicator,
+    grouped,
+    loaded,
+)
 from ringdp.transport.nccl.own import TYPES
 from tests.comm.failing import held
 from tests.transport.nccl.faults import FAIL, STALL, fault, fault_is_due, only_with_host_nccl
@@ -308,6 +316,15 @@ def test_an_id_of_somebody_else_is_refused():
     forged[8] ^= 1  # of the token
     with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
         nccl.NcclCommunicator(1, bytes(forged), 0)
+
+
+def test_calls_that_do_not_block_are_refused_by_name():
+    """As with NCCL_COMM_BLOCKING=0: CuPy raises what it cannot look up."""
+    answers = SimpleNamespace(
+        NcclError=nccl.NcclError, NcclCommunicator=lambda *_: nccl.NcclError(7)
+    )
+    with pytest.raises(CommunicationError, match=r"answered 7 .*NCCL_COMM_BLOCKING=1"):
+        communicator(answers, 2, bytes(128), 0)
 
 
 def test_a_process_has_one_nccl():
