@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -38,11 +40,19 @@ def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     )
 
 
+def patch_tensor(patch: Callable[..., None], tensor: Any, scope: Any) -> None:
+    """And what numpy 2.5 accepts as an index: Triton 3.6 makes one of an array of one element."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """`*_triton` launchers take CPU tensors here; no environment variable is set, nothing leaks."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    patched = partial(patch_tensor, interpreter._patch_lang_tensor)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     language = pytest.importorskip("triton.language")
     add = language.standard._sum_combine
     # tl.sum itself was compiled for devices, when triton was imported; the interpreter does this.
