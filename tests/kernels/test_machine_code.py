@@ -26,7 +26,7 @@ from ringdp.kernels.norm import PROGRAMS, THREADS, squared_norm_kernel
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import BLOCK as SPAN_BLOCK
 from ringdp.kernels.stochastic import BLOCK as STOCHASTIC_BLOCK
-from ringdp.kernels.stochastic import FIRST, HIGH, NAN, SECOND, stochastic_round_kernel
+from ringdp.kernels.stochastic import FIRST, NAN, SECOND, stochastic_round_kernel
 from ringdp.kernels.unscale import BLOCK as UNSCALE_BLOCK
 from ringdp.kernels.unscale import unscale_kernel
 
@@ -217,10 +217,9 @@ def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_stochastic_round(arch: int, tmp_path: Path) -> None:
-    arguments = {"x": "*fp32", "out": "*bf16", "elems": "i32", "offset": "i64"}
-    arguments |= {"key0": "u32", "key1": "u32"}
-    constants = {"HIGH": HIGH, "FIRST": FIRST, "SECOND": SECOND, "NAN": NAN}
-    constants |= {"BLOCK": STOCHASTIC_BLOCK}
+    arguments = {"x": "*fp32", "out": "*bf16", "elems": "i32"}
+    arguments |= dict.fromkeys(stochastic_round_kernel.unspecialized, "u32")
+    constants = {"FIRST": FIRST, "SECOND": SECOND, "NAN": NAN, "BLOCK": STOCHASTIC_BLOCK}
     code = compiled(stochastic_round_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") <= {64, 128}

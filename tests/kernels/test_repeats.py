@@ -195,6 +195,18 @@ def test_the_pieces_of_an_odd_length(dispatch: Dispatch, memories: list[Repeats]
     )
 
 
+def test_places_with_two_upper_halves_are_two_launches(
+    dispatch: Dispatch, memories: list[Repeats]
+) -> None:
+    over(dispatch, "stochastic")
+    half = 1 << 32
+    for offset in (5, half - 16, half - 16, 2 * half + 5):
+        stochastic_round(FLAT, HALF, seed=1, offset=offset)
+    across = [(16, half - 16), (ELEMS - 16, 0)]
+    assert [x[3:5] for x in dispatch.launched] == [(ELEMS, 5), *across, *across, (ELEMS, 5)]
+    assert len({x[5] for x in dispatch.launched}) == 3  # keys
+
+
 def test_a_key_is_of_all_that_is_asked_of_tensors() -> None:
     flat = torch.zeros(64)
     parts = [flat[:16].view(4, 4), torch.nn.Parameter(flat[16:32]), flat[32:32]]
