@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 # At most: six for each of an H200's 132 multiprocessors. So many run at once with up to 40
-# registers a thread [Triton 3.6 to 3.9 take 30 to 40 on sm_90, 32 to 48 on sm_80], and none waits
-# for another to end.
+# registers a thread [Triton 3.6 to 3.9 take 30 to 40 on sm_90, 32 to 48 on sm_80], and none begins
+# when another ends.
 PROGRAMS = 792
 THREADS = 256
 _repeats = Repeats()
@@ -86,19 +86,20 @@ def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
 def squared_norm_kernel(
     chunks: tl.tensor,  # int64[count, 3], rows are Spans of at most BLOCK elements
     count: tl.tensor,
-    scratch: tl.tensor,  # float64[1 + PROGRAMS]: how many programs are done, and their sums
+    scratch: tl.tensor,  # float64[PROGRAMS]: their sums, or -1, which no sum of squares is
     total: tl.tensor,  # float64[]
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,  # sums of a program: added up once, behind its last chunk
     MOST: tl.constexpr,  # at least the number of programs, and a power of two
 ) -> None:
-    program = tl.program_id(0).to(tl.int64)
-    programs = tl.num_programs(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    each, more = count // programs, count % programs  # rows; the first programs have one more
+    start = (program * each + tl.minimum(program, more)).to(tl.int64)
     lane = tl.arange(0, LANES)
     sums = tl.full((LANES,), 0, tl.float64)
     # Rows that are neighbours, so that the first brings the next ones into the cache.
-    for row in range(program * count // programs, (program + 1) * count // programs):
+    for row in range(start, start + each + (program < more)):
         address = tl.load(chunks + row * 3)
         elems = tl.load(chunks + row * 3 + 2).to(tl.int32)
         source = address.to(tl.pointer_type(SOURCE))
@@ -112,19 +113,24 @@ def squared_norm_kernel(
                 inside = first + lane < elems
                 x = tl.load(source + first + lane, mask=inside, other=0).to(tl.float64)
                 sums += x * x
-    tl.store(scratch + 1 + program, tl.sum(sums, 0))
-    tl.debug_barrier()  # one thread has stored, maybe another releases
-    if tl.atomic_add(scratch, 1.0, sem="acq_rel") == programs - 1:  # the last adds, in fixed order
+    # A sum is its own flag: no program waits for a fence or a counter. The last one, before which
+    # all have begun, waits for all and adds in fixed order (as Merrill & Garland's scan, 2016).
+    place = (scratch + program).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(place, tl.sum(sums, 0).to(tl.int64, bitcast=True), sem="relaxed")
+    if program == programs - 1:
         every = tl.arange(0, MOST)
-        parts = tl.load(scratch + 1 + every, mask=every < programs, other=0, volatile=True)
+        inside = every <= program
+        parts = tl.full((MOST,), -1, tl.float64)
+        while tl.sum((parts < 0).to(tl.int32), 0) > 0:
+            parts = tl.load(scratch + every, mask=inside, other=0, volatile=True)
         tl.store(total, tl.sum(parts, 0))
-        tl.store(scratch, 0.0)  # for the next launch
+        tl.store(scratch + every, -1.0, mask=inside)  # for the next launch
 
 
 @cache
 def _scratch(device: torch.device, stream: int) -> Tensor:
     """Launches on one stream take turns, so they share it."""
-    return torch.zeros(1 + PROGRAMS, dtype=torch.float64, device=device)
+    return torch.full((PROGRAMS,), -1.0, dtype=torch.float64, device=device)
 
 
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:

@@ -111,11 +111,11 @@ def test_programs_share_the_chunks_and_the_last_one_leaves_the_scratch_as_it_was
     x = [torch.ones(n) for n in (5, 3 * BLOCK, BLOCK + 1, 0, 7)]  # 7 chunks
     for programs in (1, 2, 3, 6, 7, 8):
         monkeypatch.setattr(module, "PROGRAMS", programs)
-        scratch = torch.zeros(1 + programs, dtype=torch.float64)
+        scratch = torch.full((programs,), -1.0, dtype=torch.float64)
         monkeypatch.setattr(module, "_scratch", lambda *_, here=scratch: here)
         for count in (5, 1, 3):
             assert squared_norm_triton(x[:count]).item() == sum(map(len, x[:count]))
-            assert scratch[0] == 0
+            assert (scratch == -1).all()
 
 
 def test_mixed_dtypes(interpreted: None) -> None:
