@@ -1,14 +1,14 @@
 """Everything that needs a GPU, in one command of less than ten minutes: `make gpu`.
 
-    python -m bench.gpu [--seconds S] [--copy DIR]   tests, then benches
+    python -m bench.gpu [--seconds S] [--copy DIR]   tests and benches
     python -m bench.gpu peer F      one part: times the kernels over peer memory, into F
 
-Every part is processes with a limit of their own, so one that hangs costs its own time and what
-those before it did not need; all together end S seconds after this process began. What is known is
-written to bench/results/<gpu>.json after every part, and all that they print goes to build/gpu.log;
-both are then copied to DIR, where only that is brought home. A part whose tests were all skipped
-counts as not run, and says why; so does one that needs another part, which did not pass. Exit code:
-0 if all parts passed, 1 if one did not, 2 if there is no GPU.
+What is wanted most comes first. Every part is processes with a limit of their own, so one that
+hangs costs its own time and what those before it did not need; all together end S seconds after
+this process began. What is known is written to bench/results/<gpu>.json after every part, and all
+that they print goes to build/gpu.log; both are then copied to DIR, where only that is brought home.
+A part whose tests were all skipped counts as not run, and says why; so does one that needs another
+part, which did not pass. Exit code: 0 if all parts passed, 1 if one did not, 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ MEETING = "two processes meet over NCCL"  # for which one GPU stands for two hos
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 15, tests=False),
     pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
-    pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
-    pytested("NCCL with virtual ranks", 45, "tests/transport/nccl/test_virtual.py"),
-    pytested("the engine, on one rank", 45, "tests/transport/nccl/test_alone.py"),
     Part(
         "bench of kernels",
         (
@@ -81,7 +78,10 @@ PARTS = (
         70,
         tests=False,
     ),
+    pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
+    pytested("NCCL with virtual ranks", 45, "tests/transport/nccl/test_virtual.py"),
+    pytested("the engine, on one rank", 45, "tests/transport/nccl/test_alone.py"),
     pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     pytested("processes over peer memory", 40, "tests/transport/test_peer_gpu.py"),

@@ -55,6 +55,11 @@ def test_takes_less_than_ten_minutes() -> None:
     assert all("{out}" in p.command for p in gpu.PARTS[1:])
 
 
+def test_kernels_come_first_and_are_measured_once_they_are_right() -> None:
+    names = [p.name for p in gpu.PARTS]
+    assert names[1:3] == ["kernels equal the CPU's bits", "bench of kernels"]
+
+
 def test_every_gpu_test_is_in_one_part() -> None:
     parts = [p for p in gpu.PARTS if p.tests]
     places = [word for p in parts for word in p.command if word.startswith("tests")]

@@ -6,9 +6,10 @@ ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. So it ho
 needs for a launch, as in a training step. From ALONE bytes on, a GPU is asked for its own time:
 every call is timed by itself, begins with nothing of its data in a cache, and was launched while
 the GPU was kept waiting. What must move, over the time, is a bandwidth; that of `copy_`, which
-moves twice its size, is the memory's roof as torch reaches it, see Note [written back]. The file is
-written after every kernel. A way that raises, as torch's private names may in another version,
-costs its own row only: its error is kept, and is told at the end with exit code 1.
+moves twice its size, is the memory's roof as torch reaches it, see Note [written back]. The largest
+size comes first, and the file is written after every kernel, so a run that is cut has what matters
+most. A way that raises, as torch's private names may in another version, costs its own row only:
+its error is kept, and is told at the end with exit code 1.
 
 Note [written back]
   A cache keeps what is stored until it needs the place (a GPU's, too: st.wb is what PTX does unless
@@ -120,7 +121,7 @@ def measure(
     machine = describe(torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine["cpu"]
     report = Report(machine, name, [])
-    for size in options.sizes:
+    for size in reversed(options.sizes):
         note(f"measuring {size:,} bytes on {name}")
         for rows, failures in _of_size(size // 4, options.rounds, device):
             report.rows.extend(rows)
@@ -281,7 +282,8 @@ KEYS = ("size", "kernel", "way")  # columns
 
 def rows_shown(report: Report) -> Table:
     made = table(*KEYS, "µs", "min", "GB/s", "% of copy", "× ours", left=KEYS[1:])
-    for before, row in zip([None, *report.rows], report.rows, strict=False):
+    rows = sorted(report.rows, key=lambda row: row.size)
+    for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.size != row.size:
             made.add_section()
         made.add_row(
