@@ -42,12 +42,15 @@ def copy_kernel(
     else:
         source, target = place, address.to(tl.pointer_type(APART))
     element = target.dtype.element_ty
-    aligned = ((address | place.to(tl.int64)) & 15) == 0
     if address == 0:  # padding
         tl.store(target + lane, tl.full((BLOCK,), 0, element), mask=lane < count)
-    elif (count == BLOCK) & aligned:  # 16-byte accesses: known alignment and no mask
-        x = tl.load(tl.multiple_of(source, 16) + lane).to(WIDE)
-        tl.store(tl.multiple_of(target, 16) + lane, (x * factor).to(element))
+    elif ((address | place.to(tl.int64) | count) & 15) == 0:  # See Note [16-byte accesses]
+        # Said of copies: of the values themselves it would be believed of all other chunks, too.
+        near = tl.multiple_of((source.to(tl.int64) & -16).to(source.dtype), 16)
+        far = tl.multiple_of((target.to(tl.int64) & -16).to(target.dtype), 16)
+        inside = lane < tl.multiple_of(count & -16, 16)
+        x = tl.load(near + lane, mask=inside).to(WIDE)
+        tl.store(far + lane, (x * factor).to(element), mask=inside)
     else:
         x = tl.load(source + lane, mask=lane < count).to(WIDE)
         tl.store(target + lane, (x * factor).to(element), mask=lane < count)

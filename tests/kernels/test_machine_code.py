@@ -49,7 +49,8 @@ def by_turns(*rows: tuple[Any, ...]) -> list[ParameterSet]:
 
 class Code(NamedTuple):
     ptx: str
-    accesses: Counter[str]  # SASS loads and stores: LDG.E.128, STG.E, LDL, ...
+    sass: str
+    accesses: Counter[str]  # its loads and stores: LDG.E.128, STG.E, LDL, ...
     cubin: Path
 
     @property
@@ -89,7 +90,7 @@ def compiled(
     ).stdout
     accesses = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL)\b[.\w]*", sass))
     assert accesses, "nvdisasm shows no access to memory at all"
-    return Code(result.asm["ptx"], accesses, cubin)
+    return Code(result.asm["ptx"], sass, accesses, cubin)
 
 
 def width(code: Code, kind: str) -> set[int]:
@@ -167,10 +168,14 @@ def test_copy(
     constants = {"APART": apart, "WIDE": wide_dtype(apart, flat), "INTO_FLAT": into_flat}
     code = compiled(copy_kernel, arch, tmp_path, arguments, constants | {"BLOCK": SPAN_BLOCK})
     source, target = (apart, flat) if into_flat else (flat, apart)
-    # The full chunk, in 256 threads of 16-byte accesses; the rest are tails and padding.
+    # Chunks of whole sixteens, in 256 threads of 16-byte accesses; the rest are tails and padding.
     per_thread = SPAN_BLOCK // 256
     assert count_128(code, "LDG") == per_thread * source.itemsize // 16
     assert count_128(code, "STG") == per_thread * target.itemsize // 16
+    # And those store what lies side by side from threads that do.
+    narrow = re.findall(r"STG\.E(?!\.128)\S* .*?\[R\d+\.64(?:\+(0x\w+))?\]", code.sass)
+    assert len(narrow) == 2 * per_thread
+    assert all(int(at or "0", 16) % (256 * target.itemsize) == 0 for at in narrow)
     assert not spills(code)
     assert code.registers <= 40 or F64 in (apart, flat)  # so six programs share a multiprocessor
     assert ".ftz" not in code.ptx
