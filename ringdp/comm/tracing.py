@@ -61,7 +61,10 @@ class Trace:
         there, _ = meeting(PrefixStore("trace", store), rank, ranks)
         self._meeting = Meeting(there, rank, ranks, host(), has_ended)
         complaint = unwritable("trace", self.path) if rank == 0 else None
-        self._opened = self._meeting.open(complaint, str(self.path.absolute()))
+        mine = str(self.path.absolute())
+        self._opened = self._meeting.open(complaint, mine)
+        # What is told where to write may have been told so by anybody.
+        self._beside = self._opened.path == mine and rank not in self._meeting.away
         self._recorder = recorder.start()
         return self
 
@@ -94,7 +97,7 @@ class Trace:
         self._recorder = None
         recorder.stop()
         if patience == PATIENCE:
-            with suppress(RuntimeError):  # the first guess must do
+            with suppress(RuntimeError, ValueError):  # the first guess must do
                 meeting.compare_clocks("last", ANSWER)
         part = self._part(meeting.rank)
         try:
@@ -108,17 +111,17 @@ class Trace:
             self._merge(part, monotonic() + patience)
             return
         try:
-            meeting.hand_in(part)
+            meeting.hand_in(part, beside=self._beside)
         except RuntimeError:  # of the store, which rank 0 may have served
             log.warning(
                 "rank %d cannot tell rank 0 of its part of the trace, %s", *(meeting.rank, part)
             )
 
     def _part(self, rank: int) -> Path:
-        """Beside rank 0's file, which may have another path here; on another host, anywhere."""
+        """Beside rank 0's file, where this rank means that one, too; else anywhere."""
         trace = Path(self._opened.path)
-        if rank == self._meeting.rank and rank in self._meeting.away:
-            trace = Path(tempfile.gettempdir(), trace.name)
+        if not self._beside:
+            trace = Path(tempfile.gettempdir(), self.path.name)
         return parts.part_path(trace, self._opened.token, rank)
 
     def _head(self, recorded: recorder.Recorder) -> dict[str, Any]:
@@ -137,8 +140,10 @@ class Trace:
             part = self._part(rank)
             try:
                 why = self._meeting.collect(rank, part, deadline)
-            except RuntimeError as e:
-                why = f"rank {rank} cannot be asked for its part of the trace: {e}"
+                if why is None:
+                    parts.head(part)
+            except (RuntimeError, ValueError, OSError) as e:
+                why = f"rank {rank}'s part of the trace cannot be had: {e}"
             if why is None:
                 there[rank] = part
             else:

@@ -91,7 +91,7 @@ class Meeting:
         opened = Opened(self.clock(), secrets.token_hex(4), path)
         try:
             opened, complaint = self._meet(opened, complaint)
-        except (RuntimeError, ValueError, TypeError, KeyError) as e:
+        except (RuntimeError, ValueError, TypeError, OverflowError) as e:
             raise CommunicationError(
                 f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
                 "every rank must start the trace"
@@ -111,8 +111,10 @@ class Meeting:
         else:
             said = json.loads(self._patiently("opened", 0))
             epoch, token, path, complaint, members = said
-            opened = Opened(int(epoch), str(token), str(path))
+            opened = Opened(_time(epoch), bytes.fromhex(token).hex(), str(path))
             self.members = [Member(str(host), int(pid)) for host, pid in members]
+            if len(self.members) != self.ranks:
+                raise ValueError(f"rank 0 knows of {len(self.members)} ranks")
         if not complaint:
             self.compare_clocks("first", None)
         return opened, str(complaint) if complaint else None
@@ -143,7 +145,8 @@ class Meeting:
     def compare_clocks(self, when: str, limit: float | None) -> None:
         """Ask rank 0, or answer: collective over rank 0 and those that are away from it.
 
-        `limit`: seconds for one answer; None: as long as the store waits. Raises RuntimeError.
+        `limit`: seconds for one answer; None: as long as the store waits. Raises RuntimeError, and
+        ValueError for an answer that makes no sense.
         """
         for r in self.away if self.rank == 0 else [r for r in self.away if r == self.rank]:
             for k in range(ROUND_TRIPS):
@@ -155,7 +158,7 @@ class Meeting:
                 before = self.clock()
                 self._store.set(asked, "")
                 self._await(told, limit)
-                answer, after = int(self._store.get(told)), self.clock()
+                answer, after = _time(self._store.get(told)), self.clock()
                 self._learn(Guess(answer - (before + after) // 2, (after - before) // 2, before), k)
 
     def _learn(self, guess: Guess, k: int) -> None:
@@ -169,17 +172,17 @@ class Meeting:
         else:
             self._store.get(key)
 
-    def hand_in(self, part: Path) -> None:
-        """This rank's part is there; where rank 0 cannot see the file, send it what is in it."""
+    def hand_in(self, part: Path, *, beside: bool) -> None:
+        """This rank's part is there, `beside` the trace; else send rank 0 what is in it."""
         pieces = 0
-        if self.rank in self.away:
+        if not beside:
             with part.open(encoding="utf-8") as text:
                 while piece := text.read(PIECE):
                     self._store.set(f"piece/{self.rank}/{pieces}", piece)
                     pieces += 1
             part.unlink()
         self._store.set(f"part/{self.rank}", str(pieces))
-        if self.rank not in self.away and self._store.check([f"late/{self.rank}"]):
+        if beside and self._store.check([f"late/{self.rank}"]):
             log.warning("rank 0 did not wait for rank %d's part of the trace: %s", self.rank, part)
 
     def excuse(self, why: str) -> None:
@@ -187,7 +190,10 @@ class Meeting:
         self._store.set(f"part/{self.rank}", SORRY + why)
 
     def collect(self, rank: int, part: Path, deadline: float) -> str | None:
-        """On rank 0: wait for that rank's part, and see that it lies at `part`. Why it does not."""
+        """On rank 0: wait for that rank's part, and see that it lies at `part`. Why it does not.
+
+        Raises RuntimeError, and ValueError for nonsense in the store.
+        """
         while not self._store.check([f"part/{rank}"]):
             if not self._lives(rank) and not self._store.check([f"part/{rank}"]):
                 pid = self.members[rank].pid
@@ -199,9 +205,9 @@ class Meeting:
         said = self._store.get(f"part/{rank}").decode()
         if said.startswith(SORRY):
             return f"rank {rank} has no part of the trace: {said.removeprefix(SORRY)}"
-        if rank in self.away:
+        if pieces := int(said):
             with part.open("w", encoding="utf-8") as out:
-                for k in range(int(said)):
+                for k in range(pieces):
                     out.write(self._store.get(f"piece/{rank}/{k}").decode())
                     with suppress(RuntimeError):  # not every store can
                         self._store.delete_key(f"piece/{rank}/{k}")
@@ -210,3 +216,10 @@ class Meeting:
     def _lives(self, rank: int) -> bool:
         """As far as can be seen from here."""
         return rank in self.away or not self._ended(self.members[rank].pid)
+
+
+def _time(said: str | bytes | float) -> int:
+    """ns on some clock. Raises ValueError for what is none."""
+    if not 0 <= (ns := int(said)) < 1 << 63:
+        raise ValueError(f"a clock says {ns}")
+    return ns

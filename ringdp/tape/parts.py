@@ -39,13 +39,17 @@ def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
         aside.replace(path)
 
 
+def head(part: Path) -> Head:
+    """Raises OSError where there is no part, ValueError where that is none."""
+    with part.open(encoding="utf-8") as lines:
+        found: Head = json.loads(lines.readline())
+        return found
+
+
 def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
     """Write the trace and remove the parts. `facts`: what the ranks have in common."""
-    heads: dict[int, Head] = {}
-    for rank, part in parts.items():
-        with part.open(encoding="utf-8") as lines:
-            heads[rank] = json.loads(lines.readline())
-    about = {"version": VERSION, **facts, "parts": {str(r): head for r, head in heads.items()}}
+    heads = {str(rank): head(part) for rank, part in parts.items()}
+    about = {"version": VERSION, **facts, "parts": heads}
     with _aside(trace) as aside:
         with aside.open("w", encoding="utf-8") as out:
             out.write('{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":[')

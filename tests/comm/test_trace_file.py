@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import ringdp
 from ringdp.comm import tracing
+from ringdp.tape.meeting import Meeting
 from tests.forks import PATIENCE, store
 from tests.tape.traces import Read
 
@@ -73,6 +78,50 @@ def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
         read = Read(tmp_path / f"{name}.json")
         assert sorted(read.about["parts"]) == ["0", "1"]
         assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
+
+
+def told_elsewhere(comm: ringdp.Communicator, path: Path, elsewhere: Path) -> None:
+    """In the store stands another path than rank 0's."""
+    said = Meeting._patiently
+    other = json.dumps(str(elsewhere)).encode()
+
+    def damaged(self: Meeting, key: str, rank: int) -> bytes:
+        return said(self, key, rank).replace(json.dumps(str(path)).encode(), other)
+
+    with patch.object(Meeting, "_patiently", damaged), ringdp.trace(path):
+        comm.all_reduce(torch.ones(10))
+
+
+def test_the_store_does_not_say_where_a_rank_writes(ranks, tmp_path):
+    (there := tmp_path / "there").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    ranks(2)(told_elsewhere, there / "run.json", elsewhere / "run.json")
+    assert sorted(Read(there / "run.json").about["parts"]) == ["0", "1"]
+    assert [p.name for p in there.iterdir()] == ["run.json"]
+    assert list(elsewhere.iterdir()) == []
+
+
+def says_nonsense(comm: ringdp.Communicator, path: Path, said: str) -> None:
+    """Of rank 1's part."""
+    damaged = patch.object(Meeting, "hand_in", _says(said)) if comm.rank == 1 else nullcontext()
+    with damaged, ringdp.trace(path):
+        comm.all_reduce(torch.ones(10))
+
+
+def _says(said: str) -> Callable[..., None]:
+    def hand_in(self: Meeting, part: Path, **_: bool) -> None:
+        part.write_text("no part", encoding="utf-8")
+        self._store.set(f"part/{self.rank}", said)
+
+    return hand_in
+
+
+@pytest.mark.parametrize("said", ["a word", "0"])
+def test_a_part_that_makes_no_sense_costs_its_ranks_alone(ranks, tmp_path, said):
+    ranks(2)(says_nonsense, tmp_path / "run.json", said)
+    read = Read(tmp_path / "run.json")
+    assert sorted(read.about["parts"]) == ["0"]
+    assert read.about["missing"]["1"].startswith("rank 1's part of the trace cannot be had: ")
 
 
 def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:

@@ -82,7 +82,7 @@ def test_a_part_of_another_host_comes_through_the_store(tmp_path: Path):
     there, here = tmp_path / "there", tmp_path / "here"
     text = "x" * (PIECE + 3) + "\n"
     there.write_text(text, encoding="utf-8")
-    meetings[1].hand_in(there)
+    meetings[1].hand_in(there, beside=False)
     assert meetings[0].collect(1, here, monotonic() + 10) is None
     assert here.read_text(encoding="utf-8") == text
     assert not there.exists()
@@ -117,7 +117,7 @@ def test_a_part_that_cannot_be_written_is_told(tmp_path: Path):
 def test_a_part_that_comes_too_late_is_told_where_it_lies(tmp_path: Path, caplog):
     meetings, _ = met(["a", "a"])
     assert meetings[0].collect(1, tmp_path / "part", monotonic()) is not None
-    meetings[1].hand_in(tmp_path / "part")
+    meetings[1].hand_in(tmp_path / "part", beside=True)
     assert f"rank 0 did not wait for rank 1's part of the trace: {tmp_path}" in caplog.text
 
 
@@ -135,8 +135,23 @@ def test_what_rank_0_cannot_do_is_told_to_all():
     assert [(type(c), str(c)) for c in came] == [(UsageError, "cannot write")] * 2
 
 
-def test_nonsense_in_the_store_is_an_error():
+MEMBERS = '[["a", 1], ["a", 2]]'
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        '[1, "ab", "run.json", null, [["a"]]]',
+        '[1, "ab", "run.json", null, [["a", 1]]]',
+        f'[Infinity, "ab", "run.json", null, {MEMBERS}]',
+        f'[-1, "ab", "run.json", null, {MEMBERS}]',
+        f'[1, "/../../x", "run.json", null, {MEMBERS}]',
+        f'[1, 7, "run.json", null, {MEMBERS}]',
+    ],
+    ids=["a member", "too few", "no end", "below 0", "a path", "a number"],
+)
+def test_nonsense_in_the_store_is_an_error(opened):
     store = PrefixStore("trace", HashStore())
-    store.set("opened", '[1, "t", "run.json", null, [["a"]]]')
+    store.set("opened", opened)
     with pytest.raises(CommunicationError, match="rank 1 of 2 did not meet the others to trace"):
         Meeting(store, 1, 2, "a", has_ended).open(None, "run.json")
