@@ -80,6 +80,24 @@ def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
         assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
 
 
+def goes_elsewhere(comm: ringdp.Communicator, at: Path) -> None:
+    before = os.getcwd()
+    os.chdir(at)
+    try:
+        with ringdp.trace("run.json"):
+            comm.all_reduce(torch.ones(10))
+            os.chdir(at / "elsewhere")
+    finally:
+        os.chdir(before)
+
+
+def test_the_file_is_where_the_trace_began(ranks, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    ranks(2)(goes_elsewhere, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "run.json"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def told_elsewhere(comm: ringdp.Communicator, path: Path, elsewhere: Path) -> None:
     """In the store stands another path than rank 0's."""
     said = Meeting._patiently
