@@ -142,7 +142,7 @@ class Guard:
             case FailureKind.STOPPED:
                 return "its communicator was closed"
             case _:
-                return "the shared memory between the ranks is damaged"
+                return "what the ranks tell one another is damaged"
 
     def _here(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES

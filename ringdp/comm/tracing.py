@@ -150,7 +150,9 @@ class Trace:
                 missing[str(rank)] = why
                 log.warning("%s: %s", self.path, why)
         try:
-            parts.merge(Path(self._opened.path), there, {"ranks": self._meeting.ranks, "missing": missing})
+            parts.merge(
+                Path(self._opened.path), there, {"ranks": self._meeting.ranks, "missing": missing}
+            )
         except OSError as e:
             raise _unwritten(self.path, e) from None
 

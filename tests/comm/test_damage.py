@@ -22,7 +22,7 @@ from ringdp.transport.files import SEALS, Address
 from ringdp.transport.shm import ShmTransport
 from ringdp.transport.watch import Watched, segments
 from tests.comm.failing import hear
-from tests.forks import Forks, Say, store
+from tests.forks import PATIENCE, Forks, Say, store
 
 pytestmark = pytest.mark.process
 
@@ -177,7 +177,22 @@ def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
     for code, (_, heard) in forks(2, damaged_under_way, "failure", 0):
         assert code == 0
         assert heard.error == heard.again == "CommunicationError"
-        assert "; the shared memory between the ranks is damaged\n" in heard.text
+        assert "; what the ranks tell one another is damaged\n" in heard.text
+
+
+def damaged_store(comm: Communicator, say: Say) -> None:
+    comm = ringdp.init(transport="c10d", timeout=PATIENCE)
+    comm.barrier()
+    if comm.rank == 0:
+        comm._transport._store.ask(lambda own: own.set("failed", "77 0 1"))
+    say(hear(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
+
+
+def test_a_failure_of_no_known_kind_is_damage_over_gloo_too(forks: Forks):
+    for code, (heard,) in forks(2, damaged_store):
+        assert code == 0
+        assert heard.error == heard.again == "CommunicationError"
+        assert "; what the ranks tell one another is damaged\n" in heard.text
 
 
 @pytest.mark.parametrize("seed", range(4))
