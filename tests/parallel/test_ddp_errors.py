@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
+from ringdp.parallel.ddp import holding
 from tests.parallel.ddp_cases import (
     Outputs,
     backward,
@@ -179,3 +182,29 @@ def test_a_gradient_made_twice_is_told(ranks):
     for text in ranks(2)(twice):
         assert "inner.2.bias has been marked as ready twice" in text
         assert "use_reentrant=False" in text
+
+
+def less_than_at_first(comm: Communicator) -> str:
+    net = DistributedDataParallel(Outputs(), process_group=comm, static_graph=True)
+    for outputs in (2, 1):
+        sum(map(loss, net(rows(0, comm.rank))["predictions"][:outputs])).backward()
+    return says(lambda: net(rows(1, comm.rank)))
+
+
+def test_a_static_graph_that_changes_is_told(ranks):
+    for text in ranks(2)(less_than_at_first):
+        assert "training graph has changed in this iteration" in text
+        assert ": b.weight, b.bias" in text
+
+
+def unmade(comm: Communicator) -> str:
+    """It is a property of a module, which answers an AttributeError by its own."""
+    net = copy.deepcopy(DistributedDataParallel(mlp()))
+    comm.barrier()
+    with patch.object(holding, "Reducer", side_effect=AttributeError("no such thing")):
+        return says(lambda: net.reducer, RuntimeError)
+
+
+def test_why_a_copy_cannot_reduce_is_told(ranks):
+    for text in ranks(2)(unmade):
+        assert text == "the reducer could not be made: no such thing"

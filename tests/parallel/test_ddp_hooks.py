@@ -102,6 +102,46 @@ def test_a_hook_that_gives_no_future_is_told(ranks):
         assert "must return a torch.futures.Future" in text
 
 
+def two(_state: object, bucket: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([bucket.buffer()] * 2)
+    return future
+
+
+def giving_two(comm: Communicator) -> str:
+    net = DistributedDataParallel(mlp(), process_group=comm)
+    net.register_comm_hook(None, two)
+    return says(lambda: backward(net, 0, comm.rank))
+
+
+def test_a_hook_that_gives_several_tensors_is_told(ranks):
+    (said,) = ranks(1)(giving_two)
+    assert said.startswith("the communication hook two must give one tensor, not [tensor(")
+
+
+def once(seen: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:
+    seen += [bucket.gradients(), bucket.parameters()]
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * 3)
+    return future
+
+
+def sparse_hooked(comm: Communicator) -> None:
+    seen: list[Any] = []
+    net = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), process_group=comm)
+    net.register_comm_hook(seen, once)
+    net(torch.tensor([1, 1, 3])).sum().backward()
+    ((gradient,), (parameter,)) = seen
+    assert parameter is net.module.weight
+    assert gradient.is_sparse
+    assert gradient.shape == parameter.shape
+    assert equal([parameter.grad.to_dense()], [3 * gradient.to_dense()])
+
+
+def test_a_hook_sees_a_sparse_gradient_as_it_is(ranks):
+    ranks(2)(sparse_hooked)
+
+
 class Counts(nn.Module):
     """Adds to a buffer in every forward; what it is on entry is kept."""
 
