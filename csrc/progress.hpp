@@ -17,6 +17,7 @@
 #include <mutex>
 #include <variant>
 
+#include "denormals.hpp"
 #include "direct.hpp"
 #include "interpreter.hpp"
 
@@ -254,6 +255,7 @@ class Progress final : public Records {
 
   // Runs it on from where it was.
   Outcome attempt(const Job& job) {
+    const Denormals stay;
     try {
       if (!begun_) {
         if (auto f = peers_.reported()) throw *f;  // after a failure nothing begins any more

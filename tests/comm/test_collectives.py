@@ -173,3 +173,24 @@ def averaged(comm: Communicator) -> None:
 @pytest.mark.parametrize("what", [forms, scattered, gathered, averaged])
 def test_results_are_torchs(ranks, n: int, what: Callable[[Communicator], None]):
     ranks(n)(what)
+
+
+SMALL = 71362  # the bits of a float32 that is denormal, as is twice that
+
+
+def flushing(comm: Communicator, algorithm: str) -> None:
+    """In lines, as a whole, in tiles."""
+    torch.set_flush_denormal(True)
+    try:
+        for elements in (8, 1000, 1 << 18):
+            bits = torch.full((elements,), SMALL, dtype=torch.int32)
+            comm.all_reduce(bits.view(torch.float32), algorithm=algorithm)
+            assert bits.eq(comm.size * SMALL).all()
+        assert torch.tensor(SMALL, dtype=torch.int32).view(torch.float32) * 1 == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_denormals_stay_whatever_thread_adds_them(ranks, algorithm):
+    ranks(2)(flushing, algorithm)
