@@ -172,6 +172,7 @@ NB_MODULE(_core, m) {
                    [](Ready& self, bool told) { self.sites().told = told; })
       .def("site", [](Ready& self) { return self.sites().here(); })
       .def("learn", &Ready::learn)
+      .def("forget", &Ready::forget)
       .def("remember", &Ready::remember);
   m.attr("Repeated") = repeated_type();
 

@@ -89,7 +89,7 @@ class Ready {
       return comm.attr("_begun")(call, ticket, asked.later, finish);
     }
     also.home();
-    if (prepared.keeps()) comm.attr("_release")();
+    if (prepared.keeps()) comm.attr("_transport").attr("release")();
     return ended_;
   }
 

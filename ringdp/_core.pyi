@@ -119,6 +119,7 @@ class Ready:
         prepared: object,
         /,
     ) -> None: ...
+    def forget(self) -> None: ...
 
 class Repeated:
     __wrapped__: object

@@ -7,7 +7,6 @@ the same order. One thread at a time may use a communicator; others take a `dupl
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +36,6 @@ from ringdp.transport.arena import Arena
 from ringdp.transport.base import DTYPES, HELD_BACK, FailureKind, Op, Prepared, Transport
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import METHODS, SLICE
-
-_all: WeakSet[Communicator] = WeakSet()
 
 
 class Calls:
@@ -90,7 +87,6 @@ class Communicator(Reductions, Moves, Messages, Taped):
             self._ready.learn(line, NOWHERE, ENDED)
         self._zero = torch.zeros(1, dtype=torch.int32)
         self._group: Group | None = None
-        _all.add(self)
         self._duplicates: WeakSet[Communicator] = WeakSet()
         recorder.join(self)
 
@@ -233,7 +229,6 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
     def _close(self) -> None:
         self.closed = True
-        self._ready = None
         recorder.leave(self)
         self._transport.close()
 
@@ -308,9 +303,6 @@ class Communicator(Reductions, Moves, Messages, Taped):
         waited = 0.0 if background else SLICE
         return self._waited(Work(self._guard, call, ticket, finish, waited), background)
 
-    def _release(self) -> None:
-        self._transport.release()
-
     def _run(self, ready: Prepared, job: Job, call: Call, background: bool) -> Work:
         number, _, _, site = call
         begun = time.monotonic()
@@ -337,12 +329,3 @@ class Communicator(Reductions, Moves, Messages, Taped):
         elif not background:
             work.wait()
         return work
-
-
-def _forget() -> None:
-    """In a forked child: what is ready would use memory that the child does not have."""
-    for comm in _all:
-        comm._ready = None
-
-
-os.register_at_fork(after_in_child=_forget)

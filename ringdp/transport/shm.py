@@ -257,6 +257,7 @@ class ShmTransport:
         return int(self._core.sent_bytes())
 
     def close(self) -> None:
+        self.ready.forget()
         self._stop()
 
     end = close  # see `Ending`
@@ -318,7 +319,8 @@ def _stop(
 
 
 def _forget() -> None:
-    """In a forked child: it may outlive the rank, whose memory then goes all the same."""
+    """In a forked child: what is ready would use memory that it does not have. It may outlive the
+    rank, whose memory then goes all the same."""
     for transport in list(_all):
         transport.close()
         _core.abandon(transport._mail, transport._core)  # also of one that was closed before

@@ -251,6 +251,8 @@ def forked(comm: Communicator) -> tuple[int, bool]:
     closed = comm.duplicate()
     closed.close()
     message = comm.irecv(torch.ones(3), 1 - comm.rank)
+    for _ in range(2):  # so that it is ready
+        comm.barrier()
     calls = (comm.barrier, lambda: comm.empty(3), message.wait, comm.abort)
     pid = os.fork()
     if pid == 0:
@@ -259,6 +261,8 @@ def forked(comm: Communicator) -> tuple[int, bool]:
             for name in ("memfd:ringdp", "memfd:ringdp-mail"):
                 assert has[name] == has[f"/{name} (deleted)"] == 0
             assert has["anon_inode:[pidfd]"] == 0
+            with comm.group():
+                pass
             for call in calls:
                 with pytest.raises(ringdp.UsageError, match="forked"):
                     call()
