@@ -107,7 +107,6 @@ class Peers {
     patience_ = std::min(end, patience);
     background_ = background;
     dashes_ = false;
-    spins_ = background || crowded_ ? 0 : kSpins;
   }
   // Or: only as long as it spins.
   void dash() {
@@ -197,7 +196,7 @@ class Peers {
 
   template <class Ready>
   void spin(int peer, Ready ready, Other other) {
-    const int spins = other == Other::near && !crowded_ ? kSpins : spins_;
+    const int spins = !crowded_ && (!background_ || other == Other::near) ? kSpins : 0;
     for (int i = 0; i < spins; ++i) {
       if (ready()) {
         if (record_.peer.load(std::memory_order_relaxed) >= 0)  // it was waited for in a slice before
@@ -254,7 +253,6 @@ class Peers {
   std::atomic<std::uint64_t> sent_{0};
   bool crowded_;
   Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
-  int spins_ = 0;
   bool background_ = false, dashes_ = false;
 };
 

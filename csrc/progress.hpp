@@ -85,7 +85,6 @@ class Progress final : public Records {
     std::lock_guard lock(mutex_);
     if (!jobs_.empty() || running_ || failed_ || waits_.on()) return queue(job, false);
     peers_.dash();
-    done_before_ = finished_;
     const Outcome outcome = attempt(job);
     if (outcome.ended) {  // without a place in line, which took a tenth of 1 KiB
       begun_ = false;
@@ -234,7 +233,6 @@ class Progress final : public Records {
   void run_front(std::unique_lock<std::mutex>& lock, Clock::time_point end, Clock::time_point patience,
                  bool background) {
     running_ = true;
-    done_before_ = finished_;
     const Job& job = jobs_.front();  // a deque keeps it in its place
     lock.unlock();
     peers_.slice(end, patience, background);
@@ -303,15 +301,16 @@ class Progress final : public Records {
 
   void note(const Job& job, bool ended) {
     const auto* rows = std::get_if<Rows>(&job.what);
-    CallCells more{job.issued, done_before_ + 1, job.kind,
+    CallCells more{job.issued, finished_ + 1, job.kind,
                    rows ? reinterpret_cast<std::uint64_t>(rows->rows) : 0, job.background, {}};
     static_assert(sizeof more.site >= kSite);
     std::memcpy(more.site, job.site, kSite);
     peers_.tape.call(ended, job.number, std::uint64_t(job.elements), more);
   }
 
+  // Under the lock.
   void announce(const Failed& failed) {
-    if (announced_.exchange(true)) return;  // what others may be reading stays as it is
+    if (std::exchange(announced_, true)) return;  // what others may be reading stays as it is
     segment_.record(rank_).finding = {failed.expected, failed.found};
     std::uint64_t none = 0;
     // release: the finding, and the messages sent before it; the first to fail stays
@@ -320,7 +319,7 @@ class Progress final : public Records {
   }
 
   std::uint64_t digest_ = 1;
-  std::atomic<bool> announced_{false};
+  bool announced_ = false;
   std::atomic<bool> stop_{false};  // read relaxed by who waits: nothing else is told by it
   Segment segment_;
   int rank_;
@@ -333,8 +332,8 @@ class Progress final : public Records {
   std::condition_variable work_, done_;
   std::deque<Job> jobs_;
   bool begun_ = false, running_ = false;  // the first job: has been begun; somebody is at it
+  // Who is at the first job reads `finished_` without the lock: nobody else changes it then.
   std::uint64_t started_ = 0, finished_ = 0;
-  std::uint64_t done_before_ = 0;  // `finished_` for whoever runs the first job, without the lock
   Tape waits_;                     // under the lock
   std::thread::id caller_;         // of the last job
   std::optional<Failed> failed_;
