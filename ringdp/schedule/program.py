@@ -96,18 +96,6 @@ class Program:
         """Whether it stores into a chunk that is not scratch."""
         return any(c < self.chunks for row in self for c in row.writes)
 
-    def sent_chunks(self) -> list[int]:
-        """How often each chunk's worth of elements is sent: bytes follow from the chunk sizes.
-
-        A scratch chunk's size is that of whatever was copied there, which its index does not tell:
-        a program that sends scratch (none of ours does) raises IndexError.
-        """
-        sent = [0] * self.chunks
-        for row in self:
-            if row.send_peer != NONE:
-                sent[row.src_chunk if row.recv_peer == NONE else row.dst_chunk] += 1
-        return sent
-
 
 def _table(rows: Iterable[Row]) -> NDArray[np.int32]:
     return np.array(list(rows), dtype=np.int32).reshape(-1, len(Row._fields))

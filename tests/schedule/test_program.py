@@ -17,7 +17,7 @@ from ringdp.schedule import (
     project,
     schedule,
 )
-from ringdp.schedule.program import alike
+from ringdp.schedule.program import NONE, alike
 from ringdp.transport.simulator import simulate
 
 by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
@@ -32,6 +32,11 @@ def programs(plan: Schedule, collective: str) -> tuple[list[Program], list[Progr
     plain = [project(plan, r) for r in range(plan.ranks)]
     live = contract(collective, plan.ranks, plan.chunks).after
     return plain, [fuse(p, {c for q, c in live if q == p.rank}) for p in plain]
+
+
+def sends(program: Program) -> int:
+    """How many messages its rank sends, of a chunk each."""
+    return sum(row.send_peer != NONE for row in program)
 
 
 @by_name
@@ -66,14 +71,14 @@ def test_the_simulator_says_which_rank_lacks_something():
 
 
 @by_name
-def test_sent_chunks_are_the_transfers_that_leave(algorithm):
+def test_sends_are_the_transfers_that_leave(algorithm):
     for n in range(1, 9):
         plan = schedule(algorithm.collective, algorithm.name, n)
         for rank, (plain, fused) in enumerate(
             zip(*programs(plan, algorithm.collective), strict=True)
         ):
             leaving = sum(t.src == rank != t.dst for r in plan.rounds for t in r)
-            assert sum(fused.sent_chunks()) == sum(plain.sent_chunks()) == leaving
+            assert sends(fused) == sends(plain) == leaving
 
 
 def test_two_messages_to_one_peer_keep_their_order():
