@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import inf
 from types import FunctionType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -42,7 +43,7 @@ class Asked(NamedTuple):
     n: int
     rank: int
     root: int
-    depth: int | None
+    depth: float | None
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,13 @@ def program(
     n: int,
     rank: int,
     root: int,
-    depth: int | None,
+    depth: float | None,
 ) -> Program:
     """Proved, projected, fused if that fits, and shown not to stall in FIFOs of `depth` slots.
 
-    Without a `depth` projected only: who runs whole rounds cannot stall.
+    Without a `depth` projected only: who runs whole rounds cannot stall. Nor can who waits to
+    receive only, as fusing lets sends come earlier, and receives later, than in the order in which
+    each receive comes after its send: where `depth` is infinite no other rank's program is made.
     """
     asked = Asked(collective, n, rank, root, depth)
     if not isinstance(algorithm, FunctionType):  # a bound method is another object each time
@@ -98,10 +101,15 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     if depth is None:
         return replace(project(plan, rank), alike=alike(plan))
     live = contract(collective, n, plan.chunks, root).after
+
+    def fused(plain: Program) -> Program:
+        return fuse(plain, [c for q, c in live if q == plain.rank])
+
+    if depth == inf:
+        return replace(fused(project(plan, rank)), alike=alike(plan))
     plain = [project(plan, r) for r in range(n)]
-    fused = [fuse(p, [c for q, c in live if q == p.rank]) for p in plain]
     # Fusing trades longer FIFOs for fewer passes; what then needs too many slots runs as it is.
-    for programs in (fused, plain):
+    for programs in ([*map(fused, plain)], plain):
         needed = fifo_depth(programs)
         if needed <= depth:
             made = replace(programs[rank], alike=alike(plan))

@@ -134,7 +134,7 @@ class Transport(Observed, Protocol):
         ...
 
     @property
-    def depth(self) -> int | None:
+    def depth(self) -> float | None:
         """Slots of a channel: a program must need no more (`schedule.fifo_depth`). None: it runs a
         round at a time, and wants programs as `project` makes them."""
         ...

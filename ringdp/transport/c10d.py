@@ -77,7 +77,7 @@ class Failed(Exception):
 class C10dTransport(Answering):
     """One rank's end of a group. See `Transport`."""
 
-    depth: int | None = 1 << 20  # slots: what is sent waits in memory
+    depth: float | None = math.inf  # what is sent waits in memory
     own: str | None = None
     timeout = math.inf
     device = torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from ringdp import Communicator
 from ringdp.comm import programs
 from ringdp.comm.call import OWN, fingerprint
-from ringdp.schedule import Schedule, schedule
+from ringdp.schedule import ALGORITHMS, Schedule, project, schedule
 from tests.comm.failing import leaves_nothing
 
 
@@ -66,3 +67,16 @@ def dropped(comm: Communicator) -> None:
 @pytest.mark.process
 def test_an_algorithm_that_holds_its_communicator_does_not_keep_it(ranks):
     ranks(2)(dropped)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+def test_where_nobody_waits_to_send_a_program_is_made_alone(monkeypatch, algorithm):
+    asked = algorithm.collective, algorithm.name, 6
+    many = [programs.program(*asked, rank, 0, 1 << 20) for rank in range(6)]
+    made: list[int] = []
+    monkeypatch.setattr(programs, "project", lambda s, r: made.append(r) or project(s, r))
+    alone = [programs.program(*asked, rank, 0, math.inf) for rank in range(6)]
+    assert made == [*range(6)]
+    for one, other in zip(alone, many, strict=True):
+        assert (one.rows == other.rows).all()
+        assert one.alike == other.alike
