@@ -184,7 +184,7 @@ class CudaStreams(Streams):
         return host.copy_(data, non_blocking=True)
 
     def capturing(self) -> bool:
-        with self.current():  # which need not be the caller's
+        with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
     def watch(self) -> None:
