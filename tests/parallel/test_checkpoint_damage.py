@@ -99,7 +99,7 @@ def put(*keys: Any, value: Any) -> Callable[[Any], Any]:
 
 FORGED = {
     "a list": lambda _: [],
-    "format": put("format", value="torch"),
+    "format": put("format", value="ringdp.checkpoint.3"),
     "more fields": put("more", value=1),
     "a path upwards": put("directory", value="../other"),
     "an absolute path": put("directory", value="/etc"),
@@ -118,6 +118,7 @@ FORGED = {
     "no list for single values": put("tensors", SINGLE, "single", value={}),
     "options": put("groups", 0, "options", "params", value=[]),
     "a number for an optimizer": put("optimizer", value=7),
+    "no optimizer": lambda index: {k: v for k, v in index.items() if k != "optimizer"},
     "names": put("groups", 0, "names", value=[[]]),
     "extra": put("extra", value=3),
     "ranks": put("ranks", value="2"),
@@ -233,6 +234,8 @@ def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
     for name in FORGED:
         with pytest.raises(CheckpointError):
             read_index(damaged / name)
+    with pytest.raises(CheckpointError, match=r"format 'ringdp\.checkpoint\.3', not 'ringdp\.che"):
+        read_index(damaged / "format")
     for stage in (0, 3):
         first, second = ranks(2)(refused, str(damaged), str(whole), stage)
         assert first == second, "every rank says what any has met"

@@ -77,32 +77,9 @@ def refuses(comm: Communicator, path: str) -> list[str]:
     return said
 
 
-def earlier(comm: Communicator, path: str) -> None:
-    """What was written before modules' extra state was kept, is read."""
-    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    engine = ringdp.shard(model, stage=2, comm=comm)
-    ringdp.save(path, engine)
-    engine.close()
-    if comm.rank == 0:
-        index = Path(path) / "index.json"
-        values = json.loads(index.read_bytes()) | {"format": "ringdp.checkpoint.2"}
-        del values["modules"]
-        index.write_text(json.dumps(values), encoding="utf-8")
-    comm.barrier()
-    engine = ringdp.shard(other, stage=2, comm=comm)
-    ringdp.load(path, engine)
-    engine.close()
-    assert torch.equal(other.weight, model.weight)
-    assert torch.equal(other.bias, model.bias)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_extra_state_comes_back_as_it_was(ranks, tmp_path, stage):
     ranks(2)(keeps, str(tmp_path), stage)
     for missing, kind in ranks(2)(refuses, str(tmp_path)):
         assert "has other extra state: of 0" in missing
         assert "extra state of module 0 has a set" in kind
-
-
-def test_checkpoints_of_the_format_before_are_read(ranks, tmp_path):
-    ranks(2)(earlier, str(tmp_path))

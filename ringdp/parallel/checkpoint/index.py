@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 from ringdp.errors import CheckpointError
 
 FORMAT = "ringdp.checkpoint.4"
-EARLIER = ("ringdp.checkpoint.3", "ringdp.checkpoint.2")  # see `_renew`; 2 has no modules
 
 
 class Part(NamedTuple):
@@ -74,7 +73,7 @@ class Index:
     groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
     extra: dict[str, Any]
     modules: dict[str, Any]  # their extra state, see `extra`
-    optimizer: str | None = None  # its class; None: without one, or of before it was told
+    optimizer: str | None  # its class, if there is one
     format: str = FORMAT
 
 
@@ -127,8 +126,6 @@ def read_index(path: Path) -> Index:
         values = json.loads((path / "index.json").read_bytes())
         if not isinstance(values, dict):
             raise ValueError("index.json holds no JSON object")
-        if values.get("format") in EARLIER:
-            _renew(values)
         if values.get("format") != FORMAT:
             raise CheckpointError(f"{path} is of format {values.get('format')!r}, not {FORMAT!r}")
         return checked(values)
@@ -207,22 +204,3 @@ def parts_of(key: str) -> tuple[str, str, str]:
     kind, _, rest = key.partition("/")
     name, _, parameter = rest.partition("/")
     return kind, name, parameter
-
-
-def _renew(values: dict[str, Any]) -> None:
-    """Make it this format: before, a single value stood for all ranks, and had shape []."""
-    values.setdefault("modules", {})
-    tensors = values["tensors"]
-    shapes = {key: entry["shape"] for key, entry in tensors.items()}
-    for key, entry in tensors.items():
-        kind, name, parameter = parts_of(key)
-        entry["single"] = None
-        if kind == "optimizer" and not entry["shape"]:
-            shape = shapes[f"parameter/{parameter}"]
-            if shape or name == "step":
-                ((rank, _, _),) = entry["parts"]
-                entry |= {"single": [], "shape": shape, "parts": [[rank, 0, math.prod(shape)]]}
-    for key, value in values["scalars"].items():
-        total = math.prod(shapes[f"parameter/{parts_of(key)[2]}"])
-        values["scalars"][key] = [[0, total, value]]
-    values["format"] = FORMAT

@@ -87,7 +87,7 @@ def _takes(here: torch.dtype, there: torch.dtype) -> bool:
 def _check_groups(index: Index, optimizer: str, groups: list[dict[str, Any]]) -> None:
     if index.groups is None:
         raise CheckpointError("the checkpoint was saved without an optimizer")
-    if index.optimizer not in (None, optimizer):  # ringdp.AdamW and torch's keep the same
+    if index.optimizer != optimizer:  # ringdp.AdamW and torch's keep the same
         raise CheckpointError(f"the checkpoint is of an {index.optimizer}, not of an {optimizer}")
     here, there = ([set(g["names"]) for g in gs] for gs in (groups, index.groups))
     if here != there:
