@@ -241,3 +241,17 @@ def test_the_zero_redundancy_optimizer(comm):
     turned = nn.Parameter(torch.ones(3, 2).t())
     with pytest.raises(UsageError, match=r"has strides \(1, 2\); allowed: contiguous ones"):
         ringdp.ZeroRedundancyOptimizer([turned], torch.optim.SGD, process_group=comm, lr=1.0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
+def test_clipping(comm, wrong):
+    engine = ringdp.shard(net(), stage=1, comm=comm)
+    with pytest.raises(UsageError, match=f"max_norm is {wrong}; it must be above 0"):
+        ringdp.clip_grad_norm_(engine, wrong)
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1)}])
+def test_adamw(wrong):
+    with pytest.raises(UsageError, match="allowed: nothing below 0, and betas below 1"):
+        ringdp.AdamW(net().parameters(), **wrong)

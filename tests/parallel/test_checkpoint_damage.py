@@ -145,6 +145,7 @@ MISMATCHED = {
     "dtype": put("tensors", WEIGHT, "dtype", value="float64"),
     "no dtype": put("tensors", WEIGHT, "dtype", value="float31"),
     "integers": put("tensors", WEIGHT, "dtype", value="int32"),
+    "another shape": put("tensors", "buffer/1.running_mean", "shape", value=[3, 3]),
     "state with a hole": put("tensors", STATE, "parts", 1, 1, value=80),
     "state that is single": put("tensors", STATE, "single", value=[]),
     "state of each that was single": put("tensors", SINGLE, "single", value=None),
@@ -240,6 +241,7 @@ def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
         first, second = ranks(2)(refused, str(damaged), str(whole), stage)
         assert first == second, "every rank says what any has met"
         assert len(first) == len(FORGED) + len(MISMATCHED) + 5
+        assert sum("running_mean of shape [3, 3], not [9]" in text for text in first) == 1
         missing = [text for text in first if "rank-00001" in text]
         assert len(missing) >= 2
 

@@ -302,13 +302,17 @@ def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
         model = Vector()
         model.register_buffer("ids", torch.tensor([act is ringdp.save, True]).to(here))
         engine = ringdp.shard(model, stage=1, comm=comm)
-        group = {"params": [model.w], "pair": (1, 2), "list": [1, 2]}
+        rate = torch.tensor(0.5 if act is ringdp.save else 0.1)
+        group = {"params": [model.w], "pair": (1, 2), "list": [1, 2], "rate": rate, "kind": "a"}
         optimizer = torch.optim.SGD([group])
         if here in INTO[dtype]:
             act(path, engine, optimizer)
             assert (model.ids == 1).all()
             assert group["pair"] == (1, 2)
             assert group["list"] == [1, 2]
+            assert group["kind"] == "a"
+            assert group["rate"] is rate
+            assert rate == 0.5
         else:
             with pytest.raises(CheckpointError, match=f"as {str(dtype)[6:]}, which is no {here}"):
                 act(path, engine, optimizer)
@@ -316,5 +320,7 @@ def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTO)
-def test_integers_go_where_all_of_their_dtype_fit_and_lists_stay_lists(ranks, tmp_path, dtype):
+def test_integers_go_where_all_of_their_dtype_fit_and_options_stay_what_they_are(
+    ranks, tmp_path, dtype
+):
     ranks(2)(keeps, str(tmp_path), dtype)

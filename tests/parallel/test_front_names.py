@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_names_that_are_not_there_are_told():
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             front.nothing  # noqa: B018
     assert wrapped[1] is wrapped.module[1]
+    assert copy(engine).module is engine.module
     for each in (engine, wrapped, sharded):
         each.engine.close()
 

@@ -18,7 +18,11 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 import ringdp
 from ringdp import Communicator, ModelError, Precision, UsageError
@@ -113,7 +117,7 @@ def fsdp(comm: Communicator) -> None:
     for strategy, wrap, options, stage in (
         ("FULL_SHARD", policy, {}, 3),
         ("SHARD_GRAD_OP", ModuleWrapPolicy({Block}), {"cpu_offload": CPUOffload(True)}, 2),
-        ("NO_SHARD", policy, {}, 0),
+        ("NO_SHARD", partial(size_based_auto_wrap_policy, min_num_params=200), {}, 0),
         ("FULL_SHARD", policy, {"mixed_precision": MixedPrecision(BF16, torch.float32)}, 3),
     ):
         model = fronts.FullyShardedDataParallel(
@@ -148,6 +152,11 @@ def fsdp(comm: Communicator) -> None:
         model.engine.close()
     with pytest.raises(UsageError, match="HYBRID_SHARD is not implemented"):
         fronts.FullyShardedDataParallel(net(), comm, ShardingStrategy.HYBRID_SHARD)
+    with (
+        pytest.raises(UsageError, match="Sequential is not wrapped"),
+        fronts.FullyShardedDataParallel.summon_full_params(net()),
+    ):
+        pass
     with pytest.raises(UsageError, match="ignored_modules"):
         fronts.FullyShardedDataParallel(net(), comm, ignored_modules=[1])
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ringdp import AdamW
+import ringdp
+from ringdp import AdamW, ZeroRedundancyOptimizer
 from ringdp.errors import UsageError
 
 SIZES = (5, 16, 1)
@@ -104,3 +106,20 @@ def test_a_state_of_another_shape_goes_on() -> None:
         if step == 0:
             got.data = got.data.view(4, 4)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("of", [AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=AdamW)])
+def test_a_closure_makes_the_gradients_of_its_step(of: Callable[..., torch.optim.Optimizer]):
+    ringdp.init()
+    p, twin = nn.Parameter(values(0)), nn.Parameter(values(0))
+    optimizer = of([p])
+
+    def closure() -> Tensor:
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == twin.square().sum()
+    twin.square().sum().backward()
+    AdamW([twin]).step()
+    assert torch.equal(p, twin)
