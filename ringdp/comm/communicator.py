@@ -65,6 +65,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         timeout: float,
         warn_after: float,
         arena: Arena | None = None,
+        duplicates: WeakSet[Transport] | None = None,
     ) -> None:
         """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ...
 
@@ -79,7 +80,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
         self.rank, self.size = self._transport.rank, len(ranks)
         self.set_timeout(timeout)
         self._copies = 0
-        self._guard = Guard(self._transport, warn_after)
+        self._beside = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
+        self._beside.add(self._transport)
+        self._guard = Guard(self._transport, warn_after, self._beside)
         self.closed = False
         self._ready = self._transport.ready  # None: every call goes through Python
         self._calls = self._ready or Calls()
@@ -141,7 +144,8 @@ class Communicator(Reductions, Moves, Messages, Taped):
         """
         self.all_reduce(torch.zeros(1)).wait()  # on the host: here who has died is lost, or late
         self._copies += 1
-        return self._made(f"{self._name}.{self._copies}", self._ranks, self._transport.arena)
+        name = f"{self._name}.{self._copies}"
+        return self._made(name, self._ranks, self._transport.arena, self._beside)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator of the ranks that give the same `color`, a number from 0 on.
@@ -161,9 +165,15 @@ class Communicator(Reductions, Moves, Messages, Taped):
             return None
         asked = [(k, rank) for rank, (c, k) in enumerate(given.tolist()) if c == color]
         ranks = [self._ranks[rank] for _, rank in sorted(asked)]
-        return self._made(f"{self._name}.{self._copies}.{color}", ranks, None)
+        return self._made(f"{self._name}.{self._copies}.{color}", ranks)
 
-    def _made(self, name: str, ranks: Sequence[int], arena: Arena | None) -> Communicator:
+    def _made(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        arena: Arena | None = None,
+        duplicates: WeakSet[Transport] | None = None,
+    ) -> Communicator:
         made = Communicator(
             self._connect,
             ranks,
@@ -171,6 +181,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
             timeout=self.timeout,
             warn_after=self._guard.warn_after,
             arena=arena,
+            duplicates=duplicates,
         )
         self._duplicates.add(made)
         return made
@@ -230,6 +241,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
     def _close(self) -> None:
         self.closed = True
         recorder.leave(self)
+        self._beside.discard(self._transport)
         self._transport.close()
 
     def __enter__(self) -> Communicator:

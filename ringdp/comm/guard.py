@@ -8,6 +8,7 @@ other's, from a look at the records; and every rank can say what all the others 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from copy import copy
 from typing import NoReturn
 
@@ -42,9 +43,12 @@ UNEVEN = {"all_to_all_v"}  # whose lengths may differ between ranks
 class Guard:
     """Turns a transport's failures into errors, and looks for their causes while a rank waits."""
 
-    def __init__(self, transport: Transport, warn_after: float) -> None:
-        """`warn_after`: seconds that a collective may last until it is told."""
-        self.transport, self.warn_after = transport, warn_after
+    def __init__(
+        self, transport: Transport, warn_after: float, beside: Iterable[Transport] = ()
+    ) -> None:
+        """`warn_after`: seconds that a collective may last until it is told. `beside`: those of
+        all duplicates, this one's too."""
+        self.transport, self.warn_after, self.beside = transport, warn_after, beside
         # Never raised itself: it would hold its callers' frames, and so their tensors.
         self.error: CommunicationError | None = None
 
@@ -85,7 +89,8 @@ class Guard:
         self._compare(call, seen)
         log.warning(
             "rank %d has waited %.1f s for %s; %s\n%s",
-            *(self.transport.rank, waited, told(call), self._missing(call, seen), table(seen)),
+            *(self.transport.rank, waited, told(call), self._missing(call, seen)),
+            self._table(seen),
         )
 
     def give_up(self, call: Call, waited: float) -> NoReturn:
@@ -95,7 +100,7 @@ class Guard:
         self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
         self.error = CollectiveTimeout(
             f"{self._here(call)} until the timeout of {waited:g} s; {self._missing(call, seen)}\n"
-            f"{table(seen)}"
+            f"{self._table(seen)}"
         )
         raise copy(self.error)
 
@@ -143,6 +148,10 @@ class Guard:
                 return "its communicator was closed"
             case _:
                 return "what the ranks tell one another is damaged"
+
+    def _table(self, seen: Observed) -> str:
+        beside = [t.survey() for t in list(self.beside) if t is not self.transport]
+        return table(seen, beside, self.transport.rank)
 
     def _here(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES

@@ -6,16 +6,22 @@ What a record cannot say, its process may: that it is stopped, or no more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ringdp.comm.call import named, other_end, place, tag_of
 from ringdp.transport.processes import process_state
-from ringdp.transport.records import SILENT, Observed, RankRecord
+from ringdp.transport.records import SILENT, Call, Observed, RankRecord
 
 HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
 
 
-def table(observed: Observed) -> str:
-    """Aligned columns; those that are empty for every rank are left out."""
-    rows = [HEADINGS, *(row(observed, r) for r in range(observed.ranks))]
+def table(observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0) -> str:
+    """Aligned columns; those that are empty for every rank are left out. `beside`: the same ranks
+    in other communicators, where one may wait for a call of `this_rank`."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for r in range(observed.ranks):
+        elsewhere = [call for other in beside if (call := _awaited(other, r, this_rank))]
+        rows.append(row(observed, r, elsewhere))
     columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = zip(*columns, strict=True)
@@ -25,8 +31,8 @@ def table(observed: Observed) -> str:
     )
 
 
-def row(observed: Observed, rank: int) -> tuple[str, ...]:
-    """The cells of one rank, below HEADINGS."""
+def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[str, ...]:
+    """The cells of one rank, below HEADINGS. `elsewhere`: calls of it that may wait."""
     record = observed.record(rank)
     if record is None:
         return (str(rank), "cannot be seen from here", *[""] * (len(HEADINGS) - 2))
@@ -46,6 +52,10 @@ def row(observed: Observed, rank: int) -> tuple[str, ...]:
         waits = f"rank {record.waits_for}" if record.waits_for >= 0 else ""
     elif (now := observed.message(rank)) is not None:
         waits = other_end(now[1])
+    elif elsewhere:
+        number, kind, elements, site = elsewhere[0]
+        doing += f", or {named(number, kind)} of {elements} of another communicator"
+        tag, at = str(tag_of(kind) or ""), place(site)
     if now is not None:
         number, kind, elements, site = now
         doing = f"{named(number, kind)} of {elements}"
@@ -73,6 +83,14 @@ def missing(observed: Observed, number: int, this_rank: int | None = None) -> st
     if late:
         stuck.insert(0, f"{', '.join(late)} {'has' if len(late) == 1 else 'have'} not called it")
     return "; ".join(stuck + silent) or "every rank has called it"
+
+
+def _awaited(observed: Observed, rank: int, by: int) -> Call | None:
+    """The collective that rank is in, and the other one has not called."""
+    record, other = observed.record(rank), observed.record(by)
+    if record is None or other is None or not other.begun < record.begun > record.finished:
+        return None
+    return observed.call(rank, record.begun - 1)
 
 
 def _last(observed: Observed, rank: int, record: RankRecord) -> str:

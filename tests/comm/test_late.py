@@ -223,3 +223,29 @@ def test_a_call_that_is_done_does_not_hear_of_a_later_one(forks: Forks):
     zero, one = forks(2, done_while_stopped)
     assert zero.said == [[1.0] * 4]
     assert len(one.said) == 1
+
+
+def crossed(comm: Communicator, say: Say) -> None:
+    """Each waits for the other, in another communicator of theirs."""
+    talk, both = store(), [comm.duplicate() for _ in range(2)]
+    mine = both[comm.rank]
+    work = mine.all_reduce(torch.ones(5), async_op=True, tag=comm.rank)
+    while mine._transport.record(comm.rank).begun == 0:
+        time.sleep(0.01)
+    talk.set(f"came/{comm.rank}", "")
+    talk.wait(["came/0", "came/1"])
+    say(hear(mine, lambda: work.wait(TIMEOUT)))
+    comm.barrier()  # no rank closes before both have looked
+    for c in both:
+        c.close()
+
+
+def test_who_waits_in_another_communicator_is_not_told_as_in_the_users_code(forks: Forks):
+    for rank, (code, (h,)) in enumerate(forks(2, crossed)):
+        assert code == 0
+        assert h.error == "CollectiveTimeout"
+        found = row_of(1 - rank, h.text)
+        doing = "user code, or all_reduce #0 (float32, sum) of 5 of another communicator"
+        assert doing in found, h.text
+        assert "/test_late.py:" in found, h.text
+        assert "user code" not in row_of(rank, h.text)
