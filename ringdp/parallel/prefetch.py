@@ -1,4 +1,4 @@
-"""Which units to gather ahead of their use. Pure: the engine and the memory formula both ask here.
+"""Which units to gather ahead of their use. Pure: `gathering` asks here, for the formulas, too.
 
 The order of the last iteration is the forecast for this one. Gathered but not yet used units may
 hold `limit` bytes at most; a unit that does not fit ends the look-ahead, and so does the unit in
