@@ -19,19 +19,19 @@ from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 
 
-class _Open(NamedTuple):
-    """A unit whose gradients come. `keep`: not to be reduced."""
+class _Turn(NamedTuple):
+    """A unit's in one backward, from its opening until it is handed out."""
 
     unit: FlatUnit
-    filling: Filling
-    keep: bool
+    keep: bool  # not to be reduced
+    accumulate: bool  # p.grad held something before
+    shows: list[bool]  # which parameters have a .grad afterwards
 
 
 class _Reduction(NamedTuple):
-    unit: FlatUnit
+    turn: _Turn
     bucket: Tensor
     work: Work
-    accumulate: bool
 
 
 class Reducing:
@@ -45,11 +45,10 @@ class Reducing:
         self, comm: Communicator, stage: Stage, ledger: Ledger, *, overlap: bool = True
     ) -> None:
         self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
-        self._open: dict[int, _Open] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._open: dict[int, Filling] = {}  # as long as gradients come
         self._pending: list[_Reduction] = []
         self._copying: set[torch.cuda.Stream] = set()  # results to the host
-        self._accumulate: dict[int, bool] = {}  # units whose p.grad held something before
-        self._shows: dict[int, list[bool]] = {}  # of each unit: which have a .grad afterwards
         self.kept = Kept(ledger)
         self.handed_out = 0  # counts up with every backward
 
@@ -60,14 +59,15 @@ class Reducing:
         What p.grad holds moves to the unit's own gradient.
         """
         # A parameter frozen since its last gradient keeps that, as in torch.
-        self._shows[unit.index] = [p.requires_grad or p.grad is not None for p in unit.parameters]
+        shows = [p.requires_grad or p.grad is not None for p in unit.parameters]
         self.kept.settle(unit)
-        self._accumulate[unit.index] = accumulate = _set_aside(unit)
+        accumulate = _set_aside(unit)
         if keep or unit in self.kept:
             filling = self.kept.open(unit)
         else:
             filling = Filling(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
-        self._open[unit.index] = _Open(unit, filling, keep)
+        self._open[unit.index] = filling
+        self._turns[unit.index] = _Turn(unit, keep, accumulate, shows)
 
     def check_open(self, unit: FlatUnit, at: int) -> None:
         """Raises UsageError if its parameter `at` can get no gradient any more."""
@@ -83,18 +83,18 @@ class Reducing:
         parameter = unit.computed[at]
         if parameter.grad is not None:  # a hook of the user's may have taken it away
             gradient, parameter.grad = parameter.grad, None
-            self._open[unit.index].filling.take(at, gradient)
+            self._open[unit.index].take(at, gradient)
 
     def is_open(self, unit: FlatUnit) -> bool:
         return unit.index in self._open
 
     def opened(self) -> list[FlatUnit]:
         """Those that are opened and not closed."""
-        return [opened.unit for opened in self._open.values()]
+        return [self._turns[index].unit for index in self._open]
 
     def close(self, unit: FlatUnit) -> None:
         """All of the unit's gradients have come."""
-        if self._open[unit.index].keep:
+        if self._turns[unit.index].keep:
             del self._open[unit.index]
         else:
             self.start(unit)
@@ -103,23 +103,23 @@ class Reducing:
     def hand_out(self, unit: FlatUnit) -> None:
         """Backward and all reductions are over: set every p.grad."""
         self.handed_out += 1
-        shows = self._shows[unit.index]
+        turn = self._turns.pop(unit.index)
         if unit in self.kept:
-            self.kept.show(unit, shows, reduced=self._accumulate[unit.index])
+            self.kept.show(unit, turn.shows, reduced=turn.accumulate)
             return
-        for p, gradient, show in zip(unit.parameters, unit.gradient_views(), shows, strict=True):
+        views = unit.gradient_views()
+        for p, gradient, show in zip(unit.parameters, views, turn.shows, strict=True):
             if show:
                 p.grad = gradient
 
     def start(self, unit: FlatUnit) -> None:
         """Average the unit's gradients over the ranks."""
-        bucket = self._open.pop(unit.index).filling.whole()
-        accumulate = self._accumulate[unit.index]
+        turn, bucket = self._turns[unit.index], self._open.pop(unit.index).whole()
         sums = self.kept.pop(unit)
         if sums is not None or bucket is not unit.bucket:
             self._land()
         if sums is not None:
-            bucket = self._bucket(unit, accumulate)
+            bucket = self._bucket(unit, turn.accumulate)
             scaled_copy(sums, bucket, 1 / self.comm.size)
             del sums
         if self.stage.reduction == "all_reduce":
@@ -127,7 +127,7 @@ class Reducing:
         else:
             own = bucket[unit.part]
             work = self.comm.reduce_scatter(own, bucket, async_op=True, tag=unit.index)
-        self._pending.append(_Reduction(unit, bucket, work, accumulate))
+        self._pending.append(_Reduction(turn, bucket, work))
         if not self.overlap:
             self.finish()
 
@@ -147,10 +147,11 @@ class Reducing:
 
     def drop(self) -> None:
         """Forget what has come and is not reduced."""
-        for unit, filling, *_ in self._open.values():
-            if unit not in self.kept:
+        for index, filling in self._open.items():
+            if (unit := self._turns[index].unit) not in self.kept:
                 self._give(unit, filling.flat)
         self._open.clear()
+        self._turns.clear()
         self.kept.drop()
 
     def _bucket(self, unit: FlatUnit, accumulate: bool) -> Tensor:
@@ -169,12 +170,12 @@ class Reducing:
             self._finish(self._pending.pop(0))
 
     def _finish(self, reduction: _Reduction) -> None:
-        unit, bucket, work, accumulate = reduction
+        (unit, *_), bucket, work = reduction
         work.wait()
         if bucket is unit.bucket and unit.widths.own:
             return
         result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.part]
-        if accumulate:
+        if reduction.turn.accumulate:
             unit.gradient.add_(result.to(unit.gradient.device))
         else:
             unit.gradient.copy_(result, non_blocking=True)

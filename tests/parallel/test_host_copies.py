@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringdp
-from ringdp.parallel.reducing import Reducing
+from ringdp.parallel.reducing import Reducing, _Turn
 from ringdp.parallel.stages import STAGES
 from ringdp.parallel.unit import FlatUnit, State
 
@@ -47,9 +47,8 @@ def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pyte
     for index in range(2):
         copy = SimpleNamespace(is_cuda=False, copy_=lambda _, non_blocking: events.append("copied"))
         unit: Any = SimpleNamespace(index=index, bucket=None, part=slice(1), gradient=copy)
-        filling = SimpleNamespace(whole=lambda: bucket)
-        reducing._open[index] = SimpleNamespace(filling=filling)  # type: ignore[assignment]
-        reducing._accumulate[index] = False
+        reducing._open[index] = SimpleNamespace(whole=lambda: bucket)  # type: ignore[assignment]
+        reducing._turns[index] = _Turn(unit, keep=False, accumulate=False, shows=[])
         reducing.start(unit)
     reducing.finish()
     assert events == ["copied", "copied", "the host waits"]
