@@ -4,10 +4,13 @@ watches them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
 from ringdp.tape.recorder import Recorder
+
+Method = Callable[..., Any]
 
 
 class Around:
@@ -18,47 +21,44 @@ class Around:
 
     def before(self, of: object, name: str, told: Callable[..., object]) -> None:
         """Call `told` with the arguments of each call, before it."""
-        method = getattr(of, name)
 
-        def wrapped(*args: Any, **named: Any) -> Any:
+        def call(method: Method, *args: Any, **named: Any) -> Any:
             told(*args)
             return method(*args, **named)
 
-        self.put(of, name, wrapped)
+        self.put(of, name, call)
 
     def after(self, of: object, name: str, told: Callable[..., object]) -> None:
         """The same once it has returned."""
-        method = getattr(of, name)
 
-        def wrapped(*args: Any, **named: Any) -> Any:
+        def call(method: Method, *args: Any, **named: Any) -> Any:
             result = method(*args, **named)
             told(*args)
             return result
 
-        self.put(of, name, wrapped)
+        self.put(of, name, call)
 
     def timed(self, of: object, name: str, told: Callable[..., object]) -> None:
         """Call `told` with when it began (ns) and the arguments, once it has ended or raised."""
-        method = getattr(of, name)
 
-        def wrapped(*args: Any, **named: Any) -> Any:
+        def call(method: Method, *args: Any, **named: Any) -> Any:
             since = monotonic_ns()
             try:
                 return method(*args, **named)
             finally:
                 told(since, *args)
 
-        self.put(of, name, wrapped)
+        self.put(of, name, call)
 
     def off(self) -> None:
         for of, name in reversed(self._wrapped):
             delattr(of, name)
         self._wrapped.clear()
 
-    def put(self, of: object, name: str, wrapped: Callable[..., Any]) -> None:
-        """The method is this until `off`."""
+    def put(self, of: object, name: str, call: Callable[..., Any]) -> None:
+        """Calls of the method are `call(method, ...)`, until `off`."""
         assert name not in vars(of), f"{name} is wrapped already"
-        setattr(of, name, wrapped)
+        setattr(of, name, partial(call, getattr(of, name)))
         self._wrapped.append((of, name))
 
 

@@ -36,6 +36,8 @@ from torch import nn
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
+from ringdp.parallel.accounts import Accounts
+from ringdp.parallel.around import Watched
 from ringdp.parallel.arrivals import Arrivals, trained
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
@@ -44,13 +46,13 @@ from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.taped import Taped, Watcher
+from ringdp.parallel.taped import Watcher
 from ringdp.parallel.underway import in_backward, transformed
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
 
-class Engine(Taped):
+class Engine(Accounts, Watched):
     """Keeps one model's parameters and gradients as its stage says. Made by `shard`."""
 
     watcher = Watcher
@@ -82,7 +84,6 @@ class Engine(Taped):
         self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, under_way)
         self._given = Given(model, units)
 
-        self._around: list[set[int]] = [set() for _ in units]  # units whose forward calls it
         self._begun: set[int] = set()  # units whose backward has, in the one under way
         self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
         self._trained: dict[int, FlatUnit] = {}  # by it
@@ -94,7 +95,7 @@ class Engine(Taped):
         self._handles: list[Any] = steps.listen(me)
         weakref.finalize(self, _remove, self._handles)
         own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
-        self._made = made.of_units(of, units, self._around)
+        self._made = made.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
@@ -134,7 +135,7 @@ class Engine(Taped):
                 if index == 0 or alone or self.gathering.over:  # a new iteration
                     self._given.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
-                self._around[index].update(self.gathering.in_use)
+                self.gathering.callers[index].update(self.gathering.in_use)
             self._use(index)
         self._made[indices[0]].begin()
 
@@ -163,12 +164,9 @@ class Engine(Taped):
     def _use(self, index: int) -> None:
         self._gather_deferred(wait=True)
         if self._begun:
-            self.gathering.free_before(index, self._are_nested)
+            self.gathering.free_before(index)
         self.gathering.use(index)
         self._handles += self._arrivals[index].hear()  # of what was frozen before
-
-    def _are_nested(self, a: int, b: int) -> bool:
-        return a == b or a in self._around[b] or b in self._around[a]
 
     def _gather_deferred(self, *, wait: bool) -> None:
         """What has had to let a reduction end first. See Note [gathers yield to reductions]."""
@@ -231,14 +229,16 @@ class Engine(Taped):
         by rank lie in one unit: ranks that use different units raise CollectiveMismatch."""
         for unit in self.reducing.opened():
             other = unit.index
-            if not (self._are_nested(index, other) or self._arrivals[other].may_come()):
+            nested = self.gathering.are_nested(index, other)
+            if not (nested or self._arrivals[other].may_come()):
                 self._reduce(other)
 
     def _reduce(self, index: int) -> None:
         """After those inside it, which on other ranks may have been whole before it was."""
         for unit in self.reducing.opened():
             inner = unit.index
-            within = inner > index and index in self._around[inner]  # a module may call itself
+            called = index in self.gathering.callers[inner]
+            within = inner > index and called  # a module may call itself
             if within and not self._arrivals[inner].may_come():
                 self._reduce(inner)
         if self.reducing.is_open(self.units[index]):

@@ -41,6 +41,7 @@ class Gathering:
         self._frees = any(u.freed for u in units)
         self._sizes = [u.bytes if u.freed else 0 for u in units]
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
+        self.callers: list[set[int]] = [set() for _ in units]  # of each unit: those that call it
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
         self.amid: list[int] = []  # those whose forward has a backward within it, which runs
         self._order, self._seen = forecast(groups), list[int]()
@@ -96,11 +97,15 @@ class Gathering:
                 if index in running:
                     running.remove(index)
 
-    def free_before(self, index: int, are_nested: Callable[[int, int], bool]) -> None:
+    def are_nested(self, a: int, b: int) -> bool:
+        """Whether one is the other, or lies in its forward."""
+        return a == b or a in self.callers[b] or b in self.callers[a]
+
+    def free_before(self, index: int) -> None:
         """The backward of a unit starts, or a forward again within it: those before it are through.
         See Note [nodes run in reverse]."""
         for other in list(self.in_use):
-            if not (other in self.amid or are_nested(index, other)):
+            if not (other in self.amid or self.are_nested(index, other)):
                 self.done_with(other, free=True)
 
     def resume(self) -> bool:

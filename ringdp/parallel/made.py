@@ -27,7 +27,7 @@ CONTAINERS = (list, dict, tuple)
 class Made:
     """By a module and those within it, without `others`, which have units of their own.
 
-    `units`: the module's. `around`: of every unit, those whose forward calls it. `makers`: who has
+    `units`: the module's. `callers`: of every unit, those whose forward calls it. `makers`: who has
     made a tensor, and its last operation's number, as it may be written in place since; one for all
     units.
     """
@@ -37,11 +37,11 @@ class Made:
         module: nn.Module,
         units: Sequence[FlatUnit],
         others: Container[nn.Module],
-        around: Sequence[set[int]],
+        callers: Sequence[set[int]],
         makers: Any,
     ) -> None:
         self._units, self._unit = units, units[0].index
-        self._around, self._makers = around, makers
+        self._callers, self._makers = callers, makers
         self._modules = list(_own(module, others))
         # Of the forwards under way, which may call one another; None: the last has returned.
         self._since: list[int | None] = []
@@ -89,16 +89,16 @@ class Made:
         if then != number:
             maker = self._unit
             self._makers[tensor] = maker, number
-        return maker == self._unit or self._unit in self._around[maker]
+        return maker == self._unit or self._unit in self._callers[maker]
 
 
 def of_units(
-    modules: Mapping[nn.Module, list[int]], units: Sequence[FlatUnit], around: Sequence[set[int]]
+    modules: Mapping[nn.Module, list[int]], units: Sequence[FlatUnit], callers: Sequence[set[int]]
 ) -> dict[int, Made]:
     """Of every module with units, by its first one."""
     makers: Any = WeakIdKeyDictionary()
     return {
-        own[0]: Made(module, [units[i] for i in own], modules, around, makers)
+        own[0]: Made(module, [units[i] for i in own], modules, callers, makers)
         for module, own in modules.items()
     }
 

@@ -10,7 +10,7 @@ nothing while the trace runs is not in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic_ns
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.parallel.accounts import Accounts
-from ringdp.parallel.around import Around, Watched
+from ringdp.parallel.around import Around, Method
 from ringdp.parallel.held import Held
 from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit
@@ -30,17 +30,10 @@ from ringdp.tape.recorder import Args, Recorder, join
 Group = Sequence[int]  # units of one module
 
 
-class Taped(Accounts, Watched):
-    """The part of an Engine that its Watcher knows."""
-
-    _around: list[set[int]]  # by unit: those whose forward calls it
-    _after_backward: Callable[[], None]
-
-
 class Watcher:
     """Around one engine."""
 
-    def __init__(self, engine: Taped, recorder: Recorder) -> None:
+    def __init__(self, engine: Accounts, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self._forwards: list[tuple[Group, int]] = []  # under way, innermost last, and since when
         self._backwards: dict[int, int] = {}  # by a group's first unit: since when
@@ -112,12 +105,13 @@ class Watcher:
         first = indices[0]
         if first in self._backwards:
             return
-        around = self.engine._around
+        gathering = self.engine.gathering
         for other in list(self._backwards):
-            if not (other in around[first] or first in around[other]):
+            if not gathering.are_nested(first, other):
                 self._end_backward(other)
         # A module that returns what one within it does hears of its gradient after that one.
-        within = [since for other, since in self._backwards.items() if first in around[other]]
+        callers = gathering.callers
+        within = [since for other, since in self._backwards.items() if first in callers[other]]
         self._backwards[first] = min([monotonic_ns(), *(since - 1 for since in within)])
 
     def _unit_through(self, index: int) -> None:
@@ -131,9 +125,8 @@ class Watcher:
 
     def _watch_end(self) -> None:
         """All backwards end where the engine starts to wait for what they have made."""
-        method = self.engine._after_backward
 
-        def after_backward() -> None:
+        def after_backward(method: Method) -> None:
             for first in reversed(list(self._backwards)):  # those inside first
                 self._end_backward(first)
             since = monotonic_ns()
@@ -159,17 +152,15 @@ class Watcher:
         around.timed(unit, "reshard", lambda since: span(f"{freed} {name}", "free", since))
 
     def _watch_prefetch(self) -> None:
-        gathering = self.engine.gathering
-        method = gathering.prefetch
 
-        def prefetch() -> None:
+        def prefetch(method: Method) -> None:
             self._prefetching = True
             try:
                 method()
             finally:
                 self._prefetching = False
 
-        self._around.put(gathering, "prefetch", prefetch)
+        self._around.put(self.engine.gathering, "prefetch", prefetch)
 
     # --- memory
 
