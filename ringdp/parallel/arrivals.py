@@ -35,19 +35,17 @@ class Arrivals:
 
     def __init__(self, unit: FlatUnit, who: Waits) -> None:
         self.unit, self.who = unit, who
-        self._made: dict[int, Any] = {}
-        self._strays: dict[int, Any] = {}
-        self._unheard = list(range(len(unit.parameters)))
+        self._made: dict[int, Any] = {}  # our hooks, of the parameters that are heard
         self.owed: set[int] = set()  # gradients that the unit's backward has yet to make
 
     def hear(self) -> list[Any]:
         """From now on, of the parameters that train by now: until the new handles are removed."""
         unit, who, index = self.unit, self.who, self.unit.index
         handles: list[Any] = []
-        for at in [at for at in self._unheard if unit.computed[at].requires_grad]:
-            self._unheard.remove(at)
+        for at, (p, master) in enumerate(zip(unit.computed, unit.parameters, strict=True)):
+            if at in self._made or not p.requires_grad:
+                continue
             unit.thaw()
-            p, master = unit.computed[at], unit.parameters[at]
             before = master.register_hook(lambda _, at=at: who.gradient_comes(index, at))  # type: ignore[no-untyped-call]
             if p is not master:
                 p._backward_hooks = master._backward_hooks  # with what the user adds to it
@@ -57,8 +55,7 @@ class Arrivals:
             handles += [before, self._made[at]]
             if p is not master:
                 refuse = partial(_refuse, unit.plan.entries[at].name)
-                self._strays[at] = master.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
-                handles.append(self._strays[at])
+                handles.append(master.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
         return handles
 
     def expect(self) -> None:
@@ -98,8 +95,8 @@ class Arrivals:
         p, master = self.unit.computed[at], self.unit.parameters[at]
         hooks: Any = master._post_accumulate_grad_hooks
         if p is not master and hooks:
-            for key, hook in list(hooks.items()):
-                if at not in self._strays or key != self._strays[at].id:
+            for hook in list(hooks.values()):
+                if getattr(hook, "func", None) is not _refuse:
                     hook(p)
 
 
