@@ -25,7 +25,7 @@ it starts when a gradient of a parameter comes, for which stage 3 has no weights
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.taped import Watcher
-from ringdp.parallel.underway import in_backward, transformed
+from ringdp.parallel.underway import Backward, in_backward, transformed
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
@@ -84,9 +84,7 @@ class Engine(Accounts, Watched):
         self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, under_way)
         self._given = Given(model, units)
 
-        self._begun: set[int] = set()  # units whose backward has, in the one under way
-        self._backward: Callable[[], object] = lambda: None  # the one under way, if it is
-        self._trained: dict[int, FlatUnit] = {}  # by it
+        self._backward: Backward | None = None  # the one under way, or that raised
         self._second = False  # whether a second is to come, through weights that its graph holds
         self._held = self._writes = self.closed = False  # the first two by full_parameters
         self.sync = True
@@ -145,7 +143,7 @@ class Engine(Accounts, Watched):
         output, starts = self._made[indices[0]].returned(output, (*args, *named.values()))
         if not self._held:
             for index in indices:
-                free = index not in self.roots and not self._begun
+                free = index not in self.roots and not self._backward
                 self.gathering.done_with(index, free=free)
         for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
@@ -163,7 +161,7 @@ class Engine(Accounts, Watched):
 
     def _use(self, index: int) -> None:
         self._gather_deferred(wait=True)
-        if self._begun:
+        if self._backward:
             self.gathering.free_before(index)
         self.gathering.use(index)
         self._handles += self._arrivals[index].hear()  # of what was frozen before
@@ -186,12 +184,15 @@ class Engine(Accounts, Watched):
         """A parameter's, for which its unit may not be prepared: that of a penalty of gradients
         need not come by outputs, and that of a weight which autocast has cast comes late."""
         self._settle()
-        if index in self._begun or self._arrivals[index].will_come(at):
+        if self._has_begun(index) or self._arrivals[index].will_come(at):
             self._prepare_backward(index)
+
+    def _has_begun(self, index: int) -> bool:
+        return self._backward is not None and index in self._backward.begun
 
     @unguarded
     def _prepare_backward(self, index: int) -> None:
-        if index in self._begun:
+        if self._has_begun(index):
             if self.units[index].state is not State.UNSHARDED:
                 self._use(index)
             return
@@ -199,19 +200,20 @@ class Engine(Accounts, Watched):
             raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
         if self._held:
             raise UsageError("backward within full_parameters(), which is for reading only")
-        if not self._begun:
-            after = partial(self._after_backward)
-            self._backward = weakref.ref(after)  # torch drops it with the backward, raised or not
-            self._trained = {u.index: u for u in trained(self._arrivals)}
-            self._second = torch.is_grad_enabled() and not self._trained
-            self.gathering.amid = [] if self._trained else [*self.gathering.in_use]
-            torch.autograd.Variable._execution_engine.queue_callback(after)
-        unit = self.units[index]
-        self._begun.add(index)
+        self._backward = backward = self._backward or self._begin_backward()
+        backward.begun.add(index)
         self._use(index)
-        if index in self._trained:
+        if index in backward.trained:
             self._arrivals[index].expect()
-            self.reducing.open(unit, keep=not self.sync)
+            self.reducing.open(self.units[index], keep=not self.sync)
+
+    def _begin_backward(self) -> Backward:
+        units = {unit.index: unit for unit in trained(self._arrivals)}
+        self._second = torch.is_grad_enabled() and not units
+        self.gathering.amid = [] if units else [*self.gathering.in_use]
+        end = partial(self._after_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return Backward(units, set(), weakref.ref(end))
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
@@ -247,18 +249,20 @@ class Engine(Accounts, Watched):
 
     def _after_backward(self) -> None:
         # Units that got some gradients or none, in one order on every rank: the root is last.
-        for index, unit in reversed(self._trained.items()):
-            if index not in self._begun:
+        assert self._backward is not None
+        units, begun, _ = self._backward
+        for index, unit in reversed(units.items()):
+            if index not in begun:
                 self.reducing.open(unit, keep=not self.sync)
             if self.reducing.is_open(unit):
                 self._reduce(index)
         self._end_backward(learn=True)
-        for unit in self._trained.values():
+        for unit in units.values():
             self.reducing.hand_out(unit)
 
     def _settle(self) -> None:
         """Clear what a backward that raised has left, once all it started has ended."""
-        if not self._begun or (in_backward() and self._backward()):
+        if self._backward is None or (in_backward() and self._backward.alive()):
             return
         self._gather_deferred(wait=True)
         self._end_backward(learn=False)
@@ -269,7 +273,7 @@ class Engine(Accounts, Watched):
 
     def _end_backward(self, *, learn: bool) -> None:
         self.reducing.finish()
-        self._begun.clear()
+        self._backward = None
         if not (self.gathering.resume() or self._second):
             self._rest(learn=learn)
 
