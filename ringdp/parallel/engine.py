@@ -324,8 +324,9 @@ class Engine(Accounts, Watched):
         """Within it every parameter has its shape and all values, as at rest. Collective.
 
         For reading, as in evaluation (without gradients) or saving: what is written is lost. With
-        `write` it is kept, for which every rank must write the same. `memory` leaves out what it
-        gathers. To keep the model whole, `close` within it.
+        `write` it is kept, for which every rank must write the same. What it gathers, from stage 1
+        on, is a whole model more, which `memory` leaves out, and stays with who takes a state_dict.
+        To keep the model whole, `close` within it.
         """
         if self._held:
             self._writes |= write

@@ -38,7 +38,8 @@ class State(Enum):
     UNSHARDED = auto()
     """The modules have parameters that are views of the full buffer, in their own shapes."""
     SUMMONED = auto()
-    """The parameters are views of a full buffer of masters, in their own shapes."""
+    """The parameters are views of a full buffer of masters, in their own shapes. From stage 1 on it
+    is there for that alone: who takes a state_dict keeps it."""
 
 
 class FlatUnit:
@@ -187,10 +188,7 @@ class FlatUnit:
         self.settle()
         outside.release(self.parameters)
         if self.slices:
-            self.summoned = self.full
-            if self.apart or self.freed:  # of its own: a state_dict may outlive it
-                self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
-            self.before = None if self.apart or self.freed else self.master.clone()
+            self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
             comm.all_gather(self.summoned, self.master, tag=self.index)
             self._point(self.parameters, self._views(self.summoned))
         self.state = State.SUMMONED
@@ -201,11 +199,9 @@ class FlatUnit:
         if self.slices:
             if write:
                 self.master.copy_(self.summoned[self.part])
-            elif self.before is not None:  # the master is a part of what may have been written to
-                self.master.copy_(self.before)
             self._point(self.parameters, self.rest)
             outside.guard(self.parameters)
-            del self.summoned, self.before
+            del self.summoned
         self.state = State.SHARDED
 
     def settle(self) -> None:
@@ -218,12 +214,10 @@ class FlatUnit:
             return
         self.check(tensors)
         given = [p.data for p in self.parameters]
-        if summoned and (self.apart or self.freed):
+        if summoned:
             self.summoned = self.summoned.clone()
         else:
             self._move()
-            if summoned:
-                self.summoned = self.full
         tensors = self._views(self.summoned) if summoned else self.rest
         for tensor, values in zip(tensors, given, strict=True):
             tensor.copy_(values)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import assert_equal, loss, net, whole
+from tests.parallel.small import APART, assert_equal, loss, net, whole
 
 pytestmark = pytest.mark.process
 
@@ -123,3 +123,24 @@ def test_a_state_of_whole_parameters_is_told(ranks, stage):
 @pytest.mark.parametrize("stage", range(4))
 def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(ranks, tmp_path, stage):
     ranks(2)(of_an_optimizer, str(tmp_path), stage)
+
+
+def kept(comm: Communicator, stage: int, options: dict[str, Any]) -> None:
+    """What was taken within full_parameters, once the model has trained on."""
+    model = net()
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with engine.full_parameters():
+        state = model.state_dict()
+    loss(model).backward()
+    optimizer.step()
+    loss(model)
+    assert all(torch.equal(value, net().get_parameter(name)) for name, value in state.items())
+    assert not torch.equal(whole(engine)[0], state["0.0.weight"])
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": APART}], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_state_of_a_sharded_model_stays_what_it_was(ranks, stage, options):
+    ranks(2)(kept, stage, options)
