@@ -124,7 +124,8 @@ class DeviceTransport(C10dTransport):
         part: Tensor | None,
     ) -> int:
         assert whole is not None
-        if whole.device != self.device:
+        if whole.device != self.device:  # as if queued behind what the device does, which may fail
+            self._await_end()
             return super()._start(program, bounds, op, call, whole, part)
         ours = self._stamped(call)
         return self._issue(ours, partial(self._execute, ours, program, whole, bounds, op), whole)
@@ -179,8 +180,7 @@ class DeviceTransport(C10dTransport):
         """See `Ending`. What has ended on the device counts, or who is still in it would lose this
         rank."""
         if os.getpid() == self._process:
-            with self._told.changed:
-                self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
+            self._await_end(QUIET)
         super().end()
 
     # --- on the thread that issues
@@ -238,15 +238,17 @@ class DeviceTransport(C10dTransport):
         return ticket
 
     def _await_quiet(self) -> None:
-        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
-        with self._told.changed:
-            self._told.changed.wait_for(
-                lambda: not (self._open or self._under_way) or self._told.failure, QUIET
+        """Raises UsageError if something that was issued has not ended."""
+        self._await_end(QUIET)
+        if self._busy():
+            raise UsageError(
+                "capture with collectives under way; allowed: after torch.cuda.synchronize()"
             )
-            if self._open or self._under_way:
-                raise UsageError(
-                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
-                )
+
+    def _await_end(self, timeout: float | None = None) -> None:
+        """Until the watching thread has let go of all that was issued, or something has failed."""
+        with self._told.changed:
+            self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), timeout)
 
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:

@@ -47,6 +47,29 @@ def test_ranks_that_disagree_hear_it_though_the_device_never_ends(ranks) -> None
     ranks(2)(mistaken)
 
 
+@over_nccl
+def on_the_host(comm: Communicator, mistaken: bool) -> None:
+    transport, streams, x = comm._transport, behind(comm), torch.ones(4)
+    comm.all_reduce(x, "max" if mistaken and comm.rank else "sum", async_op=True)
+    transport.device = torch.device("cuda", 0)  # which makes of CPU tensors the host's business
+    if mistaken:
+        with pytest.raises(CollectiveMismatch, match=r"all_reduce #0 \(float32, max\)"):
+            comm.barrier()
+        return
+    coming = threading.Thread(target=comm.barrier)
+    coming.start()
+    coming.join(4 * LOOK)
+    assert coming.is_alive()
+    streams.ended.set()
+    coming.join(60)
+    assert not coming.is_alive()
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_barrier_comes_behind_what_the_device_does(ranks, mistaken: bool) -> None:
+    ranks(2)(on_the_host, mistaken)
+
+
 class Twice:
     """The end of what passes between two questions: it is not there at the first two."""
 
