@@ -196,10 +196,10 @@ def _disagreement(failure: Failure, seen: Observed) -> str:
 
 
 def _calls(rank: int, seen: Observed) -> dict[int, Call]:
-    """What the rank called last, by number."""
+    """What the rank called last, by number, and what is queued behind that."""
     record = seen.record(rank)
     begun = record.begun if record else 0
-    calls = (seen.call(rank, k) for k in range(max(0, begun - CALLS), begun))
+    calls = (seen.call(rank, k) for k in range(max(0, begun - CALLS), begun + CALLS))
     return {call[0]: call for call in calls if call}
 
 

@@ -45,6 +45,7 @@ from ringdp.transport.told import LOOK, Told, own_connection
 PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
 PAUSE = 0.01  # seconds between looks for answers
 LAST = 1 << 62  # for `asked`: a last word
+AHEAD = CALLS // 2  # of what it says it has called: collectives behind the one that it is in
 LONGEST = 32 << 10  # bytes of an answer
 
 
@@ -129,7 +130,8 @@ class Answers:
             begun = min(self._begun, finished + 1)
             seconds, pid = time.monotonic() - self._changed, CLOSED if closed else os.getpid()
             record = RankRecord(pid, begun, finished, *self._where, seconds)
-            known = {k: call for k, call in self._calls.items() if begun - CALLS <= k < begun}
+            last = min(self._begun, begun + AHEAD)
+            known = {k: call for k, call in self._calls.items() if last - CALLS <= k < last}
             return State(record, self.message, known)
 
     # --- between ranks; DistError is raised where whoever served the store has gone, or is silent
@@ -280,4 +282,4 @@ def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
         return None
     known = [call for line in calls if (call := heard(line))]
     record = RankRecord(CLOSED if closed else pid, begun, finished, round_, waits_for, ms / 1000)
-    return State(record, heard(message), {c[0]: c for c in known if c[0] < begun})
+    return State(record, heard(message), {c[0]: c for c in known if c[0] < begun + AHEAD})

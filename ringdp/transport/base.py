@@ -241,6 +241,10 @@ class Transport(Observed, Protocol):
         """Payload bytes sent to other ranks so far."""
         ...
 
+    def await_device(self) -> None:
+        """Return once a device has done all that was issued there, or something has failed."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -215,6 +215,9 @@ class C10dTransport(Answering):
     def sent_bytes(self) -> int:
         return self._sent
 
+    def await_device(self) -> None:
+        """There is none."""
+
     def close(self) -> None:
         self._stop()
 

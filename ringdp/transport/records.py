@@ -45,7 +45,7 @@ class Observed(Protocol):
         ...
 
     def call(self, rank: int, number: int) -> Call | None:
-        """That rank's call of collective `number`, unless it has not begun it, or forgot it."""
+        """That rank's call of collective `number`, unless it has not called it, or forgot it."""
         ...
 
     def message(self, rank: int) -> Call | None:

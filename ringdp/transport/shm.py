@@ -256,6 +256,9 @@ class ShmTransport:
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())
 
+    def await_device(self) -> None:
+        """There is none."""
+
     def close(self) -> None:
         self.ready.forget()
         self._stop()

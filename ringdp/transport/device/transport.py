@@ -124,8 +124,9 @@ class DeviceTransport(C10dTransport):
         part: Tensor | None,
     ) -> int:
         assert whole is not None
-        if whole.device != self.device:  # as if queued behind what the device does, which may fail
-            self._await_end()
+        if whole.device != self.device:
+            if self._told.failure:
+                return self._ticket()  # that of what never ends: whoever waits is told
             return super()._start(program, bounds, op, call, whole, part)
         ours = self._stamped(call)
         return self._issue(ours, partial(self._execute, ours, program, whole, bounds, op), whole)
@@ -167,6 +168,21 @@ class DeviceTransport(C10dTransport):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def await_device(self) -> None:
+        """Until the watching thread has let go of all collectives, or something has failed."""
+        launched = list[bool]()
+
+        def tell() -> None:
+            with self._told.changed:
+                launched.append(True)
+                self._told.changed.notify_all()
+
+        self._launches.put(tell)
+        with self._told.changed:
+            self._told.changed.wait_for(
+                lambda: self._told.failure or (launched and not self._under_way)
+            )
+
     def close(self) -> None:
         """Once what a wait has returned for has ended on the device, or something has failed."""
         if os.getpid() == self._process:
@@ -180,7 +196,8 @@ class DeviceTransport(C10dTransport):
         """See `Ending`. What has ended on the device counts, or who is still in it would lose this
         rank."""
         if os.getpid() == self._process:
-            self._await_end(QUIET)
+            with self._told.changed:
+                self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
         super().end()
 
     # --- on the thread that issues
@@ -238,17 +255,13 @@ class DeviceTransport(C10dTransport):
         return ticket
 
     def _await_quiet(self) -> None:
-        """Raises UsageError if something that was issued has not ended."""
-        self._await_end(QUIET)
-        if self._busy():
-            raise UsageError(
-                "capture with collectives under way; allowed: after torch.cuda.synchronize()"
-            )
-
-    def _await_end(self, timeout: float | None = None) -> None:
-        """Until the watching thread has let go of all that was issued, or something has failed."""
+        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
         with self._told.changed:
-            self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), timeout)
+            self._told.changed.wait_for(lambda: not self._busy() or self._told.failure, QUIET)
+            if self._busy():
+                raise UsageError(
+                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
+                )
 
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:
@@ -310,8 +323,8 @@ class DeviceTransport(C10dTransport):
                     LOOK if self._captured else None,  # replays of graphs tell nobody
                 )
             with self._translated():
-                self._check_health()
                 self._reap()
+                self._check_health()
             time.sleep(LOOK / 2)
 
     def _busy(self) -> bool:
@@ -319,7 +332,10 @@ class DeviceTransport(C10dTransport):
 
     def _reap(self) -> None:
         """Let go of what the device has done; what it does not do in time has failed."""
-        for work in list(self._under_way):
+        works = list(self._under_way)
+        for work in works:
+            self._agrees(work)  # first, as stamps say more than a device does
+        for work in works:
             if self._agrees(work) and work.end is not None and work.end.query():
                 self._finish(work)
                 with self._told.changed:

@@ -56,6 +56,7 @@ def on_the_host(comm: Communicator, mistaken: bool) -> None:
         with pytest.raises(CollectiveMismatch, match=r"all_reduce #0 \(float32, max\)"):
             comm.barrier()
         return
+    message = comm.irecv(torch.empty(1), 1 - comm.rank)  # which is not waited for
     coming = threading.Thread(target=comm.barrier)
     coming.start()
     coming.join(4 * LOOK)
@@ -63,6 +64,8 @@ def on_the_host(comm: Communicator, mistaken: bool) -> None:
     streams.ended.set()
     coming.join(60)
     assert not coming.is_alive()
+    comm.send(torch.ones(1), 1 - comm.rank)
+    message.wait()
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
