@@ -46,16 +46,18 @@ class Gathering:
         self.amid: list[int] = []  # those whose forward has a backward within it, which runs
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
+        self._ahead: set[int] = set()  # gathered before their use
         self.over = True  # whether the next forward starts an iteration: all are sharded
 
     def begin(self, *, foreseen: bool) -> None:
         """A new iteration starts, after which nothing may be left of one without a backward: what
         its slices are may have changed. One not `foreseen`, of a unit's call alone, gathers nothing
         ahead: after it that would be in vain."""
-        for unit in self.units:
-            if unit.state is State.GATHERING:
-                unit.unshard()
-                unit.reshard()
+        for index in self._ahead:
+            if self.units[index].state is State.GATHERING:
+                self.units[index].unshard()
+                self.units[index].reshard()
+        self._ahead.clear()
         self.in_use.clear()
         self._seen.clear()
         self._position, self.over = -1 if foreseen else None, False
@@ -69,6 +71,7 @@ class Gathering:
         self.in_use.append(index)
         if unit.state is State.SHARDED:
             unit.gather(self.comm)
+        self._ahead.discard(index)
         self.prefetch()
         if unit.state is State.GATHERING:
             unit.unshard()
@@ -85,6 +88,7 @@ class Gathering:
         lost = written.lost(unit)
         if not lost and index in self._wanted(self._under_way(), or_freed=index):
             unit.set_aside()
+            self._ahead.add(index)
         else:
             unit.reshard()
         written.refuse(lost)
@@ -158,6 +162,7 @@ class Gathering:
             self._order = tuple(self._seen)
         self.over = True
         self.in_use.clear()
+        self._ahead.clear()
         self.deferred = False
 
     def prefetch(self) -> None:
@@ -167,6 +172,7 @@ class Gathering:
         under_way = self._under_way()
         for index in self._wanted(under_way):
             self.units[index].gather(self.comm)
+            self._ahead.add(index)
         self.deferred = under_way > 0 and bool(self._wanted(0))
 
     def _wanted(self, under_way: int, or_freed: int | None = None) -> list[int]:
@@ -174,15 +180,12 @@ class Gathering:
         if self._position is None:
             return []
         freed = [i for i in self.in_use if i not in self.groups[0]]
-        ahead_of_use = (
-            u.index for u in self.units if u.state is State.GATHERING and u.index not in self.in_use
-        )
         return ahead(
             self._order,
             self._position,
             in_use=freed[-1] if freed else None,
             is_sharded=lambda i: i == or_freed or self.units[i].state is State.SHARDED,
-            in_flight=sum(self._sizes[i] for i in ahead_of_use) + under_way,
+            in_flight=sum(self._sizes[i] for i in self._ahead) + under_way,
             sizes=self._sizes,
             limit=self.limit,
         )
