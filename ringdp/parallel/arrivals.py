@@ -42,8 +42,9 @@ class Arrivals:
         """From now on, of the parameters that train by now: until the new handles are removed."""
         unit, who, index = self.unit, self.who, self.unit.index
         handles: list[Any] = []
-        for at, (p, master) in enumerate(zip(unit.computed, unit.parameters, strict=True)):
-            if at in self._made or not p.requires_grad:
+        for at in [at for at in range(len(unit.parameters)) if at not in self._made]:
+            p, master = unit.computed[at], unit.parameters[at]
+            if not p.requires_grad:
                 continue
             unit.thaw()
             before = master.register_hook(lambda _, at=at: who.gradient_comes(index, at))  # type: ignore[no-untyped-call]
