@@ -187,7 +187,7 @@ class Reductions(Issuer):
         return finish if left else out.settle
 
     def barrier(self) -> None:
-        """Return once every rank has called it, and what was issued before has ended."""
+        """Return once every rank has called it, and collectives issued before have ended."""
         self._transport.await_device()
         self.all_reduce(self._zero)
 

@@ -170,6 +170,7 @@ class DeviceTransport(C10dTransport):
 
     def await_device(self) -> None:
         """Until the watching thread has let go of all collectives, or something has failed."""
+        self._check_process()
         launched = list[bool]()
 
         def tell() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
 import time
 import weakref
@@ -71,6 +74,30 @@ def on_the_host(comm: Communicator, mistaken: bool) -> None:
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_a_barrier_comes_behind_what_the_device_does(ranks, mistaken: bool) -> None:
     ranks(2)(on_the_host, mistaken)
+
+
+@over_nccl
+def forked(comm: Communicator) -> None:
+    comm.barrier()
+    told, tell = os.pipe()
+    if not (child := os.fork()):
+        try:
+            comm.barrier()
+        except ringdp.UsageError as e:
+            os.write(tell, str(e).encode())
+        os._exit(0)
+    os.close(tell)
+    try:
+        assert select.select([told], [], [], 60)[0]  # it has said something, or ended
+        assert b"forked from it" in os.read(told, 1000)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(told)
+
+
+def test_a_barrier_in_a_forked_child_is_an_error(ranks) -> None:
+    ranks(2)(forked)
 
 
 class Twice:
