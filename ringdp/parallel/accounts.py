@@ -28,6 +28,11 @@ class Accounts:
     reducing: Reducing
     yields: bool  # see Note [gathers yield to reductions]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; if that is a GPU, inputs are moved there."""
+        return self.units[0].full.device
+
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
         """Bytes on this rank as counted so far; peaks are over the whole run."""
         now, peak = self.ledger.now, self.ledger.peak

@@ -42,6 +42,7 @@ from ringdp.parallel.arrivals import Arrivals, trained
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
+from ringdp.parallel.moving import move_inputs
 from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
@@ -96,6 +97,7 @@ class Engine(Accounts, Watched):
         self._made = made.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
             self._hook(module, indices, own)
+        self._handles += move_inputs(model, self.device, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
         if stage.optimizer is Keep.SHARD:
             sliced.belong((p for u in units for p in u.parameters), self)

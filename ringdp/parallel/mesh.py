@@ -1,9 +1,10 @@
-"""Which ranks are meant where torch takes a group or a mesh."""
+"""Which ranks, and which device, are meant where torch takes a group or a mesh."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +23,13 @@ def of_mesh(group: Any, mesh: Any) -> Any:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ModelError(f"Only 1D device mesh is supported, but got {mesh!r}: give a part of it")
     return mesh.get_group(mesh_dim=0)
+
+
+def device_of(mesh: Any) -> torch.device | None:
+    """That a mesh of GPUs means on this rank: the current one."""
+    if mesh is None or mesh.device_type != "cuda":
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def localize(module: nn.Module, mesh: Any) -> None:

@@ -1,7 +1,8 @@
-"""Lists and dicts that a module is passed, where tensors in them are cast: it gets copies, and what
-it puts into these, as blocks do with auxiliary losses, the caller's get (torch's FSDP drops it).
+"""Lists and dicts that a module is passed, where tensors in them are cast or moved: it gets copies,
+and what it puts into these, as blocks do with auxiliary losses, the caller's get (torch's FSDP does
+not give it back).
 
-What has nothing to cast is passed as it is. Objects are not looked into, dataclasses included.
+What has nothing to change is passed as it is. Objects are not looked into, dataclasses included.
 """
 
 from __future__ import annotations
@@ -10,9 +11,35 @@ from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ringdp.parallel.copies import Own
+
+
+def change_inputs(
+    module: nn.Module, change: Callable[[Any], Any], own: Own
+) -> list[RemovableHandle]:
+    """Hooks by which it gets what `change` makes of (args, kwargs)."""
+    calls: list[Callable[[], None]] = []  # those under way, innermost last
+
+    def begin(_: nn.Module, *given: Any) -> Any:
+        passed = change(given)
+        calls.append(give_back(given, passed))
+        return passed
+
+    def end(*_: Any) -> None:
+        if calls:  # none where a hook before has raised
+            calls.pop()()
+
+    return [
+        module.register_forward_pre_hook(own(begin), with_kwargs=True),
+        module.register_forward_hook(own(end), always_call=True),
+    ]
+
 
 def give_back(given: Any, passed: Any) -> Callable[[], None]:
-    """To be called when the module is through. `passed`: `given` with tensors cast, as yet."""
+    """To be called when the module is through. `passed`: `given` with tensors changed, as yet."""
     copies = [*_copies(given, passed)]
     originals = {id(copy): (original, copy) for original, copy in copies}  # held, as are their ids
     lists = [(of, copy, [*copy]) for of, copy in copies if isinstance(of, list)]

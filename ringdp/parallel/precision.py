@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ringdp.errors import UsageError
 from ringdp.parallel.copies import Own
 from ringdp.parallel.outputs import map_tensors
-from ringdp.parallel.passed import give_back
+from ringdp.parallel.passed import change_inputs
 from ringdp.parallel.units import UnitRule, matches
 
 
@@ -94,22 +94,10 @@ def cast_at(
     """Hooks that cast what goes into and comes out of modules, while `active`."""
     if precision == Precision():
         return []
-    handles = []
+    handles: list[RemovableHandle] = []
 
     def before(module: nn.Module, dtype: torch.dtype) -> None:
-        calls: list[Callable[[], None]] = []  # those under way, innermost last
-
-        def apply(_m: nn.Module, *given: Any) -> Any:
-            passed = cast(given, dtype) if active() else given
-            calls.append(give_back(given, passed))
-            return passed
-
-        def end(*_: Any) -> None:
-            if calls:  # none where a hook before has raised
-                calls.pop()()
-
-        handles.append(module.register_forward_pre_hook(own(apply), with_kwargs=True))
-        handles.append(module.register_forward_hook(own(end), always_call=True))
+        handles.extend(change_inputs(module, lambda x: cast(x, dtype) if active() else x, own))
 
     def after(module: nn.Module, dtype: torch.dtype) -> None:
         def apply(_m: nn.Module, _i: Any, out: Any) -> Any:

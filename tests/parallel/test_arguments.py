@@ -183,7 +183,12 @@ def test_a_model_without_parameters_is_told(comm):
         ({"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffer_dtype"),
         ({"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy"),
         ({"process_group": 3}, "allowed: a ringdp.Communicator"),
-        ({"device_id": 0}, "device_id=0"),
+        pytest.param(
+            {"device_id": "cuda"},
+            r"device_id='cuda'\): torch sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs that there is none"),
+        ),
+        ({"device_id": "gpu"}, r"device_id='gpu'\): .*gpu"),
     ],
 )
 def test_fully_sharded_data_parallel(comm, wrong, said):

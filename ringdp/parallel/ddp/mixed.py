@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _recursive_to
 
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.builtin import BuiltIn
+from ringdp.parallel.moving import moved
 from ringdp.parallel.passed import give_back
 from ringdp.parallel.precision import cast
 
@@ -78,8 +78,8 @@ class Mixed:
     def inputs(self, args: Any, kwargs: Any, device: torch.device | None) -> Iterator[Any]:
         """What the module gets, on that device if there is one. See `passed`."""
         given: Any = args, kwargs
-        moved = given if device is None else _recursive_to(given, device, False)[0]
-        passed = cast(moved, self.dtype) if self.dtype else moved
+        there = given if device is None else moved(given, device)
+        passed = cast(there, self.dtype) if self.dtype else there
         back = give_back(given, passed)
         try:
             yield passed

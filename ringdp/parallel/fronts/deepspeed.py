@@ -10,12 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ringdp.comm import Communicator, communicator_of
+from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import config as configs
 from ringdp.parallel.fronts.trainer import Scheduler, Trainer
+from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
@@ -64,7 +65,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model={model!r}): allowed: a torch.nn.Module")
     said = configs.read(config, config_params, getattr(args, "deepspeed_config", None))
-    comm = communicator_of(comm, model.parameters())
+    comm = move_to_ranks(model, comm)
     zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]
     if half["enabled"] and brain["enabled"]:
         raise UsageError("config: fp16 and bf16 are both enabled; allowed: one of them")

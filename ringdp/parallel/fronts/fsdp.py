@@ -16,7 +16,8 @@ from ringdp.errors import UsageError
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE
-from ringdp.parallel.mesh import of_mesh
+from ringdp.parallel.mesh import device_of, of_mesh
+from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
@@ -52,6 +53,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy, or None for one
     unit. mixed_precision, cpu_offload: torch's classes; with a policy, norms over a batch and what
     else mixed_precision names compute in float32, as in torch. device_mesh: of one dimension.
+    device_id: the GPU that a model on the CPU is moved to, by default that of the ranks.
     Parameters and buffers take rank 0's values, whatever sync_module_states says, and stay the
     model's own, whatever use_orig_params says. The other arguments tune what is always on here, or
     are errors where they ask for more.
@@ -68,7 +70,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         mixed_precision: Any = None,
         ignored_modules: object = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: object = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = True,
         forward_prefetch: bool = True,
         limit_all_gathers: bool = True,
@@ -88,7 +90,6 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             "FullyShardedDataParallel",
             ignored_modules=(ignored_modules, None),
             backward_prefetch=(prefetch, "BACKWARD_PRE"),
-            device_id=(device_id, None),
             limit_all_gathers=(limit_all_gathers, True),
             ignored_states=(ignored_states, None),
         )
@@ -108,7 +109,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             precision=_precision(mixed_precision, wraps=auto_wrap_policy is not None),
             offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
             init=param_init_fn,
-            comm=of_mesh(process_group, device_mesh),
+            comm=_moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
         )
 
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
@@ -165,6 +166,27 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         )
         with module.engine.full_parameters(write=writeback):
             yield
+
+
+def _moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:
+    if device_id is None:
+        return move_to_ranks(module, group, device_of(mesh))
+    try:
+        device = torch.device(device_id)
+    except (RuntimeError, TypeError) as e:
+        raise _refused(device_id, str(e)) from e
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise _refused(device_id, "torch sees no GPU here")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    placed = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
+    if elsewhere := placed - {device}:
+        raise _refused(device_id, f"parameters are on {', '.join(map(str, elsewhere))}")
+    return move_to_ranks(module, group, device)
+
+
+def _refused(device_id: object, why: str) -> UsageError:
+    return UsageError(f"FullyShardedDataParallel(device_id={device_id!r}): {why}")
 
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -18,7 +18,9 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
-from ringdp.parallel.mesh import of_mesh
+from ringdp.parallel.mesh import device_of, of_mesh
+from ringdp.parallel.meta import Init
+from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
@@ -65,6 +67,11 @@ class FSDPModule:
             )
         self._ringdp_engine.sync = requires_gradient_sync
 
+    def to_empty(self, **_: object) -> NoReturn:
+        """Where torch's makes real what it sharded on the meta device; here that has values."""
+        instead = "reset_parameters, which fully_shard calls, or its init="
+        raise NotHere("fully_shard", "to_empty", instead)
+
     def __getattr__(self, name: str) -> Any:
         """What it has not is a module's, or is not there."""
         try:
@@ -99,13 +106,16 @@ def fully_shard(
     offload_policy: object = None,
     ignored_params: object = None,
     comm: Communicator | ProcessGroup | None = None,
+    init: Init | None = None,
 ) -> nn.Module:
     """Shard a module in place, as torch's does; call it on blocks before the model. Collective.
 
     reshard_after_forward: None or True is stage 3, False stage 2; with blocks, as they were asked
     (stage 3 keeps the root, whichever it is). mp_policy, offload_policy: such as torch's
     (CPUOffloadPolicy offloads parameters and optimizer); the same for the blocks and the model.
-    mesh: of one dimension; comm: in its place.
+    mesh: of one dimension; comm: in its place. A model on the CPU goes to the current GPU, if the
+    mesh or group is of GPUs. init: as of `shard`, fills what is on the meta device, which is made
+    real by this call, not by to_empty() after it.
     Between steps a parameter is a flat slice, not a DTensor. Raises UsageError for what is not
     implemented.
     """
@@ -138,7 +148,8 @@ def fully_shard(
         unit=units.__contains__ if units else WHOLE,
         precision=asked.mp_policy,
         offload=Offload(stage == 3, optimizer=True) if asked.offload_policy else None,
-        comm=of_mesh(comm, mesh),
+        comm=move_to_ranks(module, of_mesh(comm, mesh), device_of(mesh)),
+        init=init,
     )
     if not isinstance(module, FSDPModule):
         module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})

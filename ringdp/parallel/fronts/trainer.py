@@ -124,7 +124,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return self.engine.device
 
     # ---- checkpoints
 

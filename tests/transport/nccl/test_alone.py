@@ -219,6 +219,24 @@ def test_ddp_moves_inputs_to_device_ids(comms, device):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
+def test_fronts_move_a_model_and_its_inputs(comms, device):
+    there, _ = comms
+    wanted = Net(0).to(device)(data(0, device))
+    config = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": 3}}
+    made = {"model": Net(0), "config": config, "optimizer": ringdp.AdamW, "comm": there}
+    fronts = (
+        ringdp.FullyShardedDataParallel(Net(0), there, device_id=0),
+        ringdp.FullyShardedDataParallel(Net(0), there),
+        ringdp.fully_shard(Net(0), comm=there),
+        ringdp.initialize(**made)[0],  # type: ignore[arg-type]
+    )
+    for model in fronts:
+        assert model.engine.device == torch.device("cuda", 0)
+        assert torch.equal(model(data(0, "cpu")), wanted)
+        model.engine.close()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
 def test_a_result_is_there_in_every_stream_that_waits(comms, device):
     """A copy is reduced, brought home on a stream that is late, and the memory that it leaves is
     taken at once."""
