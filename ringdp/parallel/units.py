@@ -42,8 +42,8 @@ def find_units(
     `rule` is a module class, several, a predicate, or a number: the outermost modules of at most
     so many elements. Without one every entry of a ModuleList or Sequential is a unit, the outermost
     one where they nest. `kind` of a parameter, in the module that it lies in: all of a unit have
-    the same. Raises UsageError if there is no parameter, or if they are not all floating, on one
-    device and apart in memory.
+    the same. Raises UsageError if there is no parameter, or if they are not all floating, apart
+    in memory and on one device, or on none yet.
     """
     _check(model)
     chosen = _chosen(model, rule)
@@ -142,7 +142,8 @@ def _check(model: nn.Module) -> None:
     parameters = list(model.named_parameters())
     if not parameters:
         raise UsageError("the model has no parameter")
-    first_name, first = parameters[0]
+    placed = [(name, p) for name, p in parameters if not p.is_meta]
+    first_name, first = (placed or parameters)[0]
     lies: dict[int, str] = {}  # at which address
     for name, p in parameters:
         if is_lazy(p):
@@ -151,7 +152,7 @@ def _check(model: nn.Module) -> None:
             )
         if not p.is_floating_point():
             raise UsageError(f"parameter {name} is {p.dtype}; parameters must be floats")
-        if p.device != first.device:
+        if not p.is_meta and p.device != first.device:
             raise UsageError(
                 f"parameters must be on one device: {first_name} is on {first.device}, "
                 f"{name} on {p.device}"

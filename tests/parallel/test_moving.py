@@ -63,7 +63,7 @@ def test_a_meta_model_is_filled_by_fully_shard():
         for p in module.parameters(recurse=False):
             p.fill_(0.5)
 
-    for block in model:
+    for block in model[1:]:
         ringdp.fully_shard(block, comm=comm, init=init)
     sharded: Any = ringdp.fully_shard(model, comm=comm, init=init)
     with pytest.raises(UsageError, match=r"to_empty is not implemented; .* init="):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringdp
 from ringdp.parallel.units import find_units
@@ -16,6 +17,14 @@ def owned(model: nn.Module, rule=None) -> dict[str, list[str]]:
 
 def linear() -> nn.Linear:
     return nn.Linear(2, 2, bias=False)
+
+
+def on_a_gpu() -> nn.Linear:
+    """A fake one, which needs none."""
+    made = linear()
+    with FakeTensorMode():
+        made.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
+    return made
 
 
 class Model(nn.Module):
@@ -95,9 +104,9 @@ def test_a_unit_registered_twice_is_one():
         (nn.Sequential(linear()), nn.Conv2d, "matches no module of the model; it has Linear, Se"),
         (Model(b=nn.ModuleList([linear()])), nn.ModuleList, "ModuleList cannot be a unit"),
         (
-            nn.Sequential(linear(), linear().to("meta")),
+            nn.Sequential(linear().to("meta"), linear(), on_a_gpu()),
             None,
-            "0.weight is on cpu, 1.weight on meta",
+            "1.weight is on cpu, 2.weight on cuda:0",
         ),
         (
             Model(p=nn.ParameterList([torch.ones(2, dtype=torch.complex64)])),
