@@ -187,14 +187,14 @@ def fuse(program: Program, live: Iterable[int] | None = None) -> Program:
     """The same effect in fewer rows and fewer passes over memory.
 
     1. A row that receives into chunk c and the later send of c become one streaming row.
-    2. A row that receives into scratch and the later local reduce of it become one recv_reduce.
+    2. A row that receives into scratch and the later row that alone reads it become one.
     3. A store that is overwritten before it is read is dropped.
 
     A row moves only across rows that neither touch its chunk nor use its channel: a send hoisted
     past another send to the same peer would swap two messages. The fused ring all-reduce has
     2n - 1 rows, as NCCL's. `live` are the chunks whose value counts at the end, by default all.
     """
-    rows = _join_recv_send(_join_recv_reduce(list(program), program.chunks))
+    rows = _join_recv_send(_join_recv_read(list(program), program.chunks))
     return program.with_rows(
         _drop_dead_stores(rows, set(range(program.chunks) if live is None else live))
     )
@@ -212,12 +212,12 @@ def _join_recv_send(rows: list[Row]) -> list[Row]:
     return out
 
 
-def _join_recv_reduce(rows: list[Row], chunks: int) -> list[Row]:
+def _join_recv_read(rows: list[Row], chunks: int) -> list[Row]:
     users = Counter(c for row in rows for c in row.reads | row.writes)
     out: list[Row] = []
     for row in rows:
         part = row.src_chunk
-        if row.recv_peer == NONE and row.flags & REDUCE and part >= chunks and users[part] == 2:
+        if row.recv_peer == NONE and part >= chunks and users[part] == 2:
             at = _last(out, writes=part)
             peer = NONE if at is None else out[at].recv_peer
             if at is not None and peer != NONE and _last(out, receives_from=peer) == at:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ringdp.errors import ScheduleError
 from ringdp.schedule import Program, Schedule, Transfer, fifo_depth, fuse, project
+from ringdp.schedule.ir import Round
 from ringdp.transport.simulator import simulate
 
 Slot = tuple[int, int]
@@ -45,6 +46,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(n, chunks, tuple(rounds))
 
 
+def several_reduces(transfers: Round) -> bool:
+    """Into one slot, whose order can put off a receive."""
+    return len({(t.dst, t.write) for t in transfers}) < len(transfers)
+
+
 def results(programs: list[Program], depth: int) -> list[list[int]]:
     buffers = [
         torch.tensor([3**c * 1000**p.rank for c in range(p.chunks)], dtype=torch.int64)
@@ -58,7 +64,9 @@ def results(programs: list[Program], depth: int) -> list[list[int]]:
 @given(schedules(), st.data())
 def test_fused_equals_plain_at_the_depth_that_is_predicted(plan, data):
     plain = [project(plan, r) for r in range(plan.ranks)]
-    expected = results(plain, fifo_depth(plain))
+    depth = fifo_depth(plain)
+    assert depth == 1 or any(several_reduces(r) for r in plan.rounds)  # see `project`
+    expected = results(plain, depth)
     live = [data.draw(st.sets(st.integers(0, plan.chunks - 1))) for _ in plain]
     fused = [fuse(p, keep) for p, keep in zip(plain, live, strict=True)]
     depth = fifo_depth(fused)

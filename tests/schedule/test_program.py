@@ -127,9 +127,32 @@ def test_a_store_that_nobody_reads_is_dropped():
     assert kept[1] == "recv_reduce_copy_send"
 
 
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "names"),
+    [
+        ("reduce", "direct", ["recv_reduce_copy"] * 3),
+        ("all_to_all", "direct", ["send"] * 3 + ["recv"] * 3),
+        ("all_to_all", "pairwise", ["send"] * 3 + ["recv"] * 3),
+    ],
+)
+def test_what_only_waits_in_scratch_is_received_where_it_is_read(collective, algorithm, names):
+    fused = fuse(project(schedule(collective, algorithm, 4), 0))
+    assert [row.name for row in fused] == names
+    assert fused.scratch == 0
+
+
+def test_a_rank_sends_before_it_receives():
+    """Else a round would be a chain of all ranks, each of which waits for the one before."""
+    for rank in range(4):
+        names = [row.name for row in project(schedule("reduce_scatter", "ring", 4), rank)]
+        assert names == ["send", "recv_reduce_copy"] * 3
+
+
 def test_chunks_that_must_be_alike():
     of_ours = [(a.collective, alike(schedule(a.collective, a.name, 4))) for a in ALGORITHMS]
     assert {collective for collective, found in of_ours if found} == {"all_to_all"}
     t = Transfer
     rounds = ((t(0, 1, 0, 3, False),), (t(1, 1, 3, 4, False),), (t(1, 0, 4, 2, True),))
     assert alike(Schedule(2, 3, rounds)) == ((0, 2),)  # by way of scratch
+    rounds = ((t(0, 1, 0, 3, False),), (t(0, 1, 1, 3, True),))
+    assert alike(Schedule(2, 3, rounds)) == ((1, 0),)  # both in it
