@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from ringdp.errors import ScheduleError
-from ringdp.schedule import ALGORITHMS, Schedule, contract, schedule, verify
+from ringdp.schedule import ALGORITHMS, Schedule, Transfer, contract, schedule, verify
 
 MUTANTS = 4000
 Numbers = dict[tuple[int, int], int]
@@ -120,3 +120,30 @@ def test_the_error_names_the_transfer_and_shows_it():
     text = str(error.value)
     assert f"round 1, transfer {t}: counts 0.2 twice in rank 1 chunk 2" in text
     assert f"{t}  <-- here" in text
+
+
+def copy(src: int, dst: int, read: int = 0, write: int = 0) -> Transfer:
+    return Transfer(src, dst, read, write, reduce=False)
+
+
+def add(src: int, dst: int) -> Transfer:
+    return Transfer(src, dst, 0, 0, reduce=True)
+
+
+@pytest.mark.parametrize(
+    ("transfers", "says"),
+    [
+        ([copy(-1, 1)], r"ranks are 0\.\.2"),
+        ([copy(0, 3)], r"ranks are 0\.\.2"),
+        ([copy(0, 1, -1, 0)], "chunk indices start at 0"),
+        ([copy(0, 1, 0, -1)], "chunk indices start at 0"),
+        ([copy(0, 1), copy(1, 0)], "writes rank 1 chunk 0, which is read in the same round"),
+        ([add(0, 1), add(1, 2)], "writes rank 1 chunk 0, which is read in the same round"),
+        ([copy(0, 1), copy(2, 1)], "rank 1 chunk 0 is written twice in one round"),
+        ([copy(0, 1), add(2, 1)], "rank 1 chunk 0 is written twice in one round"),
+        ([add(0, 1), copy(2, 1)], "rank 1 chunk 0 is written twice in one round"),
+    ],
+)
+def test_what_a_round_cannot_hold_is_refused(transfers, says):
+    with pytest.raises(ScheduleError, match=says):
+        verify(Schedule(3, 1, (tuple(transfers),)), "all_reduce")
