@@ -111,12 +111,21 @@ def test_a_rank_that_is_not_there_has_no_program(rank):
         project(schedule("all_reduce", "ring", 4), rank)
 
 
-def test_a_receive_without_its_send_is_named():
+@pytest.mark.parametrize(("missing", "sent"), [(1, 1), (3, 0)])
+def test_a_receive_without_its_send_is_named(missing: int, sent: int):
     plan = schedule("all_reduce", "ring", 3)
     parts = [project(plan, r) for r in range(3)]
-    parts[0] = parts[0].with_rows(list(parts[0])[1:])
-    with pytest.raises(ScheduleError, match="rank 0 sends 1 messages to rank 1, which receives 2"):
+    parts[0] = parts[0].with_rows(list(parts[0])[missing:])
+    said = f"rank 0 sends {sent} messages to rank 1, which receives 2"
+    with pytest.raises(ScheduleError, match=said):
         fifo_depth(parts)
+
+
+def test_ranks_that_all_receive_first_are_told():
+    parts = [project(schedule("all_gather", "ring", 2), r) for r in range(2)]
+    assert fifo_depth(parts) == 1
+    with pytest.raises(ScheduleError, match="in a circle, whatever the FIFO depth"):
+        fifo_depth([p.with_rows(list(p)[::-1]) for p in parts])
 
 
 def test_a_store_that_nobody_reads_is_dropped():
