@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import inf
@@ -29,8 +29,8 @@ from ringdp.schedule import (
     project,
     proved,
 )
+from ringdp.schedule.liveness import fits
 from ringdp.schedule.own import name_of
-from ringdp.schedule.program import alike
 from ringdp.transport.base import bounds_of, uneven_bounds
 
 MOST = 1024  # that are remembered
@@ -99,24 +99,23 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     collective, n, rank, root, depth = asked
     plan = proved(algorithm, collective, n, root)
     if depth is None:
-        return replace(project(plan, rank), alike=alike(plan))
+        return project(plan, rank)
     live = contract(collective, n, plan.chunks, root).after
 
     def fused(plain: Program) -> Program:
         return fuse(plain, [c for q, c in live if q == plain.rank])
 
     if depth == inf:
-        return replace(fused(project(plan, rank)), alike=alike(plan))
+        return fused(project(plan, rank))
     plain = [project(plan, r) for r in range(n)]
     # Fusing trades longer FIFOs for fewer passes; what then needs too many slots runs as it is.
     for programs in ([*map(fused, plain)], plain):
-        needed = fifo_depth(programs)
-        if needed <= depth:
-            made = replace(programs[rank], alike=alike(plan))
-            _remember(algorithm, asked, made)
-            return made
+        if fits(programs, int(depth)):
+            _remember(algorithm, asked, programs[rank])
+            return programs[rank]
     raise ScheduleError(
-        f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
+        f"{algorithm} {collective} needs FIFOs of {fifo_depth(plain)} slots; the transport has "
+        f"{depth}"
     )
 
 

@@ -18,6 +18,7 @@ from ringdp.errors import ScheduleError
 from ringdp.schedule.program import NONE, Program
 
 Event = tuple[int, int]  # (rank, row)
+Channels = dict[tuple[int, int], list[Event]]  # by who sends and who receives
 
 
 def fifo_depth(programs: Sequence[Program]) -> int:
@@ -25,8 +26,24 @@ def fifo_depth(programs: Sequence[Program]) -> int:
 
     Raises ScheduleError if no depth serves: a receive has no send, or the ranks wait in a circle.
     """
-    sends: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    sends, receives = _channels(programs)
+    most = max((len(s) for s in sends.values()), default=1)
+    for depth in range(1, most + 1):
+        if _ends(programs, sends, receives, depth):
+            return depth
+    raise ScheduleError("the ranks wait for one another in a circle, whatever the FIFO depth")
+
+
+def fits(programs: Sequence[Program], depth: int) -> bool:
+    """Whether they cannot stall with so many slots per channel. Raises ScheduleError where a
+    receive has no send."""
+    return _ends(programs, *_channels(programs), depth)
+
+
+def _channels(programs: Sequence[Program]) -> tuple[Channels, Channels]:
+    """What each one sends, and receives, in order."""
+    sends: Channels = defaultdict(list)
+    receives: Channels = defaultdict(list)
     for p in programs:
         for i, row in enumerate(p):
             if row.send_peer != NONE:
@@ -40,19 +57,10 @@ def fifo_depth(programs: Sequence[Program]) -> int:
                 f"rank {channel[0]} sends {sent} messages to rank {channel[1]}, which receives "
                 f"{received}"
             )
-    most = max((len(s) for s in sends.values()), default=1)
-    for depth in range(1, most + 1):
-        if _ends(programs, sends, receives, depth):
-            return depth
-    raise ScheduleError("the ranks wait for one another in a circle, whatever the FIFO depth")
+    return sends, receives
 
 
-def _ends(
-    programs: Sequence[Program],
-    sends: dict[tuple[int, int], list[Event]],
-    receives: dict[tuple[int, int], list[Event]],
-    depth: int,
-) -> bool:
+def _ends(programs: Sequence[Program], sends: Channels, receives: Channels, depth: int) -> bool:
     after: dict[Event, list[Event]] = defaultdict(list)
     waits: dict[Event, int] = {(p.rank, i): 0 for p in programs for i in range(len(p.rows))}
 

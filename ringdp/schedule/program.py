@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -60,30 +60,30 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Rows of one rank, int32[rows, 6], over `chunks` chunks of a buffer and `scratch` more.
-
-    `incoming[round, c]`: the chunk as long as what scratch chunk c receives there, for those who
-    must know it before. `staged`: the most chunks that any rank has beside its own, of what others
-    have sent it. Only `project` knows them. `alike`: see there.
-    """
+    """Rows of rank `rank`, int32[rows, 6], that do what `schedule` says of it."""
 
     rank: int
-    ranks: int
-    chunks: int
+    schedule: Schedule
     rows: NDArray[np.int32]
-    incoming: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    alike: tuple[tuple[int, int], ...] = ()
-    staged: int = 0
 
     def __iter__(self) -> Iterator[Row]:
         return (Row(*map(int, row)) for row in self.rows)
+
+    @property
+    def ranks(self) -> int:
+        return self.schedule.ranks
+
+    @property
+    def chunks(self) -> int:
+        """Of a buffer; scratch is more."""
+        return self.schedule.chunks
 
     @cached_property
     def scratch(self) -> int:
         return max(0, int(self.rows[:, 3:5].max(initial=NONE)) + 1 - self.chunks)
 
     def with_rows(self, rows: Iterable[Row]) -> Program:
-        return Program(self.rank, self.ranks, self.chunks, _table(rows))
+        return Program(self.rank, self.schedule, _table(rows))
 
     @cached_property
     def touched(self) -> frozenset[int]:
@@ -95,6 +95,38 @@ class Program:
     def changes(self) -> bool:
         """Whether it stores into a chunk that is not scratch."""
         return any(c < self.chunks for row in self for c in row.writes)
+
+    @cached_property
+    def incoming(self) -> Mapping[tuple[int, int], int]:
+        """[round, c]: the chunk as long as what scratch chunk c receives there, for those who must
+        know it before."""
+        return {
+            (r, t.write): source
+            for r, t, source, target in _sized(self.schedule)
+            if target is None and t.dst == self.rank != t.src
+        }
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of chunks that must be equally long: what one holds is somewhere copied over, or
+        added to, the other. Of our own schedules only in an all_to_all, whose parts are."""
+        pairs = {(a, b) for _, _, a, b in _sized(self.schedule) if b not in (None, a)}
+        return tuple(sorted(pairs))
+
+    @cached_property
+    def staged(self) -> int:
+        """The most chunks that any rank has beside its own, of what others have sent it: scratch,
+        and what is to be added to a chunk, which it is when that is read."""
+        most, staged = 0, [Counter[int]() for _ in range(self.ranks)]  # by the chunk written
+        for transfers in self.schedule.rounds:
+            for t in transfers:
+                if t.read < self.chunks:
+                    staged[t.src].pop(t.read, None)
+            for t in transfers:
+                if t.src != t.dst and (t.reduce or t.write >= self.chunks):
+                    staged[t.dst][t.write] += 1
+            most = max(most, *(chunks.total() for chunks in staged))
+        return most
 
 
 def _table(rows: Iterable[Row]) -> NDArray[np.int32]:
@@ -134,40 +166,7 @@ def project(schedule: Schedule, rank: int) -> Program:
                 timed.append((turns["to", t.dst], False, Row(r, NONE, t.dst, t.read, NONE, 0)))
                 turns["to", t.dst] += 1
         rows += [row for _, _, row in sorted(timed, key=lambda item: item[:2])]
-    incoming, staged = _incoming(schedule, rank), _staged(schedule)
-    return Program(
-        rank, schedule.ranks, schedule.chunks, _table(rows), incoming=incoming, staged=staged
-    )
-
-
-def _incoming(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
-    """See `Program`."""
-    return {
-        (r, t.write): source
-        for r, t, source, target in _sized(schedule)
-        if target is None and t.dst == rank != t.src
-    }
-
-
-def _staged(schedule: Schedule) -> int:
-    """See `Program`: scratch, and what is to be added to a chunk, which it is when that is read."""
-    most, staged = 0, [Counter[int]() for _ in range(schedule.ranks)]  # by the chunk written
-    for transfers in schedule.rounds:
-        for t in transfers:
-            if t.read < schedule.chunks:
-                staged[t.src].pop(t.read, None)
-        for t in transfers:
-            if t.src != t.dst and (t.reduce or t.write >= schedule.chunks):
-                staged[t.dst][t.write] += 1
-        most = max(most, *(chunks.total() for chunks in staged))
-    return most
-
-
-def alike(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Pairs of chunks that must be equally long: what one holds is somewhere copied over, or added
-    to, the other. Of our own schedules only in an all_to_all, whose parts are."""
-    pairs = {(source, target) for _, _, source, target in _sized(schedule) if target is not None}
-    return tuple(sorted((a, b) for a, b in pairs if a != b))
+    return Program(rank, schedule, _table(rows))
 
 
 def _sized(schedule: Schedule) -> Iterator[tuple[int, Transfer, int, int | None]]:

@@ -17,7 +17,8 @@ from ringdp.schedule import (
     project,
     schedule,
 )
-from ringdp.schedule.program import NONE, alike
+from ringdp.schedule.liveness import fits
+from ringdp.schedule.program import NONE
 from ringdp.transport.simulator import simulate
 
 by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
@@ -48,10 +49,12 @@ def test_fused_equals_plain_and_needs_the_predicted_depth(algorithm, n):
     results = []
     for kind in (plain, fused):
         depth = fifo_depth(kind)
+        assert fits(kind, depth)
         data = buffers(n, elements)
         simulate(kind, data, depth=depth)
         results.append(data)
         if depth > 1:
+            assert not fits(kind, depth - 1)
             with pytest.raises(ScheduleError, match="stall"):
                 simulate(kind, buffers(n, elements), depth=depth - 1)
     for rank, chunk in contract(algorithm.collective, n, plan.chunks).after:
@@ -158,10 +161,12 @@ def test_a_rank_sends_before_it_receives():
 
 
 def test_chunks_that_must_be_alike():
-    of_ours = [(a.collective, alike(schedule(a.collective, a.name, 4))) for a in ALGORITHMS]
+    of_ours = [
+        (a.collective, project(schedule(a.collective, a.name, 4), 0).alike) for a in ALGORITHMS
+    ]
     assert {collective for collective, found in of_ours if found} == {"all_to_all"}
     t = Transfer
     rounds = ((t(0, 1, 0, 3, False),), (t(1, 1, 3, 4, False),), (t(1, 0, 4, 2, True),))
-    assert alike(Schedule(2, 3, rounds)) == ((0, 2),)  # by way of scratch
+    assert project(Schedule(2, 3, rounds), 0).alike == ((0, 2),)  # by way of scratch
     rounds = ((t(0, 1, 0, 3, False),), (t(0, 1, 1, 3, True),))
-    assert alike(Schedule(2, 3, rounds)) == ((1, 0),)  # both in it
+    assert project(Schedule(2, 3, rounds), 0).alike == ((1, 0),)  # both in it

@@ -17,6 +17,8 @@ PROGRAMS = [
 
 @given(st.integers(0, 10**12), st.sampled_from(PROGRAMS))
 def test_chunks_cover_the_buffer_in_nearly_equal_parts(elements, program):
+    if program.alike:
+        elements -= elements % program.chunks  # else they cannot be, and there are none
     bounds = chunk_bounds(elements, program)
     sizes = [b - a for a, b in pairwise(bounds)]
     assert len(sizes) == program.chunks
