@@ -131,16 +131,21 @@ class C10dTransport(Answering):
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
         tag, rest, ticket = tag_of(kind), next(self._rests), self._ticket()
+        size = buffer.nbytes
 
         def begin() -> None:
             with self._talking(to):
                 parts = wire.send(self._group, buffer, to, (rest, kind, 0), tag, rest_tag(rest))
-            self._sent += buffer.nbytes
-            if buffer.nbytes <= SHORT:
-                self._end(ticket)
+            if size <= SHORT:
+                self._end(ticket, size)
                 self._sending.add(self._spawn(partial(hold, parts)))
             else:
-                self._spawn(partial(self._until_all, [(part, to) for part in parts], ticket))
+                self._spawn(partial(finish, parts))
+
+        def finish(parts: list[wire.Pending]) -> None:
+            for part in parts:
+                self._until(part, to)
+            self._end(ticket, size)
 
         self._attempt(begin)
         return ticket
@@ -245,6 +250,7 @@ class C10dTransport(Answering):
         self._does.begin(job.ticket, job.call)
         rows = Rows(job.program, job.buffer, job.bounds, job.op)
         sends: list[tuple[wire.Pending, int, int]] = []
+        bytes_sent = 0
         for row in job.program:
             self._does.waits(row.round, row.recv_peer)
             room = rows.room(row) if row.recv_peer != NONE else None
@@ -260,13 +266,13 @@ class C10dTransport(Answering):
                         self._group, sent, row.send_peer, stamp, COLLECTIVE, COLLECTIVE
                     )
                 sends += [(part, row.send_peer, row.round) for part in parts]
-                self._sent += sent.nbytes
+                bytes_sent += sent.nbytes
         rows.end()
         for part, peer, round_ in sends:
             self._does.waits(round_, peer)
             self._until(part, peer)
         self._does.end(job.ticket)
-        self._end(job.ticket)
+        self._end(job.ticket, bytes_sent)
 
     def _received(self, peer: int, job: _Job, room: int | None) -> Tensor:
         with self._talking(peer):
@@ -293,11 +299,6 @@ class C10dTransport(Answering):
         with self._told.waits_for(peer), self._talking(peer):
             part.wait(wire.LONG)
 
-    def _until_all(self, parts: list[tuple[wire.Pending, int]], ticket: int) -> None:
-        for part, peer in parts:
-            self._until(part, peer)
-        self._end(ticket)
-
     def _watch(self) -> None:
         """Look after every rank from now on: who waits for one hears of no other's death."""
         if self._watched:
@@ -319,8 +320,9 @@ class C10dTransport(Answering):
             self._open.add(ticket)
         return ticket
 
-    def _end(self, ticket: int) -> None:
+    def _end(self, ticket: int, sent: int = 0) -> None:
         with self._told.changed:
+            self._sent += sent
             self._open.discard(ticket)
             self._told.changed.notify_all()
 

@@ -228,12 +228,11 @@ class DeviceTransport(C10dTransport):
                 self._under_way.append(work)
             sent = act()
             work.end = self._streams.end()
-            self._sent += sent  # not while it acts, as others add to it
             if at_once and work.end.query():
                 self._finish(work)
             elif at_once:
                 self._under_way.append(work)
-        self._end(ticket)
+        self._end(ticket, sent)
 
     def _capture(self, act: Callable[[], int]) -> int:
         """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
@@ -244,7 +243,6 @@ class DeviceTransport(C10dTransport):
             with self._streams.current(), self._translated():
                 self._streams.follow(arrival)
                 sent, end = act(), self._streams.end()
-            self._sent += sent
             self._streams.settle(end)
         except Failed as e:
             self._told.fail(*e.told)  # whoever waits for it is told
@@ -252,7 +250,7 @@ class DeviceTransport(C10dTransport):
         except UsageError:
             self._end(ticket)
             raise
-        self._end(ticket)
+        self._end(ticket, sent)
         return ticket
 
     def _await_quiet(self) -> None:
