@@ -4,7 +4,8 @@ Rules, checked in every round, so that the error names the transfer at fault:
 - a transfer reads a defined slot, and a reduce adds to one;
 - no slot is both read and written in a round, copied to twice, or copied to and reduced into;
 - a reduce joins disjoint sets: no input is ever counted twice;
-- at the end every slot holds what the contract says.
+- at the end every slot holds what the contract says; of one that does not, the error names the
+  transfer that wrote there last.
 
 A proof is for one n, and for all data, sizes and dtypes.
 """
@@ -28,9 +29,11 @@ def verify(schedule: Schedule, promise: Contract | Collective) -> None:
     (state,) = deque(states(schedule, promise.before), maxlen=1)  # the last
     for slot, wanted in promise.after.items():
         if state.get(slot) != wanted:
+            here, last = _last_write(schedule, slot)
             raise ScheduleError(
                 f"after all {len(schedule.rounds)} rounds rank {slot[0]} chunk {slot[1]} holds "
-                f"{_text(state.get(slot))}, the contract asks for {_text(wanted)}\n{grid(schedule)}"
+                f"{_text(state.get(slot))}, the contract asks for {_text(wanted)}; {last}\n"
+                f"{grid(schedule, here=here)}"
             )
 
 
@@ -73,6 +76,17 @@ def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: S
             raise fail(f"counts {_text(twice)} twice in rank {t.dst} chunk {t.write}")
         after[target] |= state[source]
     return after
+
+
+def _last_write(schedule: Schedule, slot: Slot) -> tuple[tuple[int, Transfer] | None, str]:
+    """The last (round, transfer) into `slot`, if there is one, and in words."""
+    writes = [
+        (r, t) for r, ts in enumerate(schedule.rounds) for t in ts if (t.dst, t.write) == slot
+    ]
+    if not writes:
+        return None, "nothing wrote there"
+    r, t = writes[-1]
+    return (r, t), f"round {r}, transfer {t}, wrote there last"
 
 
 def _place(schedule: Schedule, slot: Slot) -> str:

@@ -147,3 +147,17 @@ def add(src: int, dst: int) -> Transfer:
 def test_what_a_round_cannot_hold_is_refused(transfers, says):
     with pytest.raises(ScheduleError, match=says):
         verify(Schedule(3, 1, (tuple(transfers),)), "all_reduce")
+
+
+def test_what_is_missing_at_the_end_is_blamed_on_the_last_write_there():
+    plan = schedule("all_reduce", "ring", 3)
+    first, second, *others = plan.rounds
+    hasty = Schedule(3, 3, (second, first, *others))
+    with pytest.raises(ScheduleError) as error:
+        verify(hasty, "all_reduce")
+    text = str(error.value)
+    assert "rank 0 chunk 0 holds 0.0+2.0, the contract asks for 0.0+1.0+2.0" in text
+    assert "; round 0, transfer 2.0 +> 0.0, wrote there last" in text
+    assert "2.0 +> 0.0  <-- here" in text
+    with pytest.raises(ScheduleError, match="; nothing wrote there"):
+        verify(Schedule(2, 1, ()), "all_reduce")
