@@ -8,9 +8,10 @@ Job to the communicator's `_issue`. For all of them:
   complex numbers where they are summed or only moved. All ranks pass the same dtype.
 - `async_op=True` returns at once with a Work; the tensors must not be touched until its `wait` has
   returned. Otherwise the call returns when the result is there.
-- `algorithm` is a name (`ringdp show --list`) or a function n -> Schedule, proved like ours before
-  it moves a byte: once, so pass the same function each time. The default, `direct`, adds in rank
-  order, so that an element's bits depend neither on where in the buffer it is nor on the root.
+- `algorithm` is a name (`ringdp show --list`), or a function n -> Schedule, in hand or as
+  `FILE.py:function`, proved like ours before it moves a byte: once, so pass the same function each
+  time. The default, `direct`, adds in rank order, so that an element's bits depend neither on where
+  in the buffer it is nor on the root.
 - The tensors of one call lie on one device.
 - `tag` says what is moved: ranks whose tags differ raise CollectiveMismatch.
 - A bad argument raises UsageError before anything is sent. PeerLost, CollectiveTimeout and

@@ -32,11 +32,12 @@ def halving_all_reduce(n: int) -> Schedule:
 
 
 def doubling_all_reduce(n: int) -> Schedule:
-    """Pairs at distance 1, 2, 4, ... exchange and add whole buffers: the fewest rounds, log2 n S.
+    """Pairs at distance 1, 2, 4, ... exchange and add whole buffers: the fewest messages, log2 n,
+    and as many S.
 
     One chunk and one scratch chunk; each exchange is a round that sends and a local one that adds.
     Ranks beyond the largest power of two first add theirs to a partner, and get the result at the
-    end (Thakur, Rabenseifner & Gropp 2005).
+    end: two more (Thakur, Rabenseifner & Gropp 2005).
     """
     power = 1 << (n.bit_length() - 1)
     extra = [(power + i, i) for i in range(n - power)]
