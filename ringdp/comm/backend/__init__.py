@@ -9,7 +9,7 @@ return. torch calls some methods by more than one name, with options objects or 
 Ranks of one host only: what talks between hosts is torch's own gloo.
 """
 
-from torch.distributed import Backend
+from torch.distributed import Backend, distributed_c10d
 
 from ringdp.comm.backend.calls import Calls
 from ringdp.comm.backend.groups import NAME, Group, create
@@ -25,3 +25,6 @@ def register() -> None:
     if NAME.upper() not in Backend._plugins:
         as_they_are(Group, Calls, Reductions, Moves, Messages, GroupWork, Watcher)
         Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+        # From torch 2.15 on, a recorder is attached to other groups, which only C++ calls.
+        recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recorded.add(NAME)

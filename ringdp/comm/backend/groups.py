@@ -55,7 +55,8 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
 
     supports_splitting = True
     supports_coalescing = True
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
+    supports_reconfigure = supports_window = False
 
     def __init__(self, comm: Communicator, store: Store) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
@@ -65,8 +66,6 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
         self._coalesced: list[GroupWork] | None = None
         self._name = self._desc = ""
         self._splits = 0
-        for device in DEVICES:
-            self._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, None)
 
     # --- its calls
 
@@ -141,8 +140,14 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
     def get_group_store(self) -> Store:
         return self._store
 
-    def _get_backend(self, device: torch.device) -> Group:  # type: ignore[override]
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(map(torch.device, DEVICES))
+
+    def get_backend(self, device: torch.device) -> Group:
         return self
+
+    _get_backend = get_backend  # type: ignore[assignment]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"

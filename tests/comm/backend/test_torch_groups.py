@@ -78,6 +78,18 @@ def test_parts_of_a_group(forks):
     assert said == [[[2.0, 2.0], 3.0]] * 3 + [[[2.0, 2.0], 0]]
 
 
+def devices(comm: Communicator, say: Say) -> None:
+    with world(comm, "ringdp") as group:
+        say([d.type for d in group._device_types])
+        say([d.type for d in dist.ProcessGroup._device_types.fget(group)])
+        assert group.get_backend(torch.device("cpu")) is group
+
+
+def test_a_group_names_devices_to_python_alone(forks):
+    """torch's C++ would look for a backend of its own for each, to attach hooks to."""
+    assert forks(1, devices)[0].said == [["cpu", "cuda"], []]
+
+
 def futures(comm: Communicator, say: Say) -> None:
     with world(comm, "ringdp") as group:
         x = torch.full((100_000,), comm.rank + 1.0)
