@@ -140,6 +140,20 @@ class Moves(Calls):
             finish,
         )
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+        """What other ranks than the root give as output is not looked at."""
+        options = chosen(GatherOptions, opts, {})
+        part, to = movable(input), options.rootRank
+        whole = movable(output) if self._comm.rank == to else None
+        return self._call(
+            "gather",
+            options,
+            [output],
+            [lambda later: self._comm.gather(whole, part, to, async_op=later)],
+        )
+
+    gather_into_tensor = gather_single
+
     def scatter(
         self,
         output_tensors: Tensors,

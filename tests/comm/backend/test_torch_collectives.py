@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import GatherOptions, ReduceOp
 
 from ringdp import CollectiveMismatch, Communicator, UsageError
 from tests.comm.backend.cases import CASES
@@ -69,7 +69,7 @@ def test_it_is_as_over_gloo(said, n, name):
 def more(comm: Communicator, say: Say) -> None:
     """What gloo gets wrong, or refuses."""
     n, rank = comm.size, comm.rank
-    with world(comm, "ringdp"):
+    with world(comm, "ringdp") as group:
         x, y = torch.zeros(4, 6), torch.zeros(6, n * 2)
         x[:, ::2] = rank + 1
         dist.all_reduce(x[:, ::2])
@@ -87,6 +87,11 @@ def more(comm: Communicator, say: Say) -> None:
         uneven = [torch.empty(r + 1) for r in range(n)]
         dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
         assert [p.tolist() for p in uneven] == [[float(r)] * (r + 1) for r in range(n)]
+        rooted = GatherOptions()
+        rooted.rootRank = 1
+        whole = torch.zeros(n, 2) if rank == 1 else torch.empty(0)
+        group.gather_single(whole, torch.full((2,), float(rank)), rooted).wait()
+        assert whole.tolist() == [[float(r)] * 2 for r in range(n) if rank == 1]
         scaled = torch.full((3,), rank + 1.0)
         dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))
         assert scaled.tolist() == [n * (n + 1) / 4] * 3
