@@ -3,12 +3,15 @@ allowed, and the model is as it was."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp, optim
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -16,6 +19,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
 from ringdp import UsageError
@@ -215,13 +219,36 @@ def test_norms_over_a_batch_stay_in_float32_where_torch_keeps_them(comm):
 
 
 @pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (ringdp.DistributedDataParallel, DistributedDataParallel),
+        (fronts.FullyShardedDataParallel, fsdp.FullyShardedDataParallel),
+        (fronts.fully_shard, fsdp.fully_shard),
+        (ringdp.ZeroRedundancyOptimizer, optim.ZeroRedundancyOptimizer),
+    ],
+)
+def test_fronts_take_all_arguments_of_the_installed_torch_in_its_order(ours, torchs):
+    mine, theirs = (list(inspect.signature(front).parameters) for front in (ours, torchs))
+    assert [name for name in mine if name in theirs] == theirs
+
+
+@dataclass(frozen=True)
+class Newer(MixedPrecisionPolicy):
+    """Of a torch to come."""
+
+    chosen: object = None
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"mp_policy": MixedPrecision()}, "allowed: a MixedPrecisionPolicy"),
+        ({"mp_policy": Newer(chosen=3)}, "MixedPrecisionPolicy: chosen=3 is not implemented"),
         ({"offload_policy": True}, "offload_policy is a bool"),
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "pin_memory=False"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
         ({"ignored_params": set()}, "ignored_params"),
+        ({"dp_mesh_dims": 3}, "dp_mesh_dims=3"),
     ],
 )
 def test_fully_shard(comm, wrong, said):
@@ -233,11 +260,16 @@ def test_fully_shard(comm, wrong, said):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"delay_all_reduce_named_params": [("0.bias", 3)]}, {"param_to_hook_all_reduce": 3}]
+    "wrong",
+    [
+        {"delay_all_reduce_named_params": [("0.bias", 3)]},
+        {"param_to_hook_all_reduce": 3},
+        {"lazy_bucket_allocation": True},
+    ],
 )
 def test_distributed_data_parallel(comm, wrong):
     with pytest.raises(
-        UsageError, match=f"{next(iter(wrong))}=.* is not implemented; allowed: None"
+        UsageError, match=f"{next(iter(wrong))}=.* is not implemented; allowed: (None|False)"
     ):
         ringdp.DistributedDataParallel(net(), process_group=comm, **wrong)
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+import ringdp
 from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import (
     TORCHS,
@@ -129,6 +131,17 @@ def test_ignored_parameters_are_left_out_with_their_names():
 
 def test_what_is_read_is_torchs(ranks):
     ranks(2)(read)
+
+
+def test_a_backward_that_its_caller_finalizes_has_ended_before():
+    """As torch's callers do from 2.15 on: after backward, where they are told so."""
+    net: Any = DistributedDataParallel(nn.Linear(2, 2), process_group=ringdp.init())
+    assert not net.should_finalize_after_backward
+    net.require_manual_backward_finalization = True
+    net(torch.ones(1, 2)).sum().backward()
+    assert net.should_finalize_after_backward
+    net.finalize_backward()
+    assert net.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
 
 
 def test_it_is_one_to_who_asks():

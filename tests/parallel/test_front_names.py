@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
@@ -105,6 +106,11 @@ def test_names_that_are_not_there_are_told():
     assert copy(engine).module is engine.module
     for each in (engine, wrapped, sharded):
         each.engine.close()
+
+
+def test_names_of_the_installed_torchs_module_are_there_or_told():
+    public = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    assert public <= {*dir(fsdp2.FSDPModule), *fsdp2.ABSENT}
 
 
 def test_a_module_may_have_names_of_its_own():

@@ -47,7 +47,8 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
     bucket_cap_mb: MiB of gradients reduced at once; by default 25, over a wire 2; the first time 1.
     device_ids, output_device: both name the GPU that all parameters are on; inputs are moved there.
-    The other arguments are torch's of the same names; those of delayed reductions are refused.
+    The other arguments are torch's of the same names; those of delayed reductions are refused, as
+    is lazy_bucket_allocation.
     Raises ModelError (a RuntimeError) for a model that ranks don't share or that has nothing to
     train, UsageError (a ValueError) for an argument.
     """
@@ -74,6 +75,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -81,6 +83,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             "DistributedDataParallel",
             delay_all_reduce_named_params=(delay_all_reduce_named_params or None, None),
             param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
+            lazy_bucket_allocation=(lazy_bucket_allocation, False),
         )
         self.module, self.device_mesh = module, device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -34,6 +34,7 @@ class Words(Holding):
     _started: bool
 
     broadcast_bucket_size = replicas.PIECE
+    require_manual_backward_finalization = False
 
     # ---- read
 
@@ -161,6 +162,14 @@ class Words(Holding):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Time every `sample_rate`-th iteration beyond the tenth. See `journal`."""
         self._journal.sample(sample_rate)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` is to be called after backward, and not in a hook of it."""
+        return self.require_manual_backward_finalization
+
+    def finalize_backward(self) -> None:
+        """Nothing: all is reduced, and handed out, when backward returns."""
 
     def _check_reducer_finalized(self) -> None:
         """Raise ModelError unless the last backward has reduced all that it had to."""

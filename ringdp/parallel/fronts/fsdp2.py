@@ -8,9 +8,11 @@ one stage, precision and offload: calls that ask for different ones are an error
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import functools
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -27,15 +29,15 @@ from ringdp.parallel.refuse import NotHere, refuse
 
 # Of torch's FSDPModule.
 ABSENT = (
-    "reset_iter_state", "reshard", "set_all_reduce_hook",
+    "finalize_backward", "reset_iter_state", "reshard", "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
     "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor",
-    "set_is_last_backward", "set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch",
-    "set_post_optim_event", "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params",
-    "set_requires_all_reduce", "set_reshard_after_backward", "set_reshard_after_forward",
-    "set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "set_unshard_in_backward",
-    "unshard",
+    "set_is_last_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization",
+    "set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch", "set_post_optim_event",
+    "set_reduce_scatter_divide_factor", "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params", "set_requires_all_reduce", "set_reshard_after_backward",
+    "set_reshard_after_forward", "set_separate_reduce_scatter_group", "set_symm_mem_for_comm",
+    "set_unshard_in_backward", "unshard",
 )  # fmt: skip
 WHOLE = 1 << 62  # elements: a unit rule under which the model is one unit
 
@@ -105,6 +107,7 @@ def fully_shard(
     mp_policy: Any = None,
     offload_policy: object = None,
     ignored_params: object = None,
+    dp_mesh_dims: object = None,
     comm: Communicator | ProcessGroup | None = None,
     init: Init | None = None,
 ) -> nn.Module:
@@ -113,6 +116,7 @@ def fully_shard(
     reshard_after_forward: None or True is stage 3, False stage 2; with blocks, as they were asked
     (stage 3 keeps the root, whichever it is). mp_policy, offload_policy: such as torch's
     (CPUOffloadPolicy offloads parameters and optimizer); the same for the blocks and the model.
+    Without a reduce_dtype gradients are reduced in the parameters' own, as in torch from 2.15 on.
     mesh: of one dimension; comm: in its place. A model on the CPU goes to the current GPU, if the
     mesh or group is of GPUs. init: as of `shard`, fills what is on the meta device, which is made
     real by this call, not by to_empty() after it.
@@ -128,6 +132,7 @@ def fully_shard(
         "fully_shard",
         shard_placement_fn=(shard_placement_fn, None),
         ignored_params=(ignored_params, None),
+        dp_mesh_dims=(dp_mesh_dims, None),
     )
     if not isinstance(module, nn.Module):
         raise UsageError(f"fully_shard takes a module; this is a {type(module).__name__}")
@@ -146,7 +151,7 @@ def fully_shard(
         module,
         stage=stage,
         unit=units.__contains__ if units else WHOLE,
-        precision=asked.mp_policy,
+        precision=_reduced(asked.mp_policy, module),
         offload=Offload(stage == 3, optimizer=True) if asked.offload_policy else None,
         comm=move_to_ranks(module, of_mesh(comm, mesh), device_of(mesh)),
         init=init,
@@ -205,9 +210,16 @@ def _precision(policy: Any) -> Precision:
         return Precision()
     if not hasattr(policy, "output_dtype"):
         raise UsageError(f"fully_shard: mp_policy={policy!r}; allowed: a MixedPrecisionPolicy")
-    return Precision(
-        policy.param_dtype,
-        policy.reduce_dtype,
-        policy.output_dtype,
-        cast_inputs=policy.cast_forward_inputs,
-    )
+    known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    others = [f for f in fields(policy) if f.name not in known]
+    refuse("MixedPrecisionPolicy", **{f.name: (getattr(policy, f.name), f.default) for f in others})
+    param, reduce, output, casts = (getattr(policy, name) for name in known)
+    return Precision(param, reduce, output, cast_inputs=casts)
+
+
+def _reduced(precision: Precision, module: nn.Module) -> Precision:
+    """With a dtype to reduce in, where parameters have another one in forward and backward."""
+    own = {p.dtype for p in module.parameters() if p.requires_grad}
+    if precision.reduce or not (precision.param and own):
+        return precision
+    return replace(precision, reduce=functools.reduce(torch.promote_types, own))
