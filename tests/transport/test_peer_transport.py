@@ -16,7 +16,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, schedule
-from ringdp.transport.device import transport as device
+from ringdp.transport.device import under_way
 from ringdp.transport.peer.jobs import LINE, Shape
 from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
@@ -176,7 +176,7 @@ def exits_first(comm: Communicator) -> None:
     other = comm.duplicate()
     if comm.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device, "PATIENCE", PATIENCE)
+            patch.setattr(under_way, "PATIENCE", PATIENCE)
             other.close()
             other._transport.end()
             until = time.monotonic() + PATIENCE / 6

@@ -1,23 +1,17 @@
 """Collectives that a device runs: issued by one thread, watched by another, all else over gloo.
 
-A thread issues them in the order of the calls (see `launches`), another watches: when a rank has
-died, given up or failed, it aborts, which ends what hangs on the device. Messages with tags, and
-CPU tensors beside a GPU, go over gloo, as does the word of a failure: a device says nothing of a
-rank that is gone.
+A thread issues them in the order of the calls (see `launches`), another watches (see `under_way`).
+Messages with tags, and CPU tensors beside a GPU, go over gloo, as does the word of a failure: a
+device says nothing of a rank that is gone.
 
-On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does;
-one that does not end on the GPU in `timeout` seconds is ended by the watching thread. So `close`
-waits for what was waited for, which an abort would leave half done.
+On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,21 +21,16 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import FailureKind, Op
-from ringdp.transport.c10d import C10dTransport, Failed
-from ringdp.transport.device.launches import launches, leave
-from ringdp.transport.device.stamp import Stamped, unpacked
-from ringdp.transport.device.streams import streams
-from ringdp.transport.device.under_way import Met, UnderWay
+from ringdp.transport.base import Op
+from ringdp.transport.c10d import Failed
+from ringdp.transport.device.launches import launches
+from ringdp.transport.device.stamp import Stamped
+from ringdp.transport.device.under_way import Met, UnderWay, Watching
 from ringdp.transport.making import Making
 from ringdp.transport.records import Call
-from ringdp.transport.told import LOOK
-
-PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
-QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended
 
 
-class DeviceTransport(C10dTransport):
+class DeviceTransport(Watching):
     """What does not depend on how bytes move. See `Transport`."""
 
     def __init__(
@@ -59,14 +48,9 @@ class DeviceTransport(C10dTransport):
         ranks' calls of a number are not the same. Raises CommunicationError where ranks do not
         meet.
         """
-        self.device = device
-        super().__init__(store, group)
-        self._differ = differ
-        self._under_way: list[UnderWay] = []
-        self._captured: set[Tensor] = set()  # memory of graphs, which may be replayed
+        super().__init__(store, group, device, differ)
         # Messages that were received on the host, and where they go on the device.
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
-        self._streams = streams(self.device)
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
         self._launches.put(self._streams.watch)  # a user may capture while it allocates
         making.called(self._come)
@@ -95,22 +79,6 @@ class DeviceTransport(C10dTransport):
         self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
     ) -> int:
         """Put into the streams: a program. Returns the bytes that it sends."""
-
-    @abstractmethod
-    def _leave_device(self, *, hangs: bool) -> None:
-        """Abort what hangs, or end what has nothing to do: that may wait for ranks of this host
-        that have not closed."""
-
-    def _leave_to_exit(self) -> None:
-        """The process ends: let nothing end before it that waits for others."""
-
-    def _failed(self, error: RuntimeError, ours: Stamped | None) -> Failed:
-        """What it means that a library or a driver has raised this, in that collective."""
-        return Failed(FailureKind.ABORTED, self.rank, why=str(error).partition("\n")[0])
-
-    @abstractmethod
-    def _check_health(self) -> None:
-        """Now and then, and when one has ended: raise if something has failed."""
 
     # --- for the communicator
 
@@ -184,23 +152,6 @@ class DeviceTransport(C10dTransport):
                 lambda: self._told.failure or (launched and not self._under_way)
             )
 
-    def close(self) -> None:
-        """Once what a wait has returned for has ended on the device, or something has failed."""
-        if os.getpid() == self._process:
-            with self._told.changed:
-                self._told.changed.wait_for(
-                    lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
-                )
-        super().close()
-
-    def end(self) -> None:
-        """See `Ending`. What has ended on the device counts, or who is still in it would lose this
-        rank."""
-        if os.getpid() == self._process:
-            with self._told.changed:
-                self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
-        super().end()
-
     # --- on the thread that issues
 
     def _stamped(self, call: Call) -> Stamped:
@@ -253,15 +204,6 @@ class DeviceTransport(C10dTransport):
         self._end(ticket, sent)
         return ticket
 
-    def _await_quiet(self) -> None:
-        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
-        with self._told.changed:
-            self._told.changed.wait_for(lambda: not self._busy() or self._told.failure, QUIET)
-            if self._busy():
-                raise UsageError(
-                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
-                )
-
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:
             if self._streams.capturing():
@@ -278,91 +220,3 @@ class DeviceTransport(C10dTransport):
         return UsageError(
             f"a collective in a CUDA graph needs {needed}: run it once before the capture"
         )
-
-    @contextmanager
-    def _translated(self, ours: Stamped | None = None) -> Iterator[None]:
-        """Errors in the block, as failures of the communicator."""
-        try:
-            yield
-        except RuntimeError as e:
-            raise self._failed(e, ours) from e
-
-    def _finish(self, work: UnderWay) -> None:
-        self._check_health()
-        self._does.end(work.ticket)
-
-    def _agrees(self, work: UnderWay) -> bool:
-        """Whether its stamps have met. Raises Failed where they differ."""
-        if work.met is None:
-            return True
-        data, there = work.met
-        if not there.query():
-            return False
-        work.met = None
-        ours, theirs = work.ours, unpacked(data)
-        if ours.digest == theirs.digest and not self._differ(ours.call, theirs.call):
-            return True
-        raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, (ours.short, theirs.short))
-
-    # --- on the thread that watches
-
-    def _look_after(self) -> None:
-        try:
-            self._attempt(self._until_failure)
-        finally:
-            self._leave()
-
-    def _until_failure(self) -> None:
-        with self._streams.current():
-            self._streams.watch()
-        while self._told.failure is None:
-            with self._told.changed:
-                self._told.changed.wait_for(
-                    lambda: self._busy() or self._told.failure,
-                    LOOK if self._captured else None,  # replays of graphs tell nobody
-                )
-            with self._translated():
-                self._reap()
-                self._check_health()
-            time.sleep(LOOK / 2)
-
-    def _busy(self) -> bool:
-        return bool(self._open or self._under_way)
-
-    def _reap(self) -> None:
-        """Let go of what the device has done; what it does not do in time has failed."""
-        works = list(self._under_way)
-        for work in works:
-            self._agrees(work)  # first, as stamps say more than a device does
-        for work in works:
-            if self._agrees(work) and work.end is not None and work.end.query():
-                self._finish(work)
-                with self._told.changed:
-                    self._under_way.remove(work)
-                    self._told.changed.notify_all()
-            elif time.monotonic() > work.until:
-                raise Failed(FailureKind.TIMEOUT, self.rank)
-
-    def _leave(self) -> None:
-        """End what there is on the device, which can hang itself: then it is left alone."""
-        hangs = self._busy()
-        ending = threading.Thread(target=partial(self._let_go, hangs), daemon=True)
-        try:
-            ending.start()
-        except RuntimeError:  # at exit no thread can be started, and this one may not wait
-            self._leave_to_exit()
-            return
-        ending.join(PATIENCE)
-        if hangs and ending.is_alive():
-            leave(self.device)
-
-    def _let_go(self, hangs: bool) -> None:
-        """And of the device's memory: a thread that waits for a peer's end keeps this transport."""
-        with self._streams.current():
-            self._streams.watch()  # a user may capture
-            self._leave_device(hangs=hangs)
-            self._streams.drain()  # folds may have been behind what was aborted
-            self._captured.clear()
-            self._staging = self._streams.empty(0)
-        for work in list(self._under_way):
-            work.kept = None

@@ -28,9 +28,10 @@ from ringdp.schedule.program import Program
 from ringdp.transport import wire
 from ringdp.transport.base import OPS, FailureKind, Op, Prepared
 from ringdp.transport.c10d import GOLDEN, Failed
-from ringdp.transport.device import transport as device
+from ringdp.transport.device import under_way
 from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
+from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE, Making
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
@@ -67,7 +68,7 @@ class _Made(NamedTuple):
     shared: int
 
 
-class PeerTransport(device.DeviceTransport):
+class PeerTransport(DeviceTransport):
     """One rank's end. See `Transport`."""
 
     depth = DEPTH
@@ -198,7 +199,7 @@ class PeerTransport(device.DeviceTransport):
         found = jobs.failed(word)
         if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
             with self._told.changed:
-                self._told.changed.wait_for(lambda: self._told.failure, device.PATIENCE)
+                self._told.changed.wait_for(lambda: self._told.failure, under_way.PATIENCE)
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
 
     def _leave_device(self, *, hangs: bool) -> None:
@@ -213,7 +214,7 @@ class PeerTransport(device.DeviceTransport):
             return  # which may yet write to windows
         self._windows.close()
         # Well before `_leave` takes this for an end that hangs.
-        if self._all_part(device.PATIENCE / 2 if hangs else device.PATIENCE):
+        if self._all_part(under_way.PATIENCE / 2 if hangs else under_way.PATIENCE):
             self._windows.free()  # else it stays until the process ends: a peer may yet write there
 
     def _all_part(self, seconds: float) -> bool:

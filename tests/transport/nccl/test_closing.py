@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ringdp import Communicator
-from ringdp.transport.device import transport as transport_module
+from ringdp.transport.device import under_way
 from ringdp.transport.told import LOOK
 from tests.forks import Forks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
@@ -115,12 +115,12 @@ def outlived(comm: Communicator) -> None:
     other = comm.duplicate()
     other.all_reduce(torch.ones(4), algorithm="direct")
     slow, memory = Slow(other), weakref.ref(other._transport._staging)
-    before, transport_module.PATIENCE = transport_module.PATIENCE, 0.0
+    before, under_way.PATIENCE = under_way.PATIENCE, 0.0
     try:
         other.close()
         time.sleep(3 * LOOK)
     finally:
-        transport_module.PATIENCE = before
+        under_way.PATIENCE = before
     slow.others.set()
     until = time.monotonic() + 60
     while memory() is not None and time.monotonic() < until:
@@ -148,11 +148,11 @@ class Unstartable:
 def exiting(comm: Communicator) -> None:
     other = comm.duplicate()
     nccl, spied = other._transport._nccl, weakref.ref(Spied(other))
-    transport_module.threading = SimpleNamespace(Thread=Unstartable)
+    under_way.threading = SimpleNamespace(Thread=Unstartable)
     try:
         other._transport._leave()
     finally:
-        transport_module.threading = threading
+        under_way.threading = threading
     other._transport._nccl = nccl
     gc.collect()
     assert spied() is not None, "its end would be NCCL's, which waits for graphs that are there"

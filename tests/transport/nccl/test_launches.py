@@ -12,7 +12,7 @@ import torch
 
 from ringdp import Communicator
 from ringdp.transport.base import FailureKind
-from ringdp.transport.device import transport
+from ringdp.transport.device import under_way
 from ringdp.transport.device.launches import Launches, launches, leave
 from ringdp.transport.device.streams import Streams
 from tests.comm.failing import hear
@@ -76,7 +76,7 @@ def stuck(comm: Communicator) -> None:
     spied.abort = passed.wait  # type: ignore[method-assign]
     other._transport._jobs.put(launched.wait)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "PATIENCE", 0.1)
+        patch.setattr(under_way, "PATIENCE", 0.1)
         other.all_reduce(torch.ones(3), async_op=True)
         comm.barrier()  # else the first rank's failure would be heard before the other's call
         other._transport.device = device
@@ -133,7 +133,7 @@ class Watched(Streams):
 def issued(comm: Communicator) -> None:
     streams = Watched()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "streams", lambda _: streams)
+        patch.setattr(under_way, "streams", lambda _: streams)
         with comm.duplicate() as other:
             other.all_reduce(torch.ones(3))
     assert streams.issued
