@@ -1,5 +1,8 @@
 // The Python face of the shared-memory transport, and of kernels for the CPU: pointers and integers only,
 // no torch ABI.
+#include <cstdio>
+#include <cstdlib>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -259,4 +262,13 @@ NB_MODULE(_core, m) {
       nb::arg("mailbox"), nb::arg("progress"),
       "Never destroy them: a forked child holds them without their threads and their memory. Closes what "
       "they hold open.");
+  m.def(
+      "fail_at_exit",
+      [] {
+        std::atexit([] {
+          std::fflush(nullptr);
+          std::_Exit(1);
+        });
+      },
+      "Exit with 1, once Python has ended: its own handlers at exit can change no exit code.");
 }

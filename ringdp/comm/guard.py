@@ -8,6 +8,7 @@ other's, from a look at the records; and every rank can say what all the others 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from copy import copy
 from typing import NoReturn
@@ -236,6 +237,12 @@ def _messages(failure: Failure) -> str:
 def _message(stamp: Stamp) -> str:
     number, _, size = stamp
     return f"message of {size} bytes of collective #{number}"
+
+
+def unheard(transport: Transport, call: Call, failure: Failure) -> None:
+    """Say, as the process ends, what no call has raised."""
+    error = Guard(transport, math.inf)._error(call, failure)
+    log.error("at exit, which no call has raised: %s: %s", type(error).__name__, error)
 
 
 def supported(given: dtype) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ringdp.comm.asked import emulated, patience, till_warning
 from ringdp.comm.communicator import Communicator, Connect
-from ringdp.comm.guard import differ
+from ringdp.comm.guard import differ, unheard
 from ringdp.comm.store import generation, host, job_store, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport.arena import Arena
@@ -209,4 +209,4 @@ def _gloo(
         if transport == "c10d":
             return C10dTransport(prefixed, group)
         kind, host = (PeerTransport if "peer" in transport else NcclTransport), "host" in transport
-        return kind(prefixed, group, making, host=host, differ=differ)
+        return kind(prefixed, group, making, host=host, differ=differ, unheard=unheard)

@@ -25,7 +25,7 @@ from ringdp.transport.base import Op
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device.launches import launches
 from ringdp.transport.device.stamp import Stamped
-from ringdp.transport.device.under_way import Met, UnderWay, Watching
+from ringdp.transport.device.under_way import Differ, Met, UnderWay, Unheard, Watching
 from ringdp.transport.making import Making
 from ringdp.transport.records import Call
 
@@ -40,15 +40,15 @@ class DeviceTransport(Watching):
         making: Making,
         device: torch.device,
         *,
-        differ: Callable[[Call, Call], bool],
+        differ: Differ,
+        unheard: Unheard,
     ) -> None:
         """Collective. `store` and `group` are for this transport alone.
 
-        `device`: the CPU for one that runs a device's code over host memory. `differ`: whether two
-        ranks' calls of a number are not the same. Raises CommunicationError where ranks do not
-        meet.
+        `device`: the CPU for one that runs a device's code over host memory. Raises
+        CommunicationError where ranks do not meet.
         """
-        super().__init__(store, group, device, differ)
+        super().__init__(store, group, device, differ, unheard)
         # Messages that were received on the host, and where they go on the device.
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)

@@ -3,11 +3,15 @@
 When a rank has died, given up or failed, it aborts, which ends what hangs on the device; as it does
 where a collective has not ended in `timeout` seconds. What was waited for ends before `close` does,
 or an abort would leave it half done.
+
+At exit it is the same, but where an error ends the process, which then waits for nobody. What has
+failed by then, and no call has raised, is said, and the process exits with 1.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -15,14 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from ringdp import _core
 from ringdp.errors import UsageError
 from ringdp.transport import wire
-from ringdp.transport.base import FailureKind
+from ringdp.transport.base import Failure, FailureKind, Transport
 from ringdp.transport.c10d import C10dTransport, Failed
 from ringdp.transport.device.launches import leave
 from ringdp.transport.device.stamp import Stamped, unpacked
@@ -34,6 +40,10 @@ PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can
 QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended
 
 Met = tuple[Tensor, End]  # the stamp of the rank before, there from then on
+
+
+Differ = Callable[[Call, Call], bool]  # whether two ranks' calls of a number are not the same
+Unheard = Callable[[Transport, Call, Failure], None]  # says a failure that no call has raised
 
 
 @dataclass(eq=False)
@@ -52,6 +62,7 @@ class UnderWay:
 class Watching(C10dTransport):
     """One rank's end, but for what issues: see `transport`."""
 
+    heard: ClassVar[bool] = False  # whether a call has raised a failure: of any in this process
     _staging: Tensor  # what all collectives share, on the device
 
     def __init__(
@@ -59,11 +70,12 @@ class Watching(C10dTransport):
         store: Store,
         group: wire.Group,
         device: torch.device,
-        differ: Callable[[Call, Call], bool],
+        differ: Differ,
+        unheard: Unheard,
     ) -> None:
         self.device = device
         super().__init__(store, group)
-        self._differ = differ
+        self._differ, self._unheard = differ, unheard
         self._under_way: list[UnderWay] = []
         self._captured: set[Tensor] = set()  # memory of graphs, which may be replayed
         self._streams = streams(self.device)
@@ -84,22 +96,45 @@ class Watching(C10dTransport):
     def _check_health(self) -> None:
         """Now and then, and when one has ended: raise if something has failed."""
 
+    def failure(self) -> Failure | None:
+        if found := super().failure():
+            Watching.heard = True
+        return found
+
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        Watching.heard = True
+        super().fail(kind, rank)
+
     def close(self) -> None:
         """Once what a wait has returned for has ended on the device, or something has failed."""
         if os.getpid() == self._process:
-            with self._told.changed:
-                self._told.changed.wait_for(
-                    lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
-                )
+            self._await_promised()
         super().close()
 
     def end(self) -> None:
         """See `Ending`. What has ended on the device counts, or who is still in it would lose this
         rank."""
         if os.getpid() == self._process:
+            if not hasattr(sys, "last_type"):  # the error that ends the process
+                self._await_promised()
             with self._told.changed:
                 self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
+            self._say_unheard()
         super().end()
+
+    def _await_promised(self) -> None:
+        with self._told.changed:
+            self._told.changed.wait_for(
+                lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
+            )
+
+    def _say_unheard(self) -> None:
+        failure, number = self._told.failure, self._does.under_way()
+        if failure is None or failure.kind is FailureKind.STOPPED or Watching.heard:
+            return
+        if number is not None and (call := self.call(self.rank, number)) is not None:
+            self._unheard(self, call, failure)
+            _core.fail_at_exit()
 
     def _await_quiet(self) -> None:
         """Until the watching thread has let go of what has ended. UsageError if that is not all."""

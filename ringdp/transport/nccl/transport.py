@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,7 +19,7 @@ from ringdp.transport.c10d import Failed
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
-from ringdp.transport.device.under_way import Met
+from ringdp.transport.device.under_way import Differ, Met, Unheard
 from ringdp.transport.issued import Issued
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
@@ -52,7 +51,8 @@ class NcclTransport(DeviceTransport):
         making: Making,
         *,
         host: bool,
-        differ: Callable[[Call, Call], bool],
+        differ: Differ,
+        unheard: Unheard,
     ) -> None:
         """As a DeviceTransport, on the current device. `host`: csrc's NCCL over host memory, not
         the real one. Raises UsageError where NCCL cannot be had."""
@@ -60,7 +60,7 @@ class NcclTransport(DeviceTransport):
         self._binding = binding(host=host)
         self._launching = threading.Lock()
         self._unique = shared_id(making, group.rank(), self._binding)
-        super().__init__(store, group, making, device, differ=differ)
+        super().__init__(store, group, making, device, differ=differ, unheard=unheard)
 
     def _join(self) -> None:
         comm = communicator(self._binding, self.ranks, self._unique, self.rank)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -32,12 +31,12 @@ from ringdp.transport.device import under_way
 from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
+from ringdp.transport.device.under_way import Differ, Unheard
 from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE, Making
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on
 from ringdp.transport.peer.windows import windows
-from ringdp.transport.records import Call
 from ringdp.transport.told import own_connection
 
 DEPTH = 4  # slots of a channel: the fused ring needs 2
@@ -80,7 +79,8 @@ class PeerTransport(DeviceTransport):
         making: Making,
         *,
         host: bool,
-        differ: Callable[[Call, Call], bool],
+        differ: Differ,
+        unheard: Unheard,
     ) -> None:
         """As a DeviceTransport, on the current device. `host`: the kernels' source as threads, over
         host memory. Raises UsageError where they cannot be had."""
@@ -92,7 +92,7 @@ class PeerTransport(DeviceTransport):
         self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
         size = self._shape.window
         self._windows = windows(where, making, group.rank(), group.size(), size)
-        super().__init__(store, group, making, where, differ=differ)
+        super().__init__(store, group, making, where, differ=differ, unheard=unheard)
 
     def _join(self) -> None:
         self._counts = self._put(torch.zeros(self._shape.counts, dtype=torch.int64))

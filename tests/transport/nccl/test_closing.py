@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringdp import Communicator
+from ringdp import Communicator, _core
+from ringdp.errors import CollectiveMismatch
 from ringdp.transport.device import under_way
 from ringdp.transport.told import LOOK
 from tests.forks import Forks
@@ -96,6 +99,82 @@ def exits_at_once(comm: Communicator) -> None:
 
 def test_what_has_ended_counts_for_who_exits_before_it_was_seen(ranks) -> None:
     ranks(2)(exits_at_once)
+
+
+@over_nccl
+def exits_behind(comm: Communicator) -> None:
+    other = comm.duplicate()
+    streams, transport = behind(other), other._transport
+    other.all_reduce(torch.ones(4))  # it has returned, and the device is behind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(under_way, "QUIET", 0.0)
+        exiting = threading.Thread(target=transport.end)
+        exiting.start()
+        exiting.join(3 * LOOK)
+        assert exiting.is_alive(), "who is still in it would lose this rank"
+        streams.ended.set()
+        exiting.join(60)
+    assert not exiting.is_alive()
+    comm.barrier()
+
+
+def test_who_exits_waits_for_what_was_waited_for(ranks) -> None:
+    ranks(2)(exits_behind)
+
+
+@over_nccl
+def exits_by_an_error(comm: Communicator) -> None:
+    other = comm.duplicate()
+    behind(other)
+    other.all_reduce(torch.ones(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(under_way, "QUIET", 0.0)
+        patch.setattr("sys.last_type", ValueError, raising=False)
+        other._transport.end()  # which would wait for ever
+    comm.barrier()
+
+
+def test_who_exits_by_an_error_waits_for_nobody(ranks) -> None:
+    ranks(2)(exits_by_an_error)
+
+
+@over_nccl
+def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
+    """What it says, and whether it exits with an error."""
+    other, failed, said = comm.duplicate(), list[None](), list[str]()
+    behind(other)
+    other.all_reduce(torch.ones(4), "max" if comm.rank else "sum", async_op=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(under_way.Watching, "heard", False)
+        patch.setattr("ringdp._core.fail_at_exit", lambda: failed.append(None))
+        patch.setattr("ringdp.comm.guard.log.error", lambda text, *of: said.append(text % of))
+        if heard:
+            with pytest.raises(CollectiveMismatch):
+                other.barrier()
+        other._transport.end()
+    comm.barrier()
+    return said, len(failed)
+
+
+def test_what_failed_on_a_device_and_no_call_has_raised_is_said_at_exit(ranks) -> None:
+    for said, failed in ranks(2)(exits_unheard, False):
+        assert failed == 1
+        assert "CollectiveMismatch: ranks" in said[0]
+        assert "all_reduce #0 (float32, max) of 4" in said[0]
+
+
+def test_what_a_call_has_raised_is_not_said_again_at_exit(ranks) -> None:
+    assert ranks(2)(exits_unheard, True) == [([], 0)] * 2
+
+
+def test_an_exit_code_is_that_of_an_error_though_python_ends_well() -> None:
+    where = repr(_core.__file__)
+    script = (
+        f"import sys; from importlib.machinery import ExtensionFileLoader as Loader; "
+        f"_core = Loader('ringdp._core', {where}).load_module(); _core.fail_at_exit(); print('end')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"end\n")
 
 
 class Slow(Spied):
