@@ -167,28 +167,33 @@ def _made(
     warn_after: float = WARN_AFTER,
 ) -> Communicator:
     if transport == "shm":
-        connect: Connect = partial(_shm, store, rank, link)
+        connect: Connect = partial(_shm, store, rank, name, link)
     else:
-        connect = partial(_gloo, store, rank, timedelta(seconds=timeout), transport)
+        connect = partial(_gloo, store, rank, name, timedelta(seconds=timeout), transport)
     return Communicator(connect, range(ranks), name=name, timeout=timeout, warn_after=warn_after)
 
 
 def _shm(
     store: Store,
     rank: int,
+    whole: str,
     link: Link | None,
     name: str,
     ranks: Sequence[int],
     arena: Arena | None,
 ) -> Transport:
-    """A `Connect`, by its first three arguments."""
+    """A `Connect`, by its first four arguments. `whole`: the name of the first communicator, which
+    has all ranks of the job."""
+    places = None if name == whole else (PrefixStore(whole, store), ranks)
+    here, size = ranks.index(rank), len(ranks)
     prefixed = PrefixStore(name, store)
-    return ShmTransport(prefixed, ranks.index(rank), len(ranks), arena=arena, link=link)
+    return ShmTransport(prefixed, here, size, arena=arena, link=link, places=places)
 
 
 def _gloo(
     store: Store,
     rank: int,
+    whole: str,
     timeout: timedelta,
     transport: TransportName,
     name: str,
@@ -200,10 +205,11 @@ def _gloo(
     if rank == ranks[0]:
         store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {len(ranks)}")
     here, size = ranks.index(rank), len(ranks)
-    if "peer" in transport:
+    places = None if name == whole else (PrefixStore(whole, store), ranks)
+    if "peer" in transport and places is None:
         between = "between hosts transport 'nccl', or 'c10d'"
         _one_host(PrefixStore("host", prefixed), here, size, between)
-    making = Making(prefixed, here, size)
+    making = Making(prefixed, here, size, places)
     with making.telling():
         group = gloo(making, prefixed, here, size, timeout)
         if transport == "c10d":

@@ -3,14 +3,15 @@
     place/RANK   that rank has come: see `processes`
     failed       it cannot be made: see `told`
 
-Nothing here knows a rank that died before it came. Whoever makes a transport of the ranks of
-another one lets them meet there first, and hears of it so: see `Communicator.duplicate`.
+A rank that dies before it comes is known where it has been in another transport, whose store tells
+its place; but who has left that may have ended long ago, so ranks that make one of another's meet
+there first: see `Communicator.duplicate`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,6 +29,7 @@ from ringdp.transport.told import LAST_LOOKS, LOOK, Told
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.005  # s between looks for a key
 T = TypeVar("T")
+Places = tuple[Store, Sequence[int]]  # a transport's store, and the number there of each rank
 
 
 class Making:
@@ -37,9 +39,10 @@ class Making:
     late or the store gives no answer, CommunicationError where that has gone.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        """`store` is for this transport alone."""
+    def __init__(self, store: Store, rank: int, ranks: int, places: Places | None = None) -> None:
+        """`store` is for this transport alone. `places`: of another one with all these ranks."""
         self._rank, self._ranks = rank, ranks
+        self._places, self._there = places or (store, range(ranks))
         self._allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
         self._until = time.monotonic() + self._allowed
         self._store = Asking(lambda: store)
@@ -134,7 +137,8 @@ class Making:
         return self._ask(lambda store: [r for r, key in keys.items() if not store.check([key])])
 
     def _ended(self, ranks: Iterable[int]) -> list[int]:
-        pids = self._ask(lambda store: {rank: pid_of(store, rank) for rank in ranks})
+        there = {rank: self._there[rank] for rank in ranks}
+        pids = self._ask(lambda _: {rank: pid_of(self._places, n) for rank, n in there.items()})
         return [rank for rank, pid in pids.items() if has_ended(pid)]
 
     def _look(self, lost: Collection[int]) -> None:

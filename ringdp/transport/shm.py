@@ -39,7 +39,7 @@ from ringdp.transport.base import (
     ReduceOp,
 )
 from ringdp.transport.files import Address, advice, answer, ask, create, open_other
-from ringdp.transport.making import Making
+from ringdp.transport.making import Making, Places
 from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.room import Room, room_for
@@ -61,15 +61,17 @@ class ShmTransport:
         *,
         arena: Arena | None = None,
         link: Link | None = None,
+        places: Places | None = None,
     ) -> None:
         """Collective: returns once all `ranks` ranks have attached. `store` is for it alone.
 
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
+        `places`: see `Making`.
         """
         self.rank, self.ranks, self.link = rank, ranks, link
         room = room_for(ranks, link)
         self.depth = room.depth
-        making = Making(store, rank, ranks)
+        making = Making(store, rank, ranks, places)
         with making.telling():
             kept = self._attach(making, room, arena)
         self._process = os.getpid()

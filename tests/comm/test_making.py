@@ -21,7 +21,7 @@ import ringdp
 from ringdp import CommunicationError, Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
-from ringdp.transport import shm, wire
+from ringdp.transport import making, shm, wire
 from tests.comm.failing import hear
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.forks import PATIENCE, Forks, Say, store
@@ -101,6 +101,25 @@ def test_a_rank_that_ends_or_gives_up_in_the_middle_is_named(
     for code, ((error, text),) in ended:
         assert (code, error) == (0, "PeerLost")
         assert re.search(f"rank {victim} {why}", text), text
+
+
+def before_it_comes(comm: Communicator, say: Say, transport: str, make: str) -> None:
+    """The ranks have met in the first communicator."""
+    whole = ringdp.init(transport=transport, timeout=comm.timeout)
+    comm.barrier()
+    if comm.rank == 0:
+        making.introduce = killed
+    say(hear(whole, lambda: MAKE[make](whole)))
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("transport", ["shm", "c10d", "peer-host"])
+def test_a_rank_that_ends_before_it_comes_is_named(forks: Forks, transport: str, make: str):
+    _, *others = forks(3, before_it_comes, transport, make)
+    for code, (heard,) in others:
+        assert (code, heard.error) == (0, "PeerLost")
+        assert "waited to make a communicator; rank 0 has ended" in heard.text
+        assert heard.seconds < ALLOWED
 
 
 def late(comm: Communicator) -> None:
