@@ -140,6 +140,7 @@ FORGED = {
     "a scalar beside a tensor": put("scalars", SINGLE, value=[[0, 81, "x"]]),
     "a scalar of no parameter": put("scalars", "optimizer/x/3.weight", value=[[0, 81, "x"]]),
     "a scalar without a place": put("scalars", "optimizer/x/0.weight", value="x"),
+    "a scalar's place that is text": put("scalars", "optimizer/x/0.weight", value=[["0", 81, "x"]]),
 }
 MISMATCHED = {
     "dtype": put("tensors", WEIGHT, "dtype", value="float64"),
@@ -155,6 +156,7 @@ MISMATCHED = {
     "another optimizer": put("optimizer", value="AdamW"),
     "a number for two": put("groups", 0, "options", "betas", value=7),
     "three numbers for two": put("groups", 0, "options", "betas", value=[0.1, 0.2, 0.3]),
+    "text for one of two": put("groups", 0, "options", "betas", value=[0.1, "x"]),
     "text for a flag": put("groups", 0, "options", "maximize", value="no"),
     "parts swapped": lambda index: (
         [part.__setitem__(0, 1 - part[0]) for part in index["tensors"][WEIGHT]["parts"]] and index

@@ -304,6 +304,7 @@ def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
         engine = ringdp.shard(model, stage=1, comm=comm)
         rate = torch.tensor(0.5 if act is ringdp.save else 0.1)
         group = {"params": [model.w], "pair": (1, 2), "list": [1, 2], "rate": rate, "kind": "a"}
+        group["best"] = True if act is ringdp.save else None  # as torch finds it
         optimizer = torch.optim.SGD([group])
         if here in INTO[dtype]:
             act(path, engine, optimizer)
@@ -311,6 +312,7 @@ def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
             assert group["pair"] == (1, 2)
             assert group["list"] == [1, 2]
             assert group["kind"] == "a"
+            assert group["best"] is True
             assert group["rate"] is rate
             assert rate == 0.5
         else:

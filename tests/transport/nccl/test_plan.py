@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
 
 from ringdp.schedule import ALGORITHMS, Program, Schedule, Transfer, fuse, project, schedule
@@ -16,6 +17,7 @@ from ringdp.transport.nccl.execute import fold_tile
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, longest, slab_of, staging_shape
 from ringdp.transport.simulator import simulate
+from tests.schedule.test_fuse import schedules
 
 SLAB = 48  # elements: most chunks below have several tiles
 
@@ -92,6 +94,20 @@ def test_a_sum_that_waits_keeps_what_it_waits_for():
     check(Schedule(2, 2, rounds), 400, torch.float32)
 
 
+def test_a_sum_in_scratch_may_be_copied_home_twice_at_once():
+    rounds = (
+        (Transfer(0, 0, 0, 2, False),),
+        (Transfer(1, 0, 0, 2, True),),
+        (Transfer(0, 0, 2, 0, False), Transfer(0, 0, 2, 1, False)),
+    )
+    check(Schedule(2, 2, rounds), 400, torch.float32)
+
+
+@given(schedules())
+def test_a_plan_of_any_schedule_gives_the_simulators_bits(made: Schedule):
+    check(made, 50 * made.chunks, torch.int32)
+
+
 def test_relayed_scratch_is_as_long_as_what_it_holds():
     """Chunks of 2, 1 and 1 elements go by way of scratch that nobody there uses otherwise."""
     rounds = (
@@ -126,7 +142,9 @@ def test_a_tile_is_as_long_as_staging_allows(name: str):
 def test_what_stages_nothing_is_one_tile():
     made = project(schedule("all_gather", "ring", 4), 1)
     for elements in (0, 1, 1 << 40):
-        assert slab_of(made, bounds := chunk_bounds(elements, made), 64) >= longest(bounds)
+        bounds = chunk_bounds(elements, made)
+        assert longest(bounds) == -(-elements // 4)
+        assert slab_of(made, bounds, 64) >= longest(bounds)
 
 
 @pytest.mark.parametrize(("collective", "name"), [a[:2] for a in ALGORITHMS])
