@@ -60,23 +60,20 @@ class State(NamedTuple):
 class Survey(NamedTuple):
     """All ranks, at one moment. See `records.Observed`."""
 
-    states: tuple[State | None, ...]
+    states: tuple[State, ...]
 
     @property
     def ranks(self) -> int:
         return len(self.states)
 
-    def record(self, rank: int) -> RankRecord | None:
-        state = self.states[rank]
-        return state and state.record
+    def record(self, rank: int) -> RankRecord:
+        return self.states[rank].record
 
     def call(self, rank: int, number: int) -> Call | None:
-        state = self.states[rank]
-        return state and state.calls.get(number)
+        return self.states[rank].calls.get(number)
 
     def message(self, rank: int) -> Call | None:
-        state = self.states[rank]
-        return state and state.message
+        return self.states[rank].message
 
 
 class Answers:

@@ -53,6 +53,7 @@ def test_an_answer_is_short_enough_and_none_to_a_later_question():
         "9 0 5 4 -2 1 0",
         f"9 0 {1 << 62} 4 2 1 0",
         f"9 0 5 4 {1 << 40} 1 0",
+        "9 0 5 4 2 1 -1",
         f"9 0 5 4 2 1 -1{'0' * 5000}",
         "9 0 5 4 2 1 0" + "\n" * answers.LONGEST,
     ],
@@ -78,6 +79,18 @@ def test_a_rank_is_in_the_first_of_what_it_has_begun(asking):
     record, _, calls = does.state()
     assert (record.begun, record.finished) == (len(CALLED), len(CALLED) - 1)
     assert calls == {call[0]: call for call in CALLED[-CALLS:]}
+    does.begin(0, CALLED[0])
+    assert len(does._calls) <= CALLS + 2  # what has ended longer ago is forgotten
+
+
+def test_how_long_a_rank_is_in_it_counts_from_its_begin(asking):
+    does = Answers(asking(HashStore()), 0, 1)
+    time.sleep(0.02)
+    before = time.monotonic()
+    does.begin(0, CALLED[0])
+    time.sleep(0.02)
+    does.begin(1, CALLED[1])  # which waits behind it
+    assert 0.02 <= does.state().record.seconds <= time.monotonic() - before
 
 
 def test_it_is_in_what_has_not_ended_though_a_later_one_has(asking):
