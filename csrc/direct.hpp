@@ -106,11 +106,6 @@ class Direct : private Messages {
       const bool results = job_.collective == Collective::all_reduce && !all_registered_;
       await_all(results ? &Board::collected : &Board::taken, end);
     }
-    Board& mine = segment_.board(rank_);  // those that this collective had no use for, too
-    mine.laid.store(end, std::memory_order_release);
-    mine.taken.store(end, std::memory_order_release);
-    mine.collected.store(end, std::memory_order_release);
-    peers_.ring();
     tiles_ = end;
     ++posts_;
   }
