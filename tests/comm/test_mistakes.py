@@ -110,6 +110,29 @@ def test_different_algorithms_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
         assert all(way == by[int(rank) % 3] for rank, way in told), h
 
 
+def other_sizes(comm: Communicator, say: Say, ranks: list[list[int]]) -> None:
+    sizes = ranks[comm.rank]
+    own, all_ = torch.ones(sizes[comm.rank]), torch.ones(sum(sizes))
+    for call in (
+        lambda c: c.reduce_scatter_v(own, all_, sizes),
+        lambda c: c.all_gather_v(all_, own, sizes),
+        lambda c: c.all_gather_v(all_, own, sizes, algorithm="ring"),
+    ):
+        with comm.duplicate() as c:
+            c.barrier()
+            say(hear(c, lambda c=c, call=call: call(c), c.barrier))
+            comm.barrier()
+
+
+@pytest.mark.parametrize("ranks", [[[3, 1], [1, 3]], [[1, 3], [1, 2]]], ids=["cut", "longer"])
+def test_other_sizes_are_a_mismatch(forks: Forks, ranks: list[list[int]]):
+    """Of as many elements in other parts, too: a rank reads its own out of what another has."""
+    for code, said in forks(2, other_sizes, ranks):
+        assert code == 0
+        for h in said:
+            assert h.error == h.again == "CollectiveMismatch", h
+
+
 @pytest.mark.parametrize(
     ("algorithm", "by"),
     [
