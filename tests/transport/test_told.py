@@ -67,7 +67,9 @@ def test_who_closed_before_a_collective_that_this_rank_is_in_is_lost(asking):
     here, other = (Told(asking(store), rank, 3, busy) for rank in range(2))
     store.set("closed/2", "9" * 5000)  # which makes no sense
     other.leave(7)
-    for collective in (6, 7, None, 7, 8):
+    assert other.failure is not None
+    assert other.failure.kind is FailureKind.STOPPED
+    for collective in (6, 6, 7, None, 7, 8):
         for _ in range(told.LAST_LOOKS):
             here.look(collective)
     assert here.failure is None
