@@ -178,6 +178,7 @@ def test_scaling_by_powers_of_two_is_exact(ranks):
         {"growth": 0.5},
         {"growth": float("inf")},
         {"backoff": 2.0},
+        {"backoff": 0.0},
         {"interval": 0},
         {"interval": -1},
         {"interval": 2.5},
@@ -187,6 +188,21 @@ def test_scaling_by_powers_of_two_is_exact(ranks):
 def test_a_wrong_scaler_is_told(options):
     with pytest.raises(ringdp.UsageError, match="scale >= minimum > 0"):
         LossScaler(None, **options)
+
+
+def test_a_scaler_begins_as_torchs_and_may_stay_as_it_is():
+    with ringdp.init() as comm:
+        engine = ringdp.shard(nn.Linear(2, 2), stage=0, comm=comm)
+        ours, torchs = LossScaler(engine), torch.amp.GradScaler("cpu")
+        found = ours.current, ours.growth, ours.backoff, ours.interval
+        assert found == (
+            torchs.get_scale(),
+            torchs.get_growth_factor(),
+            torchs.get_backoff_factor(),
+            torchs.get_growth_interval(),
+        )
+        LossScaler(engine, scale=1.0, growth=1.0, backoff=1.0, interval=1, minimum=1.0)
+        engine.close()
 
 
 def test_a_weight_tied_to_one_of_another_dtype_is_told():
