@@ -95,6 +95,8 @@ def fsdp2(comm: Communicator) -> None:
         engine = model.engine
         assert [u.plan.name for u in engine.units] == ["", "1", "2"]
         assert engine.stage.number == (2 if "reshard_after_forward" in options else 3)
+        with pytest.raises(UsageError, match=r"engine is a FSDPSequential; allowed: .*\.engine of"):
+            ringdp.save("nowhere", model)  # type: ignore[arg-type]
         assert trained(comm, model, torch.optim.AdamW(model.parameters())) == same
         model.set_requires_gradient_sync(False)
         sent = engine.sent_bytes()
