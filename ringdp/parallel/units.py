@@ -128,10 +128,11 @@ def _elements(module: nn.Module) -> int:
 
 
 def _matching(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
-    chosen = {m for m in model.modules() if m is not model and matches(m, rule)}
+    within = [m for m in model.modules() if m is not model]
+    chosen = {m for m in within if matches(m, rule)}
     if not chosen:
-        kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise UsageError(f"unit={rule!r} matches no module of the model; it has {', '.join(kinds)}")
+        kinds = ", ".join(sorted({type(m).__name__ for m in within})) or "no modules"
+        raise UsageError(f"unit={rule!r} matches no module within the model; it has {kinds}")
     for m in chosen:
         if isinstance(m, _CONTAINERS):
             raise UsageError(f"a {type(m).__name__} cannot be a unit: it has no forward")

@@ -101,7 +101,8 @@ def test_a_unit_registered_twice_is_one():
     ("model", "rule", "said"),
     [
         (nn.ReLU(), None, "no parameter"),
-        (nn.Sequential(linear()), nn.Conv2d, "matches no module of the model; it has Linear, Se"),
+        (nn.Sequential(linear()), nn.Sequential, "matches no module within the model; it has Lin"),
+        (linear(), nn.Linear, "matches no module within the model; it has no modules"),
         (Model(b=nn.ModuleList([linear()])), nn.ModuleList, "ModuleList cannot be a unit"),
         (
             nn.Sequential(linear().to("meta"), linear(), on_a_gpu()),
