@@ -7,6 +7,10 @@ given and pick their path by device. ringdp itself calls `flatten` when it shard
 in its optimizer and `fold` in the NCCL transport; the others are for users, and in
 `ringdp bench kernels`. Importing this package imports torch only; Triton is imported by the first
 launch on a GPU.
+
+In the file of each are `<name>_torch` and `<name>_triton`, which take what `<name>` has checked.
+With TRITON_INTERPRET=1 in the environment the latter runs on CPU tensors. Triton's interpreter
+truncates what it makes bfloat16; in the tests it rounds, as a GPU does (tests/kernels/conftest.py).
 """
 
 from .adamw import adamw

@@ -95,6 +95,16 @@ def test_what_calls_init_runs_on_two_ranks(tmp_path: Path, block: str):
 
 
 @pytest.mark.process
+def test_a_loop_of_ones_own_times_a_collective(tmp_path: Path):
+    (block,) = re.findall(
+        r"```python\n(.*?)```", readme.SPEED.read_text(encoding="utf-8"), re.DOTALL
+    )
+    (tmp_path / "loop.py").write_text(block, encoding="utf-8")
+    said, _ = scripts.run(tmp_path / "loop.py")
+    assert said.startswith("1,048,576 bytes: ")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "stage=3"])
 def test_five_lines_run_in_one_process_alone(tmp_path: Path, name: str):
     scripts.run(a_script_of(name, tmp_path), ranks=0)
