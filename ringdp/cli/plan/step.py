@@ -1,10 +1,10 @@
 """How long one step takes: the engine's order of gathers, compute and reductions, on two clocks.
 
 One clock computes; the other is the wire, which carries one collective at a time in the order in
-which the engine issues them. Compute waits for the gather of what it uses; a reduction without a
-bucket of its own waits for the one before; the optimizer waits for all. What compute waits for is
-exposed, the rest of the wire's time is hidden. Where the cores that compute also move the bytes, as
-in shared memory, there is one clock: nothing is hidden.
+which the engine issues them. Compute waits for the gather of what it uses; a reduction whose bucket
+is not its unit's own waits, once that is full, for the one before; the optimizer waits for all.
+What compute waits for is exposed, the rest of the wire's time is hidden. Where the cores that
+compute also move the bytes, as in shared memory, there is one clock: nothing is hidden.
 
 Leaves out: kernels that collectives and compute take from one another, the host's time.
 """
@@ -90,9 +90,9 @@ def predict(
         nonlocal reduced
         if not widths[unit].trainable:
             return
+        clocks.spend(flatten[unit])
         if not widths[unit].keeps_bucket(stage):
             clocks.wait(reduced)
-        clocks.spend(flatten[unit])
         size = widths[unit].reduce * units[unit].padded
         reduced = clocks.send(cost(stage.reduction, size))
 

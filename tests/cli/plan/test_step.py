@@ -101,6 +101,19 @@ def test_a_reduction_without_its_own_bucket_waits_for_the_one_before():
     assert [s.exposed for s in both] == [26, 26]
 
 
+def test_a_bucket_is_filled_while_the_one_before_is_reduced():
+    """As above, with 0.5 more a unit: reduced are the third 5.5-15.5, the second, whose bucket is
+    full at 8, 15.5-25.5, and the first, full at 18, 25.5-35.5."""
+
+    def cost(collective: str, size: int) -> float:
+        return 10.0 if size and collective == "reduce_scatter" else 0.0
+
+    sizes, forward, flatten = [0, 64, 64, 64], [0, 1, 1, 1], [0, 0.5, 0.5, 0.5]
+    widths = [FROZEN] + 3 * [FLOAT32]
+    _, step = run(sizes, 2, widths, cost=cost, forward=forward, flatten=flatten)
+    assert step == Step(compute=10.5, communication=30, exposed=25, optimizer=0)
+
+
 def test_without_compute_nothing_is_hidden():
     _, step = run([64, 64, 64], 3, [FLOAT32] * 3, cost=sent, forward=[0.0] * 3)
     assert step.hidden == 0
