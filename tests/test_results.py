@@ -9,7 +9,8 @@ import pytest
 from bench import predictions, required
 from bench.lanes import Span, timeline
 from bench.required import Required, beside_gloo, median, minimum, reached
-from ringdp.cli.bench.rows import Report, write
+from ringdp.cli.bench.rows import Report
+from ringdp.cli.options import write_json
 from ringdp.errors import UsageError
 from tests.cli.bench.rows import peer, row
 
@@ -30,7 +31,7 @@ ROWS = [
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(required, "RESULTS", tmp_path)
-    write(tmp_path / "all_reduce.json", Report({}, {}, ROWS))
+    write_json(tmp_path / "all_reduce.json", Report({}, {}, ROWS))
     return tmp_path
 
 
@@ -45,7 +46,7 @@ def test_the_worst_size_of_the_range_against_the_best_peer(results: Path) -> Non
 
 def test_gloo_is_compared_over_all_files(results: Path) -> None:
     assert beside_gloo(median) == (30.0, 4 * K)
-    write(results / "other.json", Report({}, {}, [row(p50_us=5.0), peer("gloo", 4.0)]))
+    write_json(results / "other.json", Report({}, {}, [row(p50_us=5.0), peer("gloo", 4.0)]))
     assert beside_gloo(median) == (0.8, 1 << 20)
 
 

@@ -13,11 +13,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from ringdp.cli.bench.options import Options, check
-from ringdp.cli.bench.rows import Report, write
+from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
 from ringdp.cli.console import say, say_written
 from ringdp.cli.launch import SignalError
+from ringdp.cli.options import write_json
 
 BAR = 14  # characters
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -29,7 +30,7 @@ def bench(options: Options, console: Console) -> int:
 
     def keep(report: Report) -> None:
         if options.json is not None:
-            write(options.json, report)
+            write_json(options.json, report)
 
     with _signals_raised():
         report = watch(options, console, keep)

@@ -24,10 +24,9 @@ Note [written back]
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe, free_memory, last_cache
 from ringdp.cli.bench.options import MOST_BYTES, Options, only
 from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.options import between, check_writable, write
+from ringdp.cli.options import between, check_writable, write_json
 
 NAME = "kernels"
 COPY = "copy_"
@@ -105,7 +104,7 @@ def bench(options: Options, console: Console) -> int:
 
     def keep(report: Report) -> None:
         if options.json is not None:
-            write(options.json, json.dumps(asdict(report), indent=1) + "\n")
+            write_json(options.json, report)
 
     report = measure(options, lambda says: say(console, says), keep)
     show(report, console)

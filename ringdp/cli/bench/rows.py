@@ -15,7 +15,6 @@ from typing import cast
 
 import numpy as np
 
-from ringdp.cli import options
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
@@ -140,10 +139,6 @@ class Report:
     machine: dict[str, str]
     contenders: dict[str, str]  # name -> version and settings
     rows: list[Row]
-
-
-def write(path: Path, report: Report) -> None:
-    options.write_json(path, report)
 
 
 def read(path: Path) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from ringdp.cli.bench.options import parse_bytes
 from ringdp.cli.console import say_written
-from ringdp.cli.options import between, check_writable, one_of, write
+from ringdp.cli.options import between, check_writable, one_of, write_json
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.options import UTILISATION, Options
@@ -35,8 +34,7 @@ def plan(options: Options, console: Console) -> int:
     rows = [row(model, stage, setting) for stage in options.stages]
     says = recommend(rows, model, setting)
     if options.json is not None:
-        found = to_json(options, model, setting, rows, says)
-        write(options.json, json.dumps(found, indent=1) + "\n")
+        write_json(options.json, to_json(options, model, setting, rows, says))
     show(console, options, model, setting, rows, says)
     say_written(console, options.json)
     return 0

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.cli.bench.rows import Report, best_peer, measured, predicted, read, write
+from ringdp.cli.bench.rows import Report, best_peer, measured, predicted, read
+from ringdp.cli.options import write_json
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
 from tests.cli.bench.rows import peer, row
@@ -69,7 +70,7 @@ def test_the_best_peer_is_of_the_same_size() -> None:
 
 def test_a_file_gives_back_its_report(tmp_path: Path) -> None:
     report = Report({"cpu": "one"}, {"ours": "ringdp 0"}, [row(), peer("gloo", 3.0)])
-    write(tmp_path / "r.json", report)
+    write_json(tmp_path / "r.json", report)
     assert read(tmp_path / "r.json") == report
 
 

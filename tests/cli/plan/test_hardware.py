@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.cli.bench.rows import Report, measured, write
+from ringdp.cli.bench.rows import Report, measured
+from ringdp.cli.options import write_json
 from ringdp.cli.plan.hardware import from_file, network
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
@@ -25,7 +26,7 @@ def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 
                 time = seconds(closed(collective, "direct", n), TRUE, size)
                 what = (collective, "direct", transport, True)
                 made.append(measured(what, n, size, "float32", [time], 1.0, 0.0, 0))
-    write(path, Report({}, {}, made))
+    write_json(path, Report({}, {}, made))
     return path
 
 
