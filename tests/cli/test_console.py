@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from ringdp.cli.bench import error
+from ringdp.cli.bench.options import Options as BenchOptions
 from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.table import show as show_bench
 from ringdp.cli.console import say, show_table, table
@@ -19,6 +20,7 @@ from ringdp.cli.plan.table import show_published
 from tests.cli.bench.rows import peer, row
 
 BENCH = Path(__file__).parents[2] / "bench/results/all_reduce.json"
+BENCHED = BenchOptions("all_reduce")
 PLAN = PlanOptions(
     model="gpt2", ranks=2, network=BENCH.name, flops=1e11
 )  # a path of any width is printed
@@ -32,7 +34,7 @@ def errors(console: Console) -> None:
 
 
 COMMANDS = {
-    "bench": lambda c: show_bench(c, Report({"cores": "2", "cpu": "a cpu"}, {}, ROWS), "sum"),
+    "bench": lambda c: show_bench(c, Report({"cores": "2", "cpu": "a cpu"}, {}, ROWS), BENCHED),
     "bench error": errors,
     "plan": lambda c: planning.plan(PLAN, c),
     "plan --published": show_published,

@@ -34,7 +34,7 @@ def bench(options: Options, console: Console) -> int:
 
     with _signals_raised():
         report = watch(options, console, keep)
-    show(console, report, options.op)
+    show(console, report, options)
     say_written(console, options.json)
     return 1 if any(row.wrong for row in report.rows) else 0
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Row:
     predicted_us: float | None  # None for an algorithm that is not ours
     bound_us: float | None  # None on a GPU
     wrong: int  # elements
+    calls: int = 0  # that were timed, of all rounds; 0: an older file, which does not say
 
     @property
     def ours(self) -> bool:
@@ -95,6 +96,7 @@ def measured(
         predicted_us=None,
         bound_us=None if bound is None else round(bound * 1e6, 3),
         wrong=wrong,
+        calls=len(times),
     )
 
 
@@ -139,6 +141,7 @@ class Report:
     machine: dict[str, str]
     contenders: dict[str, str]  # name -> version and settings
     rows: list[Row]
+    asked: dict[str, Any] = field(default_factory=dict)  # options by name; older files have none
 
 
 def read(path: Path) -> Report:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ def measure(
     names = [*options.transports, *options.peers, "probe"]
     largest = -(-max(options.max, LEAST) // PAGE) * PAGE
     rows: list[Row] = []
+    asked = asdict(replace(options, json=None))
     with Groups(names, options.ranks, cores, largest) as groups:
         contenders = {
             name: _described(name, version, options.ranks, len(cores))
@@ -74,7 +75,7 @@ def measure(
             samples = _interleave(groups, entries, options.rounds, note)
             rows += _rows(options, count, len(cores), samples)
             machine["load after"] = load()
-            report = Report(machine, contenders, predicted(rows))
+            report = Report(machine, contenders, predicted(rows), asked)
             keep(report)
     return report
 

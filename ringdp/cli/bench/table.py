@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ringdp.cli.bench.cases import CASES, itemsize
+from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report, Row, best_peer
-from ringdp.cli.console import say, show_table, table, wide_enough, width_of
+from ringdp.cli.console import counted, say, show_table, table, wide_enough, width_of
 
 
 class Column(NamedTuple):
@@ -68,19 +69,21 @@ def rows_shown(rows: Sequence[Row], op: str, most: int) -> Table:
     return made
 
 
-def show(console: Console, report: Report, op: str) -> None:
+def show(console: Console, report: Report, options: Options) -> None:
     """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
     rows = report.rows
-    tables = [rows_shown(rows, op, most) for most in (3, 2, 1, 0)]
+    tables = [rows_shown(rows, options.op, most) for most in (3, 2, 1, 0)]
     console = wide_enough(console, width_of(console, tables[0]))
     first = rows[0]
     peers = any(not row.ours for row in rows)
+    calls = " to ".join(f"{n:,}" for n in sorted({f(r.calls for r in rows) for f in (min, max)}))
     versus = "; × peer is the best peer's median over ours" if peers else ""
     say(
         console,
         f"\n{first.collective}, {first.ranks} ranks on {report.machine['cores']} cores "
-        f"({report.machine['cpu']}), {first.dtype}. Times are the slowest rank's, in µs; "
-        f"bandwidths in GB/s; % of the physical bound{versus}.",
+        f"({report.machine['cpu']}), {first.dtype}. Times are the slowest rank's, in µs, of "
+        f"{calls} calls in {counted(options.rounds, 'round')}, in which all take turns; bandwidths "
+        f"in GB/s; predicted by α β γ fitted to these medians; % of the physical bound{versus}.",
     )
     fitting = (made for made in tables if width_of(console, made) <= console.width)
     keys = [column.header for column in tables[-1].columns].index("p50 µs")

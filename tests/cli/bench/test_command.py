@@ -21,7 +21,7 @@ from ringdp.cli.bench.contender import Round, Times
 from ringdp.cli.bench.groups import probe_ranks
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report, read
-from ringdp.cli.bench.run import Step
+from ringdp.cli.bench.run import FEWEST, Step
 from ringdp.cli.launch import RankError
 from ringdp.cli.main import main
 from tests.cli.test_launch import SECONDS, alive
@@ -112,7 +112,9 @@ def test_a_run_measures_checks_and_writes(
         assert r.bound_us > 0
         assert (r.predicted_us is None) == (r.transport == "gloo")
         assert r.wrong == 0
+        assert r.calls >= 2 * FEWEST
     assert json.loads(out.read_bytes())["machine"]["cores"]
+    assert (report.asked["op"], report.asked["rounds"]) == ("sum", 2)
 
 
 @pytest.mark.process

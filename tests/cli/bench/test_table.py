@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.table import show
 from tests.cli.bench.rows import peer, row
@@ -17,7 +18,7 @@ SLOW = ((53.1, "shm"), (48_433.0, "c10d"))
 def shown(rows: list, width: int, *, terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    show(console, Report({"cores": "2", "cpu": "cpu"}, {}, rows), "sum")
+    show(console, Report({"cores": "2", "cpu": "cpu"}, {}, rows), Options("all_reduce", rounds=3))
     return out.getvalue()
 
 
