@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -72,17 +71,16 @@ def main() -> None:
     )
     links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
     overlaps = [typical(found) for found in zip(*links, strict=True)]
-    report(steps, overlaps, arguments.json)
+    write(arguments.json, report(steps, overlaps))
 
 
-def report(steps: Rows, overlaps: Sequence[object], path: Path | None) -> None:
-    """Print them, and write them where that is asked for."""
+def report(steps: Rows, overlaps: Sequence[object]) -> dict[str, object]:
+    """Print them, and say all that is written of them."""
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
     for row in (*steps, *overlaps):
         print(json.dumps(row, default=asdict))
-    found = {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
-    write(path, found)
+    return {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
 
 
 def train(

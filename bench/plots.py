@@ -1,4 +1,5 @@
-"""Plots of results: busbw by size beside prediction and bound, and where algorithms cross over.
+"""Plots of results: busbw by size beside prediction and bound, where algorithms cross over, and a
+rank's step.
 
 Needs matplotlib (the extra `plot`). Files are the same, byte for byte, for the same results.
 """
@@ -13,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullLocator
 
-from bench.results import RESULTS
+from bench.lanes import Span, apart
+from bench.results import RESULTS, load
 from ringdp.cli.bench.rows import Report, Row, read
 
 mpl.rcParams.update({"svg.hashsalt": "ringdp", "svg.fonttype": "none", "font.size": 10.5})
@@ -22,6 +24,18 @@ OURS = ("#b5179e", "#1d6fd1", "#d9480f", "#2b8a3e", "#6741d9", "#0b7285")
 PEERS = {"gloo": "#adb5bd", "mpich": "#868e96", "openmpi": "#495057"}
 BOUND_FROM = 16 << 10  # bytes: below, the bound counts no latency and would squeeze the rest
 INCHES = (7, 4.5)
+LANES = {
+    "forward": "#4c78a8",
+    "backward": "#54a24b",
+    "wait": "#e45756",
+    "all_gather": "#f2cf5b",
+    "reduce_scatter": "#b279a2",
+}
+LABELLED = 0.007  # of the whole time, from which a bar has room for its label
+SAYS = (
+    "ms. Numbers are blocks, 0 is what lies in none. "
+    "A collective lasts from when it is issued until it has been waited for."
+)
 Value = Callable[[Row], float | None]
 
 
@@ -68,6 +82,33 @@ def crossovers(report: Report) -> Figure:
             lw=2,
         )
     _legend(axes)
+    return figure
+
+
+def step(spans: Sequence[Span]) -> Figure:
+    """A lane a kind, a bar a unit, in as many rows as there are at once."""
+    figure = Figure(figsize=(11, 2.6))
+    axes = figure.subplots()
+    total, y, places = max(s.end for s in spans), 0.0, []
+    for lane, color in LANES.items():
+        places.append(y + 0.5)
+        for row in apart(s for s in spans if s.lane == lane):
+            bars = [(s.begin, s.end - s.begin) for s in row]
+            axes.broken_barh(bars, (y, 0.9), facecolors=color, edgecolor=INK, lw=0.4)
+            for s in row:
+                if s.end - s.begin > LABELLED * total:
+                    middle = (s.begin + s.end) / 2
+                    axes.text(middle, y + 0.5, s.label, ha="center", va="center", fontsize=9)
+            y += 1
+        y += 0.4
+    axes.set_yticks(places, list(LANES))
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, total)
+    axes.set_ylim(y, 0)
+    axes.set_xlabel(SAYS, fontsize=10)
+    axes.grid(axis="x", color=GRID, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 
@@ -140,6 +181,7 @@ PLOTS: dict[str, Callable[[Report], Figure]] = {
 
 def write() -> None:
     """results/NAME.svg of results/NAME.json, where that has been measured."""
+    save(step([Span(*span) for span in load("zero_step")["spans"]]), RESULTS / "zero_step.svg")
     for name, make in PLOTS.items():
         results = RESULTS / f"{name}.json"
         if results.exists():

@@ -1,6 +1,6 @@
 """One training step of a GPT under ZeRO-1, 2, 3: ours, FSDP2 over gloo, and one process alone.
 
-    python -m bench.zero_step --json bench/results/zero_step.json --svg bench/results/zero_step.svg
+    python -m bench.zero_step --json bench/results/zero_step.json
 
 As in `bench.ddp_step`: all ways, each a job of its own on pinned ranks, take turns; `apart` is
 every rank by itself at the same time. All use torch.optim.AdamW.
@@ -35,8 +35,8 @@ from torch.distributed.fsdp import fully_shard
 import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, report, slow, train
-from bench.lanes import Span, timeline
-from bench.results import parser, writable
+from bench.lanes import Span
+from bench.results import parser, write
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
@@ -64,16 +64,12 @@ class Overlap:
 
 
 def main() -> None:
-    options = parser(__doc__, ROUNDS)
-    options.add_argument("--svg", type=writable)
-    arguments = options.parse_args()
+    arguments = parser(__doc__, ROUNDS).parse_args()
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     ways = {way: partial(train, way, FSDP2, wrapped) for way in WAYS}
     times = between_jobs(RANKS, ways, arguments.rounds)
     steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
-    report(steps, overlaps, arguments.json)
-    if arguments.svg:
-        arguments.svg.write_text(timeline(spans), encoding="utf-8")
+    write(arguments.json, report(steps, overlaps) | {"spans": spans})
 
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:
@@ -215,7 +211,7 @@ def edges(engine: ringdp.Engine) -> None:
 
 
 def recorded(net: Any, engine: Any, step: Callable[[], None]) -> list[Span]:
-    """One step's spans, from 0."""
+    """One step's spans, in ms from its begin."""
     spans: list[Span] = []
     began: dict[tuple[str, int], float] = {}
     gathering, reducing = engine.gathering, engine.reducing
@@ -241,7 +237,8 @@ def recorded(net: Any, engine: Any, step: Callable[[], None]) -> list[Span]:
     for handle in handles:
         handle.remove()
     gathering.comm, reducing.comm = comms
-    return [s._replace(begin=s.begin - start, end=s.end - start) for s in spans]
+    ms = [[round(1e3 * (t - start), 3) for t in (s.begin, s.end)] for s in spans]
+    return [s._replace(begin=b, end=e) for s, (b, e) in zip(spans, ms, strict=True)]
 
 
 if __name__ == "__main__":
