@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -222,13 +224,17 @@ class Spied:
 
 
 @over_peer
-def replayed(comm: Communicator, captured: bool) -> list[str]:
-    """What becomes of the windows of a communicator that fails while graphs may be replayed."""
+def replayed(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
+    """What becomes of the windows of a communicator that fails while graphs may be replayed, and
+    whether all else that a kernel reads or writes stays."""
     other = comm.duplicate()
     transport = other._transport
     transport._windows = spied = Spied(transport._windows)
     if captured:
         transport._captured.add(torch.zeros(1))
+    at = transport._counts, transport._table, transport._failure, *transport._captured
+    used = [weakref.ref(x) for x in at]
+    del at
     comm.barrier()
     other.abort()
     until = time.monotonic() + PATIENCE
@@ -236,11 +242,13 @@ def replayed(comm: Communicator, captured: bool) -> list[str]:
         assert time.monotonic() < until
         time.sleep(0.01)
     comm.barrier()
-    return spied.calls
+    del other, transport
+    gc.collect()
+    return spied.calls, all(x() is not None for x in used)
 
 
 def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(ranks):
-    assert ranks(2)(replayed, True) == [["stop"]] * 2
+    assert ranks(2)(replayed, True) == [(["stop"], True)] * 2
     ranks(2)(replayed, False)
 
 

@@ -51,6 +51,9 @@ FAULTS = {
 }
 
 
+_of_replays: list[object] = []  # until the process ends
+
+
 class _Asked(NamedTuple):
     """What makes a job another one."""
 
@@ -210,8 +213,10 @@ class PeerTransport(DeviceTransport):
             self._left = True
         self._streams.drain()
         self._jobs_made.clear()
-        if replays:
-            return  # which may yet write to windows
+        if replays:  # which may yet write to windows, and to their counts as they end
+            held = self._counts, self._table, self._failure, self._windows
+            _of_replays.append((*self._captured, *held))
+            return
         self._windows.close()
         # Well before `_leave` takes this for an end that hangs.
         if self._all_part(under_way.PATIENCE / 2 if hangs else under_way.PATIENCE):
