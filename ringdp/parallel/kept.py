@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
+from ringdp.parallel import sliced
 from ringdp.parallel.filling import Filling
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.unit import FlatUnit
@@ -54,6 +55,8 @@ class Kept:
         for p, view, show in zip(unit.parameters, views, shows, strict=True):
             gradient = view.data.to(p.device) if show else None  # a version of its own
             p.grad = gradient
+            if gradient is not None:
+                sliced.read(gradient, p)
             shown.append(
                 _Shown(gradient, gradient._version if gradient is not None else 0, reduced)
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
+from ringdp.parallel import sliced
 from ringdp.parallel.filling import Filling
 from ringdp.parallel.kept import Kept
 from ringdp.parallel.memory import Ledger
@@ -111,6 +112,7 @@ class Reducing:
         for p, gradient, show in zip(unit.parameters, views, turn.shows, strict=True):
             if show:
                 p.grad = gradient
+                sliced.read(gradient, p)
 
     def start(self, unit: FlatUnit) -> None:
         """Average the unit's gradients over the ranks."""

@@ -6,9 +6,9 @@ in one process, as with FSDP2's DTensors. A norm, and GradScaler's look for what
 therefore collective: every rank must take them, of the same parameters. All else is of the slice.
 `ringdp.clip_grad_norm_` takes one collective where torch's takes one for each parameter.
 
-A gradient is `Sliced` once it has been read from a parameter between steps, and so is what has its
-shape and is made of it (`p.grad.detach()`); what is made of the parameter (`p.data`) is a `Part`.
-An optimizer that steps finds plain tensors.
+A gradient is `Sliced` from the end of its backward, or once it has been read from a parameter
+between steps, and so is what has its shape and is made of it (`p.grad.detach()`); what is made of
+the parameter (`p.data`) is a `Part`. An optimizer that steps finds plain tensors.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def belong(parameters: Iterable[nn.Parameter], whole: Whole) -> None:
 
 
 def read(gradient: Tensor, parameter: nn.Parameter) -> None:
-    """The user has got it from the parameter, which is a slice."""
-    if type(gradient) is Tensor and parameter in _WHOLES:
-        _mark(gradient, _WHOLES[parameter])
+    """The user gets it from the parameter, which is a slice."""
+    if type(gradient) is Tensor and (whole := _WHOLES.get(parameter)):
+        _mark(gradient, whole)
 
 
 def part(values: Tensor, parameter: nn.Parameter) -> None:

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import APART, loss, net
+from tests.parallel.small import APART, assert_equal, loss, net
 
 pytestmark = pytest.mark.process
 
@@ -85,6 +85,28 @@ def clips(comm: Communicator, stage: int, precision: Precision | None) -> list[A
 def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
     first, *others = ranks(3)(clips, stage, precision)
     assert all(other == first for other in others), "the same norms on every rank"
+
+
+def left_open(comm: Communicator, stage: int, precision: Precision | None) -> None:
+    """Clips behind a forward that has no backward, as one whose loss is logged."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    norms = []
+    for m in (model, twin):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        loss(m).backward()
+        loss(m)
+        norms.append(clip_grad_norm_(m.parameters(), 0.1))
+        optimizer.step()
+    torch.testing.assert_close(*norms)
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_behind_a_forward_are_those_of_one_process(ranks, stage, precision):
+    ranks(3)(left_open, stage, precision)
 
 
 def norms_of(model: nn.Module) -> list[Tensor]:
