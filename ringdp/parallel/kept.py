@@ -64,16 +64,18 @@ class Kept:
 
     def settle(self, unit: FlatUnit) -> None:
         """Leave in .grad what was reduced, and forget the sums of what the user has cleared."""
-        shown = self._shown.pop(unit.index, None)
-        if shown is None:
+        self._forget_cleared(unit)
+        for at, was in enumerate(self._shown.pop(unit.index, ())):
+            if not was.reduced:
+                unit.parameters[at].grad = None
+
+    def _forget_cleared(self, unit: FlatUnit) -> None:
+        if (shown := self._shown.get(unit.index)) is None:
             return
         cleared = [
             _is_cleared(p.grad, was, entry.name)
             for p, was, entry in zip(unit.parameters, shown, unit.plan.entries, strict=True)
         ]
-        for p, was in zip(unit.parameters, shown, strict=True):
-            if not was.reduced:
-                p.grad = None
         if all(cleared):
             self.pop(unit)
             return
@@ -85,11 +87,9 @@ class Kept:
         """Raises UsageError, which begins with `what`, if some wait for a backward that reduces
         them."""
         for unit in units:
-            if shown := self._shown.get(unit.index):
+            self._forget_cleared(unit)
+            if unit not in self:
                 self.settle(unit)
-                if unit in self:
-                    shows = [was.gradient is not None for was in shown]
-                    self.show(unit, shows, reduced=shown[0].reduced)
         if self._sums:
             raise UsageError(
                 f"{what}, but gradients made within no_sync() have not been reduced; the last "

@@ -100,6 +100,11 @@ def left_open(comm: Communicator, stage: int, precision: Precision | None) -> No
         optimizer.step()
     torch.testing.assert_close(*norms)
     assert_equal(engine, twin)
+    with engine.no_sync():
+        loss(model).backward()
+    loss(model)
+    with pytest.raises(UsageError, match="norm of gradients is taken, but gradients made within"):
+        clip_grad_norm_(model.parameters(), 0.1)
     engine.close()
 
 
