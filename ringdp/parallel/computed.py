@@ -25,8 +25,8 @@ class Gathered(nn.Parameter):
 
 
 class Computed(Gathered):
-    """Where it has no gradient of its own, it shows its master's, and clears that with its own. It
-    is frozen with its master, too.
+    """Where it has no gradient of its own, its master's is shown and set, and cleared with its own.
+    It is frozen with its master, too.
 
     A model's zero_grad or requires_grad_, called between forward and backward, meets these.
     """
@@ -47,9 +47,11 @@ class Computed(Gathered):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _grad.__set__(self, value)
-        if value is None and self._master is not None:
-            self._master.grad = None
+        own = self._master is None or _grad.__get__(self) is not None
+        if own:
+            _grad.__set__(self, value)
+        if self._master is not None and (value is None or not own):
+            self._master.grad = value
 
     @property
     def requires_grad(self) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, LossScaler, Offload, Precision
 from ringdp.parallel.precision import Dtypes, cast, dtypes
+from tests.parallel import small
 
 pytestmark = pytest.mark.process
 
@@ -258,6 +259,26 @@ def put_there(comm: Communicator, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_that_the_user_has_put_there_are_clipped(ranks, stage):
     ranks(2)(put_there, stage)
+
+
+def put_behind_a_forward(comm: Communicator, stage: int) -> None:
+    """That has no backward, and has left other parameters in their places."""
+    model, twin = small.net(), small.net()
+    engine = ringdp.shard(model, stage=stage, precision=small.APART, comm=comm)
+    for m in (model, twin):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        small.loss(m).backward()
+        small.loss(m)
+        for p in m.parameters():
+            p.grad = p.grad * 0.5
+        optimizer.step()
+    small.assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_are_put_behind_a_forward_are_stepped(ranks, stage):
+    ranks(2)(put_behind_a_forward, stage)
 
 
 def clipped_by_no_number(comm: Communicator, stage: int) -> None:
