@@ -93,17 +93,18 @@ class Engine(Accounts, Watched):
         self._arrivals = [Arrivals(unit, me) for unit in units]
         self._handles: list[Any] = steps.listen(me)
         weakref.finalize(self, _remove, self._handles)
-        own = partial(copies.Hook, may_copy=lambda: self._held or stage.optimizer is Keep.FULL)
+        whole = stage.optimizer is Keep.FULL
+        own = partial(copies.Hook, may_copy=lambda: self._held or whole)
         self._made = made.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += move_inputs(model, self.device, own)
         self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
-        if stage.optimizer is Keep.SHARD:
+        self._handles += state_dict.guard(
+            model, lambda: whole or self._held, lambda: self._writes if self._held else whole, own
+        )
+        if not whole:
             sliced.belong((p for u in units for p in u.parameters), self)
-            self._handles += state_dict.guard(
-                model, lambda: self._held, lambda: self._held and self._writes, own
-            )
         else:
             self._handles += state_dict.of_masters(model, self.gathering, self._given, own)
         recorder.join(self)
@@ -290,7 +291,7 @@ class Engine(Accounts, Watched):
         """Any optimizer's. A forward may be left open: by an exception, or without its backward."""
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it: what is gathered must not depend on it
-        steps.check(optimizer, self.stage)
+        steps.check(optimizer, self.stage, summoned=self._held)
         self.check_reduced("the optimizer steps")
         self._settle()
         self._rest(learn=False)
@@ -326,8 +327,8 @@ class Engine(Accounts, Watched):
         """Within it every parameter has its shape and all values, as at rest. Collective.
 
         For reading, as in evaluation (without gradients) or saving: what is written is lost. With
-        `write` it is kept, for which every rank must write the same. What it gathers, from stage 1
-        on, is a whole model more, which `memory` leaves out, and stays with who takes a state_dict.
+        `write` it is kept, for which every rank must write the same. It takes a whole model more,
+        which `memory` leaves out, and which stays with who takes a state_dict.
         To keep the model whole, `close` within it.
         """
         if self._held:

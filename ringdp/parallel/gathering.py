@@ -128,21 +128,20 @@ class Gathering:
                 unit.reader = None
 
     def summon_all(self) -> None:
-        """Every unit summoned, but for those that are whole always."""
+        """Every unit summoned."""
         self.reshard_all()
         self.let_write()
         for unit in self.units:
-            if unit.state is State.SHARDED:
-                unit.summon(self.comm)
+            unit.settle()
+        for unit in self.units:
+            unit.summon(self.comm)
 
     def dismiss_all(self, *, write: bool) -> None:
-        summoned = [unit for unit in self.units if unit.state is State.SUMMONED]
         try:
-            for unit in summoned:
-                if write:
-                    unit.settle()
+            for unit in self.units if write else ():
+                unit.settle()
         finally:
-            for unit in summoned:
+            for unit in self.units:
                 unit.dismiss(write=write)
 
     def reshard_all(self) -> None:

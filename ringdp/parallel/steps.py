@@ -58,7 +58,7 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
     return any(id(p) in ours for p in parameters)
 
 
-def check(optimizer: Optimizer, stage: Stage) -> None:
+def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
     """Raises UsageError if it must not step now, or not at all. From then on its own state_dict and
     load_state_dict are errors where what it keeps is of slices."""
     if in_backward():
@@ -66,6 +66,8 @@ def check(optimizer: Optimizer, stage: Stage) -> None:
             "an optimizer steps within backward, where gradients are not reduced yet and weights "
             "are gathered; step it after backward"
         )
+    if summoned:
+        raise UsageError("an optimizer steps within full_parameters(); step it after that")
     if stage.optimizer is Keep.SHARD:
         check_slices(optimizer, f"in stage {stage.number}", "or stage 0")
         if optimizer not in _REFUSING:

@@ -26,7 +26,7 @@ class State(Enum):
     UNSHARDED --set_aside--> GATHERING
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED
 
-    Stage 0 is always UNSHARDED, unless its masters are apart.
+    Stage 0 is UNSHARDED in place of SHARDED, unless its masters are apart.
     """
 
     SHARDED = auto()
@@ -38,8 +38,8 @@ class State(Enum):
     UNSHARDED = auto()
     """The modules have parameters that are views of the full buffer, in their own shapes."""
     SUMMONED = auto()
-    """The parameters are views of a full buffer of masters, in their own shapes. From stage 1 on it
-    is there for that alone: who takes a state_dict keeps it."""
+    """The parameters are views of a full buffer of masters, in their own shapes. It is there for
+    that alone: who takes a state_dict keeps it."""
 
 
 class FlatUnit:
@@ -118,7 +118,7 @@ class FlatUnit:
 
     @property
     def static(self) -> bool:
-        """Whether it is never anything but UNSHARDED."""
+        """Whether it is whole at rest, and never SHARDED."""
         return not self.slices and not self.apart
 
     @property
@@ -183,34 +183,40 @@ class FlatUnit:
         (outside.guard if self.slices else outside.release)(self.parameters)
 
     def summon(self, comm: Communicator) -> None:
-        """SHARDED -> SUMMONED. Collective."""
-        assert self.state is State.SHARDED
-        self.settle()
+        """SHARDED, or static, -> SUMMONED. Collective."""
+        assert self.static or self.state is State.SHARDED
         outside.release(self.parameters)
+        self.rested = self.rest
+        self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
+        views = self._views(self.summoned)
         if self.slices:
-            self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
             comm.all_gather(self.summoned, self.master, tag=self.index)
-            self._point(self.parameters, self._views(self.summoned))
+        else:
+            _copy(views, self.rested)
+        self._point(self.parameters, views)
         self.state = State.SUMMONED
 
     def dismiss(self, *, write: bool) -> None:
-        """SUMMONED -> SHARDED, with what was written meanwhile, or without."""
+        """SUMMONED -> as before, with what was written meanwhile, or without."""
         assert self.state is State.SUMMONED
+        if write:
+            _copy(self.rested, self.at_rest(self.summoned))
+        self._point(self.parameters, self.rested)
         if self.slices:
-            if write:
-                self.master.copy_(self.summoned[self.part])
-            self._point(self.parameters, self.rest)
             outside.guard(self.parameters)
-            del self.summoned
-        self.state = State.SHARDED
+        del self.summoned, self.rested
+        self.state = State.UNSHARDED if self.static else State.SHARDED
 
     def settle(self) -> None:
-        """SHARDED or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
-        its values belong. That is other memory then, as the user may have kept what was there.
-        Raises UsageError for another shape or dtype."""
-        summoned = self.state is State.SUMMONED and self.slices
+        """At rest or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
+        its values belong (of a static one at rest, anywhere). That is other memory then, as the
+        user may have kept what was there. Raises UsageError for another shape or dtype."""
+        summoned = self.state is State.SUMMONED
+        if self.static and not summoned:
+            self.check(self.views)
+            return
         tensors = self._views(self.summoned) if summoned else self.rest
-        if self.static or not self._has_moved(tensors if summoned else None):
+        if not self._has_moved(tensors if summoned else None):
             return
         self.check(tensors)
         given = [p.data for p in self.parameters]
@@ -219,8 +225,7 @@ class FlatUnit:
         else:
             self._move()
         tensors = self._views(self.summoned) if summoned else self.rest
-        for tensor, values in zip(tensors, given, strict=True):
-            tensor.copy_(values)
+        _copy(tensors, given)
         self._point(self.parameters, tensors)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
@@ -345,3 +350,8 @@ class FlatUnit:
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(parameters, tensors, strict=True):
             set_data(parameter, tensor)
+
+
+def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, new in zip(tensors, values, strict=True):
+        tensor.copy_(new)

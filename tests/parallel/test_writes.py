@@ -24,18 +24,21 @@ def writes(comm: Communicator, stage: int, precision: Precision | None) -> None:
         ones = torch.ones_like(parameters_to_vector(model.parameters()))
         vector_to_parameters(ones, model.parameters())  # by p.data
     assert all((p == 1).all() for p in whole(engine))
-    if stage:
-        with engine.full_parameters():
-            with pytest.raises(
-                UsageError, match=r"load_state_dict .* within full_parameters\(write"
-            ):
-                model.load_state_dict(net().state_dict())
-            for p in model.parameters():
-                p.data.zero_()
-        assert all((p == 1).all() for p in whole(engine))
-        for call in (model[0].state_dict, lambda: model[0].load_state_dict(net()[0].state_dict())):
+    optimizer = torch.optim.SGD(model.parameters())
+    with engine.full_parameters():
+        with pytest.raises(UsageError, match=r"load_state_dict .* within full_parameters\(write"):
+            model.load_state_dict(net().state_dict())
+        with pytest.raises(UsageError, match="optimizer steps within full_parameters"):
+            optimizer.step()
+        for p in model.parameters():
+            p.data.zero_()
+    assert all((p == 1).all() for p in whole(engine))
+    for call in (model[0].state_dict, lambda: model[0].load_state_dict(net()[0].state_dict())):
+        if stage:
             with pytest.raises(UsageError, match="of a sharded model"):
                 call()
+        else:
+            call()
     with engine.full_parameters(), engine.full_parameters(write=True):
         model.load_state_dict(net(1).state_dict())
     assert_equal(engine, net(1))
