@@ -87,23 +87,25 @@ class Engine(Accounts, Watched):
 
         self._backward: Backward | None = None  # the one under way, or that raised
         self._second = False  # whether a second is to come, through weights that its graph holds
-        self._held = self._writes = self.closed = False  # the first two by full_parameters
+        self._writes = True  # whether what is written to whole parameters is kept
+        self.closed = False
         self.sync = True
         me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
         self._arrivals = [Arrivals(unit, me) for unit in units]
         self._handles: list[Any] = steps.listen(me)
         weakref.finalize(self, _remove, self._handles)
-        whole = stage.optimizer is Keep.FULL
-        own = partial(copies.Hook, may_copy=lambda: self._held or whole)
+
+        def whole() -> bool:
+            return self._summoned or stage.optimizer is Keep.FULL
+
+        own = partial(copies.Hook, may_copy=whole)
         self._made = made.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += move_inputs(model, self.device, own)
-        self._handles += cast_at(model, list(of), precision, lambda: not self._held, own)
-        self._handles += state_dict.guard(
-            model, lambda: whole or self._held, lambda: self._writes if self._held else whole, own
-        )
-        if not whole:
+        self._handles += cast_at(model, list(of), precision, lambda: not self._summoned, own)
+        self._handles += state_dict.guard(model, whole, lambda: whole() and self._writes, own)
+        if stage.optimizer is Keep.SHARD:
             sliced.belong((p for u in units for p in u.parameters), self)
         else:
             self._handles += state_dict.of_masters(model, self.gathering, self._given, own)
@@ -127,7 +129,7 @@ class Engine(Accounts, Watched):
     def _before_forward(self, indices: list[int]) -> None:
         if transformed(self._is_whole):
             return
-        for index in indices if not self._held else ():
+        for index in indices if not self._summoned else ():
             if in_backward():  # a recomputation
                 self._reduce_through(index)
             else:
@@ -144,14 +146,14 @@ class Engine(Accounts, Watched):
         if transformed(self._is_whole):
             return output
         output, starts = self._made[indices[0]].returned(output, (*args, *named.values()))
-        if not self._held:
+        if not self._summoned:
             for index in indices:
                 free = index not in self.roots and not self._backward
                 self.gathering.done_with(index, free=free)
         for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
         ends = indices is self.roots or self._is_alone()
-        if ends and not (starts or self._held or self._second):
+        if ends and not (starts or self._summoned or self._second):
             self._rest(learn=False)
         return output
 
@@ -159,8 +161,12 @@ class Engine(Accounts, Watched):
         """Whether what is called now lies in no unit's call and has no backward."""
         return not (self.gathering.in_use or torch.is_grad_enabled() or in_backward())
 
+    @property
+    def _summoned(self) -> bool:
+        return self.units[0].state is State.SUMMONED
+
     def _is_whole(self) -> bool:
-        return self._held or all(u.static for u in self.units)
+        return self._summoned or all(u.static for u in self.units)
 
     def _use(self, index: int) -> None:
         self._gather_deferred(wait=True)
@@ -201,7 +207,7 @@ class Engine(Accounts, Watched):
             return
         if self.stage.parameters is Keep.SHARD and torch.is_grad_enabled():
             raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
-        if self._held:
+        if self._summoned:
             raise UsageError("backward within full_parameters(), which is for reading only")
         self._backward = backward = self._backward or self._begin_backward()
         backward.begun.add(index)
@@ -284,14 +290,14 @@ class Engine(Accounts, Watched):
         """Between iterations: every unit sharded, nothing in flight."""
         self._second = False
         self.gathering.end(learn=learn)
-        if not self._held:
+        if not self._summoned:
             self.gathering.reshard_all()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer's. A forward may be left open: by an exception, or without its backward."""
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it: what is gathered must not depend on it
-        steps.check(optimizer, self.stage, summoned=self._held)
+        steps.check(optimizer, self.stage, summoned=self._summoned)
         self.check_reduced("the optimizer steps")
         self._settle()
         self._rest(learn=False)
@@ -328,22 +334,22 @@ class Engine(Accounts, Watched):
 
         For reading, as in evaluation (without gradients) or saving: what is written is lost. With
         `write` it is kept, for which every rank must write the same. It takes a whole model more,
-        which `memory` leaves out, and which stays with who takes a state_dict.
-        To keep the model whole, `close` within it.
+        which `memory` leaves out, and which stays with who takes a state_dict. To keep the model
+        whole, `close` within it.
         """
-        if self._held:
+        if self._summoned:
             self._writes |= write
             yield
             return
         self._settle()
         self.gathering.summon_all()
-        self._held, self._writes = True, write
+        self._writes = write
         try:
             yield
         finally:
-            self._held = False
+            write, self._writes = self._writes, True
             if not self.closed:
-                self.gathering.dismiss_all(write=self._writes)
+                self.gathering.dismiss_all(write=write)
                 self._given.check()
                 self._rest(learn=False)
 
