@@ -119,7 +119,8 @@ def reduction(op: Any) -> Reduction:
         return SUM
     value = getattr(getattr(op, "op", op), "value", None)
     if value == PREMUL_SUM:
-        return Reduction("sum", float(op.factor))
+        _, factor = op.__getstate__()  # `op.factor` is there from torch 2.12 on
+        return Reduction("sum", float(factor))
     way = WAYS.get(value)
     if way is None:
         raise UsageError(f"op is {op}; allowed: {', '.join(map(str, OPS))}, PREMUL_SUM")

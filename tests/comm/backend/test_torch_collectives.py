@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GatherOptions, ReduceOp
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch.distributed import GatherOptions
 
 from ringdp import CollectiveMismatch, Communicator, UsageError
 from tests.comm.backend.cases import CASES
@@ -93,10 +94,10 @@ def more(comm: Communicator, say: Say) -> None:
         group.gather_single(whole, torch.full((2,), float(rank)), rooted).wait()
         assert whole.tolist() == [[float(r)] * 2 for r in range(n) if rank == 1]
         scaled = torch.full((3,), rank + 1.0)
-        dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))
+        dist.all_reduce(scaled, _make_nccl_premul_sum(0.5))
         assert scaled.tolist() == [n * (n + 1) / 4] * 3
         scattered = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([rank + 1.0]), (3,))
-        dist.all_reduce(scattered, ReduceOp.PREMUL_SUM(0.5))
+        dist.all_reduce(scattered, _make_nccl_premul_sum(0.5))
         assert scattered.to_dense().tolist() == [0, n * (n + 1) / 4, 0]
     say("done")
 
