@@ -72,7 +72,8 @@ def check(model: nn.Module) -> None:
             what = f"module {name} of this model" if name else "this model"
             raise UsageError(
                 f"{what} is sharded already, or lies in a module that is: shard() takes a model "
-                "once, and fully_shard inner modules before those around them"
+                "once, fully_shard inner modules before those around them, and "
+                "DistributedDataParallel none that is sharded"
             )
     for name, p in model.named_parameters():
         if isinstance(p, Sharded):

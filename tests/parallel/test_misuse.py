@@ -31,6 +31,7 @@ def refused(comm: Communicator, stage: int) -> list[str]:
     engine = ringdp.shard(model, stage=stage, comm=comm)
     attempt(lambda: ringdp.shard(model[1], stage=stage, comm=comm))
     attempt(lambda: ringdp.shard(nn.Sequential(model, nn.Linear(1, 1)), stage=stage, comm=comm))
+    attempt(lambda: ringdp.DistributedDataParallel(model, process_group=comm))
     if stage:
         for kind in (torch.optim.LBFGS, Adafactor):
             optimizer = kind(model.parameters())
@@ -46,9 +47,10 @@ def refused(comm: Communicator, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_cannot_be_done_is_told(ranks, stage):
-    for part, around, *steps, moved in ranks(2)(refused, stage):
+    for part, around, wrapped, *steps, moved in ranks(2)(refused, stage):
         assert "this model is sharded already" in part
         assert "module 0 of this model is sharded already" in around
+        assert "this model is sharded already" in wrapped
         for kind, text in zip(("LBFGS", "Adafactor") if stage else (), steps, strict=True):
             assert f"{kind} needs whole parameters" in text
         assert "has become torch.float64" in moved

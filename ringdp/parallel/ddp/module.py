@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.comm import communicator_of
 from ringdp.errors import ModelError
-from ringdp.parallel import replicas
+from ringdp.parallel import copies, replicas
 from ringdp.parallel.ddp import arguments, unheard
 from ringdp.parallel.ddp.assign import MIB
 from ringdp.parallel.ddp.builtin import BuiltIn, built_in
@@ -85,6 +85,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
             lazy_bucket_allocation=(lazy_bucket_allocation, False),
         )
+        copies.check(module)
         self.module, self.device_mesh = module, device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         at_first, self.forward_sync_buffers = arguments.syncs(
