@@ -192,8 +192,8 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     given = -(-code.registers // 8) * 8  # a thread gets eights of a multiprocessor's 65536
     assert PROGRAMS // 132 * THREADS * given <= 65536 or arch == 80  # all run at once
     # A thread's sums meet those of others once, and so do all programs': none waits in the loop.
-    # And 3 or 8 for who waits for the programs.
-    assert len(re.findall(r"\bshfl\.sync", code.ptx)) - 2 * 2 * (5 + 3) in (3, 8)
+    # And up to 8 for who waits for the programs [3 or 8 by Triton 3.6 and 3.7, none by 3.9].
+    assert 0 <= len(re.findall(r"\bshfl\.sync", code.ptx)) - 2 * 2 * (5 + 3) <= 8
     assert ".ftz" not in code.ptx
     # What a program says is its message and the flag of it: nothing has to be ordered.
     assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.relaxed.exch.b64"]
