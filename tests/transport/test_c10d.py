@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +20,13 @@ from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from ringdp.transport import told
 from ringdp.transport.base import Link
-from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.processes import process_state
 from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, held, until_failed
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Ended, Forks, Say, store
 from tests.ports import unused_port
-from tests.transport.over import over_gloo
-from tests.transport.test_conformance import ROWS, Case, agree, found
+from tests.transport.test_conformance import ROWS, Case, agree
 
 pytestmark = pytest.mark.process
 
@@ -37,28 +34,17 @@ LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16", "int16", "bool")
 
 
-@over_gloo
-def found_over_gloo(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    assert isinstance(comm._transport, C10dTransport)
-    return found(comm, cases)
-
-
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
+def test_every_algorithm_gives_the_simulators_bits(over_gloo, n: int):
     cases = [
         Case(*row, LENGTHS[(i + k + n) % 4], DTYPES[(i + 3 * k) % 4])
         for k in (0, 1)
         for i, row in enumerate(ROWS)
     ]
     cases += [Case("all_reduce", "direct", 50_000 + n, d) for d in DTYPES]
-
-    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
-        return ranks(n)(found_over_gloo, cases)
-
-    agree(pool, n, cases)
+    agree(over_gloo(n), n, cases)
 
 
-@over_gloo
 def calls(comm: Communicator) -> None:
     """What the communicator's own tests ask of shared memory."""
     test_forms.moved(comm, 10)
@@ -78,8 +64,8 @@ def calls(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_it_offers_what_a_communicator_has(ranks, n: int):
-    ranks(n)(calls)
+def test_it_offers_what_a_communicator_has(over_gloo, n: int):
+    over_gloo(n)(calls)
 
 
 def of_a_group(comm: Communicator) -> None:
@@ -108,7 +94,6 @@ def test_over_any_group(ranks):
     ranks(3)(of_a_group)
 
 
-@over_gloo
 def mistaken(comm: Communicator, what: str) -> Heard | None:
     x, odd = torch.ones(5000), comm.rank == 1
     act = {
@@ -122,8 +107,8 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
 
 
 @pytest.mark.parametrize("what", ["collective", "length", "dtype", "message", "late"])
-def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
-    for heard in ranks(2)(mistaken, what):
+def test_ranks_that_disagree_all_hear_of_it(over_gloo, what: str):
+    for heard in over_gloo(2)(mistaken, what):
         assert heard is not None
         wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
         assert heard.error == heard.again == wanted, heard

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ import torch
 import ringdp
 from ringdp import Communicator
 from tests.comm.failing import Heard, hear
-from tests.transport.device_bodies import Trained, all_reduced, captured, ddp
+from tests.ranks import Pool
+from tests.transport.device_bodies import all_reduced, captured, ddp
 from tests.transport.over import over_gpu
 from tests.transport.peer_build import missing
 from tests.transport.test_conformance import ALGORITHMS, Case, expected
@@ -29,15 +33,17 @@ pytestmark = [
 LIMIT = 14.0  # seconds: less than `make gpu` gives all of them, so that the others run
 
 
-on_gpu = over_gpu("peer", timeout=LIMIT)
+@pytest.fixture
+def pool(fresh_ranks) -> Pool:
+    return fresh_ranks(2, timeout=LIMIT)
 
 
-@on_gpu
-def all_reduced_by_kernels(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    return all_reduced(comm, cases)
+@pytest.fixture
+def on_gpu(pool) -> Callable[..., list[Any]]:
+    return partial(pool, over_gpu, "peer", LIMIT)
 
 
-def test_two_processes_give_the_simulators_bits(fresh_ranks):
+def test_two_processes_give_the_simulators_bits(on_gpu):
     cases = [
         Case("all_reduce", name, elements, dtype)
         for name, elements, dtype in product(
@@ -45,28 +51,17 @@ def test_two_processes_give_the_simulators_bits(fresh_ranks):
         )
     ]
     cases += [Case("all_reduce", name, 3_000_001, "float32") for name in ("ring", "direct")]
-    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced_by_kernels, cases)
+    by_rank = on_gpu(all_reduced, cases)
     for i, case in enumerate(cases):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
 
-@on_gpu
-def captured_by_kernels(comm: Communicator) -> None:
-    captured(comm)
+def test_a_collective_in_a_cuda_graph(on_gpu):
+    on_gpu(captured)
 
 
-def test_a_collective_in_a_cuda_graph(fresh_ranks):
-    fresh_ranks(2, timeout=LIMIT)(captured_by_kernels)
-
-
-@on_gpu
-def trained_on_gpu(comm: Communicator) -> Trained:
-    return ddp(comm, "cuda")
-
-
-def test_ddp_sends_what_it_does_over_shared_memory(fresh_ranks):
-    pool = fresh_ranks(2, timeout=LIMIT)
-    for here, there in zip(pool(trained_on_gpu), pool(ddp), strict=True):
+def test_ddp_sends_what_it_does_over_shared_memory(on_gpu, pool):
+    for here, there in zip(on_gpu(ddp, "cuda"), pool(ddp), strict=True):
         assert here.sent == there.sent
         # Both devices round sums of the same products, in some order, a few times a step.
         for step, (a, b) in enumerate(zip(here.losses, there.losses, strict=True)):
@@ -85,8 +80,8 @@ def lost(comm: Communicator) -> Heard | None:
     return hear(c, lambda: c.all_reduce(x), torch.cuda.synchronize, c.barrier)
 
 
-def test_a_killed_rank_is_named_and_the_kernel_ends(fresh_ranks):
-    (first, second) = fresh_ranks(2, timeout=LIMIT).outcomes(lost)
+def test_a_killed_rank_is_named_and_the_kernel_ends(pool):
+    (first, second) = pool.outcomes(lost)
     assert second is None
     assert first.error == first.again == "PeerLost", first
     assert "rank 1 has ended" in first.text

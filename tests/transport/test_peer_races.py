@@ -12,7 +12,6 @@ from ringdp.transport.base import DTYPES
 from ringdp.transport.peer.jobs import Job, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Launch
 from tests.transport.nccl.racing import Device, Streams, faked
-from tests.transport.over import over_peer
 
 pytestmark = pytest.mark.process
 
@@ -57,7 +56,6 @@ def called(device: Device, comm: Communicator) -> None:
         assert torch.all(x == comm.size)
 
 
-@over_peer
 def in_turn(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = racing(comm, patch)
@@ -73,5 +71,5 @@ def in_turn(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_collectives_in_turn(ranks, n: int) -> None:
-    ranks(n)(in_turn)
+def test_collectives_in_turn(over_peer, n: int) -> None:
+    over_peer(n)(in_turn)

@@ -1,4 +1,4 @@
-"""The transport over peer memory, its kernels as threads: bits, training, and how it fails."""
+"""The transport over peer memory, its kernels as threads: launches, windows, and how it fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,73 +20,14 @@ from ringdp.schedule import Schedule, schedule
 from ringdp.transport.device import under_way
 from ringdp.transport.peer.jobs import LINE, Shape
 from ringdp.transport.peer.kernels import Kernels, Launch
-from ringdp.transport.peer.transport import DEPTH, MOST, PeerTransport, shape
+from ringdp.transport.peer.transport import DEPTH, MOST, shape
 from ringdp.transport.peer.windows import Windows
 from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE
-from tests.transport.device_bodies import (
-    MISTAKES,
-    Trained,
-    calls,
-    check_left_behind,
-    check_mistaken,
-    check_trained,
-    ddp,
-    left_behind,
-    mistaken,
-    staged,
-)
-from tests.transport.over import over_peer
-from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, agree, found
 
 pytestmark = pytest.mark.process
 
-LENGTHS = (0, 1, 7, 1003)
 
-
-@over_peer
-def found_over_peer(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    assert isinstance(comm._transport, PeerTransport)
-    return found(comm, cases)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
-    cases = [
-        Case(*row, LENGTHS[(i + k + n) % 4], dtype)
-        for k, dtype in enumerate(("float32", "bfloat16"))
-        for i, row in enumerate(ROWS)
-    ]
-    cases += [Case("all_reduce", "direct", 1001 + n, dtype) for dtype in NAMES]
-    cases += [Case("all_reduce", "ring", LONG // 4 + n, "bfloat16")]
-
-    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
-        return ranks(n)(found_over_peer, cases)
-
-    agree(pool, n, cases)
-
-
-@over_peer
-def calls_over_peer(comm: Communicator) -> None:
-    calls(comm)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_it_offers_what_a_communicator_has(ranks, n: int):
-    ranks(n)(calls_over_peer)
-
-
-@over_peer
-def mistaken_over_peer(comm: Communicator, what: str) -> Heard | None:
-    return mistaken(comm, what)
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
-    check_mistaken(ranks(2)(mistaken_over_peer, what), what)
-
-
-@over_peer
 def crossed(comm: Communicator) -> Heard | None:
     """Rank 1's stamp and rank 0's are the same, and what rank 3 sends has the length of its own."""
     x, four = torch.ones(100), torch.ones(400) if comm.rank == 3 else None
@@ -97,8 +37,8 @@ def crossed(comm: Communicator) -> Heard | None:
     return hear(comm, lambda: comm.scatter(x, four, 3), comm.barrier)
 
 
-def test_no_rank_takes_for_its_own_what_another_collective_sent(ranks):
-    for heard in ranks(4)(crossed):
+def test_no_rank_takes_for_its_own_what_another_collective_sent(over_peer):
+    for heard in over_peer(4)(crossed):
         assert heard.error == heard.again == "CollectiveMismatch", heard
 
 
@@ -118,34 +58,6 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
         assert "rank 1 has ended" in said[rank].text
 
 
-def again(comm: Communicator) -> None:
-    """After a failure the same processes come together once more."""
-    c = ringdp.init(transport="peer-host", timeout=PATIENCE)
-    comm.barrier()
-    if comm.rank == 0:
-        c.abort()
-    else:
-        assert hear(c, lambda: c.all_reduce(torch.ones(9))).error == "PeerLost"
-        c.abort()
-    with ringdp.init(transport="peer-host", timeout=PATIENCE) as c:
-        c.all_reduce(x := torch.ones(3))
-        assert torch.all(x == comm.size)
-        comm.barrier()
-    rendezvous._world = comm
-
-
-def test_after_a_failure_they_meet_again(ranks):
-    ranks(2)(again)
-
-
-def left_over_peer(comm: Communicator) -> Heard | None:
-    return left_behind(comm, "peer-host")
-
-
-def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks):
-    check_left_behind(ranks(3)(left_over_peer))
-
-
 def too_long(n: int) -> Schedule:
     ring, times = schedule("all_reduce", "ring", n), 1000
     rounds = [
@@ -159,7 +71,6 @@ def too_long(n: int) -> Schedule:
     return Schedule(n, times * ring.chunks, tuple(rounds))
 
 
-@over_peer
 def asks_too_much(comm: Communicator) -> None:
     x = torch.ones(7)
     with pytest.raises(ringdp.UsageError, match="bytes of shared memory, more than"):
@@ -168,11 +79,10 @@ def asks_too_much(comm: Communicator) -> None:
     assert torch.all(x == comm.size)
 
 
-def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(ranks):
-    ranks(2)(asks_too_much)
+def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(over_peer):
+    over_peer(2)(asks_too_much)
 
 
-@over_peer
 def exits_first(comm: Communicator) -> None:
     running = set(threading.enumerate())
     other = comm.duplicate()
@@ -189,29 +99,8 @@ def exits_first(comm: Communicator) -> None:
     other.close()
 
 
-def test_a_rank_that_exits_waits_for_nobodys_windows(ranks):
-    ranks(2)(exits_first)
-
-
-@over_peer
-def staged_over_peer(comm: Communicator, stage: int) -> Trained:
-    return staged(comm, stage)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_stage_trains_as_over_shared_memory(ranks, stage: int):
-    pool = ranks(2)
-    check_trained(pool(staged_over_peer, stage), pool(staged, stage))
-
-
-@over_peer
-def ddp_over_peer(comm: Communicator) -> Trained:
-    return ddp(comm)
-
-
-def test_ddp_trains_as_over_shared_memory(ranks):
-    pool = ranks(2)
-    check_trained(pool(ddp_over_peer), pool(ddp))
+def test_a_rank_that_exits_waits_for_nobodys_windows(over_peer):
+    over_peer(2)(exits_first)
 
 
 class Spied:
@@ -223,7 +112,6 @@ class Spied:
         return getattr(self._windows, name)
 
 
-@over_peer
 def replayed(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
     """What becomes of the windows of a communicator that fails while graphs may be replayed, and
     whether all else that a kernel reads or writes stays."""
@@ -247,12 +135,11 @@ def replayed(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
     return spied.calls, all(x() is not None for x in used)
 
 
-def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(ranks):
-    assert ranks(2)(replayed, True) == [(["stop"], True)] * 2
-    ranks(2)(replayed, False)
+def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(over_peer):
+    assert over_peer(2)(replayed, True) == [(["stop"], True)] * 2
+    over_peer(2)(replayed, False)
 
 
-@over_peer
 def freed(comm: Communicator) -> None:
     """Where rank 0's kernel waits for a rank that aborts."""
     other = comm.duplicate()
@@ -271,8 +158,8 @@ def freed(comm: Communicator) -> None:
     assert ("stop" in spied.calls) == (comm.rank == 0)
 
 
-def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(ranks):
-    ranks(2)(freed)
+def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(over_peer):
+    over_peer(2)(freed)
 
 
 class Counted:
@@ -284,7 +171,6 @@ class Counted:
         self._kernels.launch(launch)
 
 
-@over_peer
 def repeated(comm: Communicator) -> None:
     transport, x = comm._transport, torch.ones(100)
     transport._kernels = counted = Counted(transport._kernels)
@@ -300,8 +186,8 @@ def repeated(comm: Communicator) -> None:
     assert len(transport._jobs_made) == made + 1
 
 
-def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(ranks):
-    ranks(2)(repeated)
+def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(over_peer):
+    over_peer(2)(repeated)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])

@@ -21,14 +21,12 @@ from ringdp.transport.told import LOOK
 from tests.forks import Forks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.over import over_nccl
 from tests.transport.test_c10d import gone_again, is_late, server_stops
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
 
 
-@over_nccl
 def closed(comm: Communicator) -> None:
     other = comm.duplicate()
     transport = other._transport
@@ -50,8 +48,8 @@ def closed(comm: Communicator) -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
-def test_what_has_closed_keeps_nothing_on_the_device(ranks) -> None:
-    ranks(2)(closed)
+def test_what_has_closed_keeps_nothing_on_the_device(over_nccl) -> None:
+    over_nccl(2)(closed)
 
 
 def test_nothing_stays_of_one_that_is_closed(ranks) -> None:
@@ -62,7 +60,6 @@ def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks) -> None:
     is_late(forks(3, server_stops, "nccl-host"))
 
 
-@over_nccl
 def promised(comm: Communicator) -> None:
     other = comm.duplicate()
     streams, spied = behind(other), Spied(other)
@@ -82,11 +79,10 @@ def promised(comm: Communicator) -> None:
     assert not spied.aborted.is_set(), "what the call promised was left half done"
 
 
-def test_closing_waits_for_what_was_waited_for(ranks) -> None:
-    ranks(2)(promised)
+def test_closing_waits_for_what_was_waited_for(over_nccl) -> None:
+    over_nccl(2)(promised)
 
 
-@over_nccl
 def exits_at_once(comm: Communicator) -> None:
     other = comm.duplicate()
     behind(other).ended.set()
@@ -97,11 +93,10 @@ def exits_at_once(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_what_has_ended_counts_for_who_exits_before_it_was_seen(ranks) -> None:
-    ranks(2)(exits_at_once)
+def test_what_has_ended_counts_for_who_exits_before_it_was_seen(over_nccl) -> None:
+    over_nccl(2)(exits_at_once)
 
 
-@over_nccl
 def exits_behind(comm: Communicator) -> None:
     other = comm.duplicate()
     streams, transport = behind(other), other._transport
@@ -118,11 +113,10 @@ def exits_behind(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_who_exits_waits_for_what_was_waited_for(ranks) -> None:
-    ranks(2)(exits_behind)
+def test_who_exits_waits_for_what_was_waited_for(over_nccl) -> None:
+    over_nccl(2)(exits_behind)
 
 
-@over_nccl
 def exits_by_an_error(comm: Communicator) -> None:
     other = comm.duplicate()
     behind(other)
@@ -134,11 +128,10 @@ def exits_by_an_error(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_who_exits_by_an_error_waits_for_nobody(ranks) -> None:
-    ranks(2)(exits_by_an_error)
+def test_who_exits_by_an_error_waits_for_nobody(over_nccl) -> None:
+    over_nccl(2)(exits_by_an_error)
 
 
-@over_nccl
 def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
     """What it says, and whether it exits with an error."""
     other, failed, said = comm.duplicate(), list[None](), list[str]()
@@ -156,15 +149,15 @@ def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
     return said, len(failed)
 
 
-def test_what_failed_on_a_device_and_no_call_has_raised_is_said_at_exit(ranks) -> None:
-    for said, failed in ranks(2)(exits_unheard, False):
+def test_what_failed_on_a_device_and_no_call_has_raised_is_said_at_exit(over_nccl) -> None:
+    for said, failed in over_nccl(2)(exits_unheard, False):
         assert failed == 1
         assert "CollectiveMismatch: ranks" in said[0]
         assert "all_reduce #0 (float32, max) of 4" in said[0]
 
 
-def test_what_a_call_has_raised_is_not_said_again_at_exit(ranks) -> None:
-    assert ranks(2)(exits_unheard, True) == [([], 0)] * 2
+def test_what_a_call_has_raised_is_not_said_again_at_exit(over_nccl) -> None:
+    assert over_nccl(2)(exits_unheard, True) == [([], 0)] * 2
 
 
 def test_an_exit_code_is_that_of_an_error_though_python_ends_well() -> None:
@@ -189,7 +182,6 @@ class Slow(Spied):
         self._comm.destroy()
 
 
-@over_nccl
 def outlived(comm: Communicator) -> None:
     other = comm.duplicate()
     other.all_reduce(torch.ones(4), algorithm="direct")
@@ -207,8 +199,8 @@ def outlived(comm: Communicator) -> None:
     assert memory() is None
 
 
-def test_who_closes_long_before_the_others_keeps_no_memory_either(ranks) -> None:
-    ranks(2)(outlived)
+def test_who_closes_long_before_the_others_keeps_no_memory_either(over_nccl) -> None:
+    over_nccl(2)(outlived)
 
 
 class Unstartable:
@@ -223,7 +215,6 @@ class Unstartable:
         return False
 
 
-@over_nccl
 def exiting(comm: Communicator) -> None:
     other = comm.duplicate()
     nccl, spied = other._transport._nccl, weakref.ref(Spied(other))
@@ -238,6 +229,6 @@ def exiting(comm: Communicator) -> None:
     other.close()
 
 
-def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(ranks) -> None:
+def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(over_nccl) -> None:
     """And without an end of NCCL on the main thread, after all has gone well."""
-    ranks(2)(exiting)
+    over_nccl(2)(exiting)

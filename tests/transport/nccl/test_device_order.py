@@ -24,7 +24,6 @@ from ringdp.transport.told import LOOK
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import faked
-from tests.transport.over import over_nccl
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -36,7 +35,6 @@ def barriers(comm: Communicator) -> None:
         comm.barrier()
 
 
-@over_nccl
 def mistaken(comm: Communicator) -> None:
     behind(comm)
     spied = Spied(comm)
@@ -46,11 +44,10 @@ def mistaken(comm: Communicator) -> None:
     assert spied.aborted.wait(60)  # which ends what hangs on the device, and whoever waits there
 
 
-def test_ranks_that_disagree_hear_it_though_the_device_never_ends(ranks) -> None:
-    ranks(2)(mistaken)
+def test_ranks_that_disagree_hear_it_though_the_device_never_ends(over_nccl) -> None:
+    over_nccl(2)(mistaken)
 
 
-@over_nccl
 def on_the_host(comm: Communicator, mistaken: bool) -> None:
     transport, streams, x = comm._transport, behind(comm), torch.ones(4)
     comm.all_reduce(x, "max" if mistaken and comm.rank else "sum", async_op=True)
@@ -72,11 +69,10 @@ def on_the_host(comm: Communicator, mistaken: bool) -> None:
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_a_barrier_comes_behind_what_the_device_does(ranks, mistaken: bool) -> None:
-    ranks(2)(on_the_host, mistaken)
+def test_a_barrier_comes_behind_what_the_device_does(over_nccl, mistaken: bool) -> None:
+    over_nccl(2)(on_the_host, mistaken)
 
 
-@over_nccl
 def forked(comm: Communicator) -> None:
     comm.barrier()
     told, tell = os.pipe()
@@ -96,8 +92,8 @@ def forked(comm: Communicator) -> None:
         os.close(told)
 
 
-def test_a_barrier_in_a_forked_child_is_an_error(ranks) -> None:
-    ranks(2)(forked)
+def test_a_barrier_in_a_forked_child_is_an_error(over_nccl) -> None:
+    over_nccl(2)(forked)
 
 
 class Twice:
@@ -119,7 +115,6 @@ class PassingStreams(BehindStreams):
         return Twice() if self._ends % 2 else super(BehindStreams, self).end()
 
 
-@over_nccl
 def mistaken_at_the_end(comm: Communicator) -> None:
     comm._transport._streams = PassingStreams()
     comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
@@ -127,11 +122,10 @@ def mistaken_at_the_end(comm: Communicator) -> None:
         barriers(comm)
 
 
-def test_stamps_are_compared_though_the_end_is_seen_before_them(ranks) -> None:
-    ranks(2)(mistaken_at_the_end)
+def test_stamps_are_compared_though_the_end_is_seen_before_them(over_nccl) -> None:
+    over_nccl(2)(mistaken_at_the_end)
 
 
-@over_nccl
 def late(comm: Communicator) -> None:
     behind(comm)
     spied = Spied(comm)
@@ -142,8 +136,8 @@ def late(comm: Communicator) -> None:
         comm.barrier()
 
 
-def test_what_does_not_end_on_the_device_in_time_is_aborted(ranks) -> None:
-    ranks(2)(late)
+def test_what_does_not_end_on_the_device_in_time_is_aborted(over_nccl) -> None:
+    over_nccl(2)(late)
 
 
 class Broken(Streams):
@@ -162,7 +156,6 @@ class Broken(Streams):
         raise torch.AcceleratorError("CUDA error: an illegal address\nSearch for it in CUDA's docs")
 
 
-@over_nccl
 def broken(comm: Communicator) -> None:
     if comm.rank == 0:
         comm._transport._streams = Broken()
@@ -170,11 +163,10 @@ def broken(comm: Communicator) -> None:
         barriers(comm)
 
 
-def test_what_the_driver_says_is_a_failure_that_all_hear_of(ranks) -> None:
-    ranks(2)(broken)
+def test_what_the_driver_says_is_a_failure_that_all_hear_of(over_nccl) -> None:
+    over_nccl(2)(broken)
 
 
-@over_nccl
 def queued(comm: Communicator) -> None:
     """On a communicator that fails before the queue comes to it."""
     other = comm.duplicate()
@@ -192,8 +184,8 @@ def queued(comm: Communicator) -> None:
         work.wait()
 
 
-def test_what_is_queued_when_a_communicator_fails_is_not_begun(ranks) -> None:
-    ranks(2)(queued)
+def test_what_is_queued_when_a_communicator_fails_is_not_begun(over_nccl) -> None:
+    over_nccl(2)(queued)
 
 
 class Asked(Streams):
@@ -204,7 +196,6 @@ class Asked(Streams):
         self.asked.append("drain")
 
 
-@over_nccl
 def grown(comm: Communicator) -> None:
     streams = comm._transport._streams = Asked()
     for elements in (5, 50_000, 500_000):
@@ -213,11 +204,10 @@ def grown(comm: Communicator) -> None:
     assert not streams.asked  # the device may hang
 
 
-def test_a_larger_staging_waits_for_no_device(ranks) -> None:
-    ranks(2)(grown)
+def test_a_larger_staging_waits_for_no_device(over_nccl) -> None:
+    over_nccl(2)(grown)
 
 
-@over_nccl
 def freed(comm: Communicator) -> None:
     streams = behind(comm)
     x = torch.ones(4)
@@ -232,12 +222,11 @@ def freed(comm: Communicator) -> None:
     streams.ended.set()
 
 
-def test_a_buffer_is_let_go_of_once_it_was_waited_for(ranks) -> None:
+def test_a_buffer_is_let_go_of_once_it_was_waited_for(over_nccl) -> None:
     """Not when the watching thread sees the end: until then a step would keep all its buckets."""
-    ranks(2)(freed)
+    over_nccl(2)(freed)
 
 
-@over_nccl
 def captured(comm: Communicator) -> None:
     streams, transport = behind(comm), comm._transport
     x = torch.ones(4)
@@ -254,8 +243,8 @@ def captured(comm: Communicator) -> None:
     comm.all_reduce(x)
 
 
-def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(ranks) -> None:
-    ranks(2)(captured)
+def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(over_nccl) -> None:
+    over_nccl(2)(captured)
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
@@ -275,7 +264,6 @@ def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
     assert CudaStreams(one).capturing()
 
 
-@over_nccl
 def replayed(comm: Communicator) -> None:
     streams, transport = behind(comm), comm._transport
     streams.ended.set()
@@ -290,11 +278,10 @@ def replayed(comm: Communicator) -> None:
     assert graphs() is not None, "a replay would write into what others have by then"
 
 
-def test_the_staging_of_a_graph_is_kept_for_its_replays(ranks) -> None:
-    ranks(2)(replayed)
+def test_the_staging_of_a_graph_is_kept_for_its_replays(over_nccl) -> None:
+    over_nccl(2)(replayed)
 
 
-@over_nccl
 def met(comm: Communicator) -> None:
     """With a transport whose tensors are elsewhere: what is launched there is not waited for."""
     transport = comm._connect("met", comm._ranks, None)
@@ -309,8 +296,8 @@ def met(comm: Communicator) -> None:
     other.close()
 
 
-def test_a_barrier_is_met_on_the_host(ranks) -> None:
-    ranks(2)(met)
+def test_a_barrier_is_met_on_the_host(over_nccl) -> None:
+    over_nccl(2)(met)
 
 
 class Held(Spied):
@@ -326,7 +313,6 @@ class Held(Spied):
         self._comm.send(*where)
 
 
-@over_nccl
 def amid_a_launch(comm: Communicator) -> None:
     other = comm.duplicate()
     held, transport = Held(other), other._transport
@@ -341,5 +327,5 @@ def amid_a_launch(comm: Communicator) -> None:
         assert held.aborted.wait(60)
 
 
-def test_an_abort_lets_a_launch_on_the_host_end(ranks) -> None:
-    ranks(2)(amid_a_launch)
+def test_an_abort_lets_a_launch_on_the_host_end(over_nccl) -> None:
+    over_nccl(2)(amid_a_launch)

@@ -8,6 +8,9 @@ engine does on one rank in test_alone.py.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp import Communicator
 from tests.parallel.test_engine import WIDTH
+from tests.ranks import Pool
 from tests.transport.device_bodies import all_reduced, captured, clipped
 from tests.transport.over import over_gpu
 from tests.transport.test_conformance import ALGORITHMS, Case, expected
@@ -30,36 +34,32 @@ pytestmark = [
 LIMIT = 60.0  # seconds: less than `make gpu` gives all of them, so that the others run
 
 
-on_gpu = over_gpu("nccl", timeout=60.0)
+@pytest.fixture
+def pool(fresh_ranks) -> Pool:
+    return fresh_ranks(2, timeout=LIMIT)
 
 
-@on_gpu
-def all_reduced_by_nccl(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    return all_reduced(comm, cases)
+@pytest.fixture
+def on_gpu(pool) -> Callable[..., list[Any]]:
+    return partial(pool, over_gpu, "nccl", LIMIT)
 
 
-def test_two_processes_give_the_simulators_bits(fresh_ranks):
+def test_two_processes_give_the_simulators_bits(on_gpu):
     cases = [
         Case("all_reduce", name, elements, dtype, op)
         for name in ALGORITHMS["all_reduce"]
         for elements in (0, 1, 10_007, 3_000_001)
         for dtype, op in (("float32", "sum"), ("bfloat16", "sum"), ("int32", "max"))
     ]
-    by_rank = fresh_ranks(2, timeout=LIMIT)(all_reduced_by_nccl, cases)
+    by_rank = on_gpu(all_reduced, cases)
     for i, case in enumerate(cases):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
 
-@on_gpu
-def captured_by_nccl(comm: Communicator) -> None:
-    captured(comm)
+def test_a_collective_in_a_cuda_graph(on_gpu):
+    on_gpu(captured)
 
 
-def test_a_collective_in_a_cuda_graph(fresh_ranks):
-    fresh_ranks(2, timeout=LIMIT)(captured_by_nccl)
-
-
-@on_gpu
 def duplicated(comm: Communicator) -> None:
     with comm.duplicate() as other:
         assert other._transport._launches is comm._transport._launches
@@ -69,11 +69,10 @@ def duplicated(comm: Communicator) -> None:
         assert all(torch.all(x == comm.size) for x in xs)
 
 
-def test_communicators_of_a_device_share_a_queue(fresh_ranks):
-    fresh_ranks(2, timeout=LIMIT)(duplicated)
+def test_communicators_of_a_device_share_a_queue(on_gpu):
+    on_gpu(duplicated)
 
 
-@on_gpu
 def beside(comm: Communicator) -> None:
     store = dist.PrefixStore("beside", comm._connect.args[0])
     dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
@@ -85,25 +84,18 @@ def beside(comm: Communicator) -> None:
     dist.destroy_process_group()
 
 
-def test_it_works_beside_torchs_own_group(fresh_ranks):
-    fresh_ranks(2, timeout=LIMIT)(beside)
+def test_it_works_beside_torchs_own_group(on_gpu):
+    on_gpu(beside)
 
 
-@on_gpu
-def clipped_on_gpu(comm: Communicator) -> list[float]:
-    return clipped(comm, "cuda")
-
-
-def test_stage_3_has_the_losses_of_the_cpu(fresh_ranks):
+def test_stage_3_has_the_losses_of_the_cpu(on_gpu, pool):
     """Each of 5 layers rounds sums of WIDTH products, forwards and backwards, in every step."""
-    pool = fresh_ranks(2, timeout=LIMIT)
-    for here, there in zip(pool(clipped_on_gpu), pool(clipped), strict=True):
+    for here, there in zip(on_gpu(clipped, "cuda"), pool(clipped), strict=True):
         for i, (found, wanted) in enumerate(zip(here, there, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i // 2)
             assert abs(found - wanted) <= bound * abs(wanted)
 
 
-@on_gpu
 def peak(comm: Communicator) -> tuple[int, int]:
     """(by the allocator, by the engine's account): bytes over a stage 3 step."""
     width, layers = 1024, 64
@@ -132,7 +124,7 @@ def peak(comm: Communicator) -> tuple[int, int]:
     return found - before, account
 
 
-def test_the_allocator_holds_what_the_engine_says(fresh_ranks):
+def test_the_allocator_holds_what_the_engine_says(on_gpu):
     """But for activations of one row, a unit's gradient on its way to its bucket, and staging."""
-    for found, account in fresh_ranks(2, timeout=LIMIT)(peak):
+    for found, account in on_gpu(peak):
         assert abs(found - account) <= 0.03 * account

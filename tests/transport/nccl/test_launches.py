@@ -18,7 +18,6 @@ from ringdp.transport.device.streams import Streams
 from tests.comm.failing import hear
 from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
-from tests.transport.over import over_nccl
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -66,7 +65,6 @@ def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     queue.end()
 
 
-@over_nccl
 def stuck(comm: Communicator) -> None:
     """As by a GPU's, whose abort hangs."""
     device, another = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -93,11 +91,10 @@ def stuck(comm: Communicator) -> None:
     leave(device)
 
 
-def test_after_an_abort_that_hangs_a_device_has_another_queue(ranks) -> None:
-    ranks(2)(stuck)
+def test_after_an_abort_that_hangs_a_device_has_another_queue(over_nccl) -> None:
+    over_nccl(2)(stuck)
 
 
-@over_nccl
 def mixed(comm: Communicator) -> None:
     """A collective of the CPU ends while one of the device waits in the queue."""
     queue, passed, end = Launches(), threading.Event(), comm._transport
@@ -114,8 +111,8 @@ def mixed(comm: Communicator) -> None:
     queue.end()
 
 
-def test_a_collective_in_the_queue_counts_as_begun(ranks) -> None:
-    ranks(2)(mixed)
+def test_a_collective_in_the_queue_counts_as_begun(over_nccl) -> None:
+    over_nccl(2)(mixed)
 
 
 class Watched(Streams):
@@ -129,7 +126,6 @@ class Watched(Streams):
         self.issued.add(threading.get_ident())
 
 
-@over_nccl
 def issued(comm: Communicator) -> None:
     streams = Watched()
     with pytest.MonkeyPatch.context() as patch:
@@ -140,11 +136,10 @@ def issued(comm: Communicator) -> None:
     assert streams.issued < streams.may  # and the thread that watches may, too
 
 
-def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(ranks) -> None:
-    ranks(2)(issued)
+def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(over_nccl) -> None:
+    over_nccl(2)(issued)
 
 
-@over_nccl
 def shared(comm: Communicator) -> None:
     """As by communicators of one GPU."""
     queue, other, closed = Launches(), comm.duplicate(), comm.duplicate()
@@ -169,5 +164,5 @@ def shared(comm: Communicator) -> None:
     queue.end()
 
 
-def test_a_communicator_that_fails_or_closes_holds_up_no_other(ranks) -> None:
-    ranks(2)(shared)
+def test_a_communicator_that_fails_or_closes_holds_up_no_other(over_nccl) -> None:
+    over_nccl(2)(shared)

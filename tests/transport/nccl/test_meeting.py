@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringdp import Communicator
-from tests.transport.nccl.test_gpu import on_gpu
+from tests.transport.over import over_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,6 @@ pytestmark = [
 ]
 
 
-@on_gpu
 def added(comm: Communicator) -> list[float]:
     x = torch.full((2,), float(comm.rank + 1), device="cuda")
     comm.all_reduce(x)
@@ -27,4 +26,4 @@ def added(comm: Communicator) -> list[float]:
 
 
 def test_two_processes_of_one_gpu_add(fresh_ranks):
-    assert fresh_ranks(2, timeout=22.0)(added) == [[3.0, 3.0]] * 2
+    assert fresh_ranks(2, timeout=22.0)(over_gpu, "nccl", 60.0, added) == [[3.0, 3.0]] * 2

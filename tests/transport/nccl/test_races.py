@@ -13,7 +13,6 @@ from ringdp.schedule import Builder, Schedule, Transfer
 from ringdp.transport.device.streams import THREAD_LOCAL, CudaStreams
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import Device, faked, racing
-from tests.transport.over import over_nccl
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -51,7 +50,6 @@ def on_two_streams(device: Device, comm: Communicator) -> None:
     called(device, comm, ELEMENTS // 3, copying_first, "sum")
 
 
-@over_nccl
 def in_turn(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = racing(comm, patch)
@@ -64,8 +62,8 @@ def in_turn(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_collectives_in_turn(ranks, n: int) -> None:
-    ranks(n)(in_turn)
+def test_collectives_in_turn(over_nccl, n: int) -> None:
+    over_nccl(n)(in_turn)
 
 
 def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

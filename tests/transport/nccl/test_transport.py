@@ -1,4 +1,4 @@
-"""The NCCL transport over the host NCCL: the simulator's bits, messages, and how it fails."""
+"""The NCCL transport over the host NCCL: eight ranks, NCCL's own collectives, and its faults."""
 
 from __future__ import annotations
 
@@ -11,44 +11,16 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
-from ringdp.transport.nccl.transport import NcclTransport
 from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE, Say
-from tests.transport.device_bodies import (
-    MISTAKES,
-    calls,
-    check_left_behind,
-    check_mistaken,
-    left_behind,
-    mistaken,
-)
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
-from tests.transport.over import over_nccl
-from tests.transport.test_conformance import LONG, ROWS, Case, agree, found
+from tests.transport.test_conformance import ROWS, Case, agree, found
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
 
 LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16")
-
-
-@over_nccl
-def found_over_nccl(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    assert isinstance(comm._transport, NcclTransport)
-    return found(comm, cases)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_algorithm_gives_the_simulators_bits(ranks, n: int):
-    cases = [Case(*row, LENGTHS[(i + n) % 4], d) for d in DTYPES for i, row in enumerate(ROWS)]
-    cases += [Case(*row, 1001 + n, d) for d in ("int16", "bool") for row in ROWS[:7]]
-    cases += [Case("all_reduce", "direct", LONG // 4 + n, d) for d in DTYPES]
-
-    def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
-        return ranks(n)(found_over_nccl, cases)
-
-    agree(pool, n, cases)
 
 
 def eight(comm: Communicator, say: Say, cases: list[Case]) -> None:
@@ -70,21 +42,10 @@ def test_eight_ranks_give_the_simulators_bits(forks):
     agree(pool, 8, cases)
 
 
-@over_nccl
-def calls_over_nccl(comm: Communicator) -> None:
-    calls(comm)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_it_offers_what_a_communicator_has(ranks, n: int):
-    ranks(n)(calls_over_nccl)
-
-
 def by_nccl(function: Callable[..., Any], *arguments: Any) -> None:
     function(*arguments, algorithm="nccl")
 
 
-@over_nccl
 def nccls_own(comm: Communicator) -> None:
     """On whole numbers, whose sums no order of additions rounds."""
     n, me = comm.size, comm.rank
@@ -138,18 +99,8 @@ def nccls_own(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_nccls_own_collectives(ranks, n: int):
-    ranks(n)(nccls_own)
-
-
-@over_nccl
-def mistaken_over_nccl(comm: Communicator, what: str) -> Heard | None:
-    return mistaken(comm, what)
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_ranks_that_disagree_all_hear_of_it(ranks, what: str):
-    check_mistaken(ranks(2)(mistaken_over_nccl, what), what)
+def test_nccls_own_collectives(over_nccl, n: int):
+    over_nccl(n)(nccls_own)
 
 
 def suffers(comm: Communicator, what: int) -> Heard | None:
@@ -196,34 +147,6 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
         for heard in said[rank]:
             assert heard.error == heard.again == "PeerLost", heard
             assert "rank 1 has ended" in heard.text
-
-
-def left_over_nccl(comm: Communicator) -> Heard | None:
-    return left_behind(comm, "nccl-host")
-
-
-def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks):
-    check_left_behind(ranks(3)(left_over_nccl))
-
-
-def again(comm: Communicator) -> None:
-    """After a failure the same processes come together once more."""
-    c = ringdp.init(transport="nccl-host", timeout=PATIENCE)
-    comm.barrier()  # both have come
-    if comm.rank == 0:
-        c.abort()
-    else:
-        assert hear(c, c.barrier).error == "PeerLost"
-        c.abort()
-    with ringdp.init(transport="nccl-host", timeout=PATIENCE) as c:
-        c.all_reduce(x := torch.ones(3))
-        assert torch.all(x == comm.size)
-        comm.barrier()
-    rendezvous._world = comm
-
-
-def test_after_a_failure_they_meet_again(ranks):
-    ranks(2)(again)
 
 
 def test_it_says_what_it_needs():

@@ -1,0 +1,177 @@
+"""Transports whose collectives a device runs, on the host: bits, training, and how they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm import rendezvous
+from ringdp.transport import answers
+from tests.comm import test_forms, test_groups, test_messages
+from tests.comm.failing import Heard, hear, until_failed
+from tests.forks import PATIENCE
+from tests.parallel.test_engine import equal, train
+from tests.transport.device_bodies import Trained, clipped, ddp
+from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.over import over
+from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, agree
+
+pytestmark = pytest.mark.process
+
+LENGTHS = (0, 1, 7, 1003)
+
+
+@pytest.fixture(params=["nccl-host", "peer-host"])
+def transport(request) -> str:
+    if request.param == "nccl-host":
+        only_with_host_nccl()
+    return request.param
+
+
+@pytest.fixture
+def over_device(ranks, transport) -> Callable[[int], Callable[..., Any]]:
+    return lambda n: partial(ranks(n), over, transport)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_algorithm_gives_the_simulators_bits(over_device, n: int):
+    floats = ("float32", "bfloat16")
+    cases = [
+        Case(*row, LENGTHS[(i + k + n) % 4], dtype)
+        for k, dtype in enumerate(floats)
+        for i, row in enumerate(ROWS)
+    ]
+    cases += [Case(*row, 1001 + n, dtype) for dtype in ("int16", "bool") for row in ROWS[:7]]
+    cases += [Case("all_reduce", "direct", 1001 + n, dtype) for dtype in NAMES]
+    cases += [Case("all_reduce", "direct", LONG // 4 + n, dtype) for dtype in floats]
+    cases += [Case("all_reduce", "ring", LONG // 4 + n, "bfloat16")]
+    agree(over_device(n), n, cases)
+
+
+def calls(comm: Communicator) -> None:
+    """What the communicator's own tests ask of shared memory."""
+    test_forms.moved(comm, 10)
+    test_forms.added(comm, 10)
+    test_forms.begun_in_inference_mode(comm)
+    test_messages.exchange(comm)
+    test_messages.anybody(comm)
+    test_messages.beside_collectives(comm)
+    test_groups.parts.__wrapped__(comm)
+    test_groups.together(comm)
+    with comm.duplicate() as other, other.group():
+        x = torch.ones(3)
+        other.all_reduce(x)
+        comm.barrier()
+    assert torch.all(x == comm.size)
+    with pytest.raises(ringdp.UsageError, match="moves tensors on cpu"):
+        comm.all_reduce(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_it_offers_what_a_communicator_has(over_device, n: int):
+    over_device(n)(calls)
+
+
+MISTAKES = ("collective", "roots", "length", "dtype", "sizes", "message", "late")
+
+
+def mistaken(comm: Communicator, what: str) -> Heard | None:
+    x, odd = torch.ones(5000), comm.rank == 1
+    sizes = [2500, 2500] if odd else [2000, 3000]
+    act = {
+        "collective": lambda: comm.broadcast(x) if odd else comm.all_reduce(x),
+        "roots": lambda: comm.broadcast(x, 1 - comm.rank),  # each waits for the other's data
+        "length": lambda: comm.all_reduce(x[1:] if odd else x),
+        "dtype": lambda: comm.all_reduce(x.int() if odd else x),
+        "sizes": lambda: comm.all_gather_v(x, x[: sizes[comm.rank]], sizes),
+        "message": lambda: comm.recv(x[1:], 0) if odd else comm.send(x, 1),
+        "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
+    }[what]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "PATIENCE", PATIENCE)  # a busy machine is slow
+        return hear(comm, act, comm.barrier, comm.barrier)
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_ranks_that_disagree_all_hear_of_it(over_device, what: str):
+    for heard in over_device(2)(mistaken, what):
+        wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
+        assert heard.error == heard.again == wanted, heard
+        if what == "collective":
+            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in heard.text
+            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in heard.text
+            assert heard.text.count("test_devices.py:") == 4  # in two lines, and in the table
+
+
+def left_behind(comm: Communicator, transport: str) -> Heard | None:
+    """By rank 1, in collectives for which nobody waits on the host."""
+    c = ringdp.init(transport=transport, timeout=PATIENCE)
+    rendezvous._world = comm
+    c.barrier()
+    if comm.rank == 1:
+        c.close()
+        return None
+    for _ in range(2):
+        c.all_reduce(torch.ones(9), async_op=True)
+    until = time.monotonic() + PATIENCE / 6
+    while c._transport.failure() is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    heard = hear(c, c.barrier)
+    c.close()
+    return heard
+
+
+def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks, transport):
+    here, nothing, there = ranks(3)(left_behind, transport)
+    assert nothing is None
+    for heard in (here, there):
+        assert heard.error == heard.again == "PeerLost", heard
+        assert "rank 1 has ended (it has closed)" in heard.text
+
+
+def again(comm: Communicator, transport: str) -> None:
+    """After a failure the same processes come together once more."""
+    c = ringdp.init(transport=transport, timeout=PATIENCE)
+    comm.barrier()  # both have come
+    if comm.rank == 0:
+        c.abort()
+    else:
+        assert hear(c, lambda: c.all_reduce(torch.ones(9)), c.barrier).error == "PeerLost"
+        c.abort()
+    with ringdp.init(transport=transport, timeout=PATIENCE) as c:
+        c.all_reduce(x := torch.ones(3))
+        assert torch.all(x == comm.size)
+        comm.barrier()
+    rendezvous._world = comm
+
+
+def test_after_a_failure_they_meet_again(ranks, transport):
+    ranks(2)(again, transport)
+
+
+def staged(comm: Communicator, stage: int) -> Trained:
+    run = train(comm, stage)
+    return Trained(run.losses, run.parameters, run.sent)
+
+
+@pytest.mark.parametrize(
+    ("trained", "arguments"), [*((staged, (stage,)) for stage in range(4)), (ddp, ())]
+)
+def test_it_trains_as_over_shared_memory(over_device, ranks, trained, arguments):
+    found = over_device(2)(trained, *arguments)
+    for here, there in zip(found, ranks(2)(trained, *arguments), strict=True):
+        assert here.losses == there.losses
+        assert equal(here.parameters, there.parameters)
+        assert here.sent == there.sent
+
+
+def test_gradients_are_scaled_and_clipped_as_over_shared_memory(over_device, ranks):
+    assert over_device(2)(clipped) == ranks(2)(clipped)
