@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any, NamedTuple
 
 import pytest
@@ -231,7 +232,7 @@ TINY = {"bucket_cap_mb": 0.001}
 CASES = {
     "mlp": Case(lambda _: mlp()),
     "mlp, tiny buckets": Case(lambda _: mlp(), options=TINY),
-    "mlp, a bucket each": Case(lambda _: mlp(), options={"bucket_cap_mb": 0}),
+    "mlp, a bucket each": Case(lambda _: mlp(), options={"bucket_cap_mb": 1e-6}),
     "mlp, zeroed in place": Case(lambda _: mlp(), set_to_none=False),
     "mlp, bucket views": Case(lambda _: mlp(), options={"gradient_as_bucket_view": True}),
     "mlp, static": Case(lambda _: mlp(), options=STATIC),
@@ -273,6 +274,9 @@ CASES = {
 
 
 TORCHS = nn.parallel.DistributedDataParallel
+# Over torch 2.11 a forward in evaluation writes to buffers that a backward still needs.
+if not (NAMES_SYNCS := "forward_sync_buffers" in signature(TORCHS).parameters):
+    del CASES["cnn, evaluated before backward"]
 STEPS = 4
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import ringdp
 from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import (
+    NAMES_SYNCS,
     TORCHS,
     WIDTH,
     Branches,
@@ -87,10 +88,12 @@ def test_what_is_logged_is_torchs(ranks):
 READ = (
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_bytes_cap",
     "bucket_bytes_cap_list", "broadcast_bucket_size", "device", "device_type", "mixed_precision",
-    "require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers",
+    "require_backward_grad_sync", "require_forward_param_sync",
     "broadcast_buffers", "device_ids", "output_device", "dim", "parameters_to_ignore",
     "_has_rebuilt_buckets", "_distributed_rank",
 )  # fmt: skip
+if NAMES_SYNCS:
+    READ += ("forward_sync_buffers",)
 
 
 def read(comm: Communicator) -> None:
@@ -112,7 +115,7 @@ def read(comm: Communicator) -> None:
         said += [net._build_debug_param_to_name_mapping(parameters)]
         said += [sorted(get_model_state_dict(net))]
         net.broadcast_buffers = False
-        said += [net.forward_sync_buffers, net.will_sync_module_buffers()]
+        said += [net.broadcast_buffers, net.will_sync_module_buffers()]
         return said
 
     mine, theirs = of_both(found)
