@@ -8,6 +8,7 @@ import os
 import random
 import re
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ringdp.transport.files import SEALS, Address
 from ringdp.transport.shm import ShmTransport
 from ringdp.transport.watch import Watched, segments
 from tests.comm.failing import hear
+from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Forks, Say, store
 
 pytestmark = pytest.mark.process
@@ -170,7 +172,8 @@ def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> Non
         talk.set("damaged", "")
     talk.wait(["damaged"])
     say(table(comm._transport))
-    say(hear(comm, lambda: comm.all_reduce(torch.ones(9), algorithm="ring", async_op=True).wait(1)))
+    ring = partial(comm.all_reduce, torch.ones(9), algorithm="ring", async_op=True)
+    say(hear(comm, lambda: ring().wait(TIMEOUT)))
 
 
 def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
