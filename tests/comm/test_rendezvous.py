@@ -1,12 +1,10 @@
-"""How ranks find each other: under torchrun, and where its variables are wrong."""
+"""How ranks find each other by torchrun's variables, and what is refused where they are wrong."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import subprocess
-import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,30 +23,6 @@ from tests.forks import PATIENCE, Forks, Say
 from tests.ports import unused_port
 
 pytestmark = pytest.mark.process
-
-TORCHRUN = """
-import sys, torch, ringdp
-comm = ringdp.init(timeout=120)
-x = torch.tensor([float(comm.rank + 1)])
-comm.all_reduce(x)
-sys.stdout.write(f"rank {comm.rank} of {comm.size}: {x.item()}\\n")  # whole lines, unbuffered too
-"""
-
-
-def test_init_under_torchrun(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(TORCHRUN, encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(script)),
-        ],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]
 
 
 def in_groups(comm: Communicator, *phases: list[int]) -> None:
@@ -116,13 +90,23 @@ def test_our_stores_listen_on_the_loopback_alone(serve):
     assert address == f"0100007F:{serving.port:04X}"
 
 
-def test_a_store_that_nobody_serves_is_a_communication_error(monkeypatch):
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(RANK="1"): torchrun's variables, but for these."""
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+    def launched(**others: str) -> None:
+        for name, value in (variables | others).items():
+            monkeypatch.setenv(name, value)
+
+    return launched
+
+
+def test_a_store_that_nobody_serves_is_a_communication_error(launched):
     with socket.socket() as taken:  # which listens to nobody
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        for name, value in (variables | {"MASTER_PORT": str(port)}).items():
-            monkeypatch.setenv(name, value)
+        launched(RANK="1", MASTER_PORT=str(port))
         where = f"rank 1 cannot reach rank 0's store at 127.0.0.1:{port}"
         with pytest.raises(ringdp.CommunicationError, match=where):
             ringdp.init(timeout=0.5)
@@ -139,23 +123,15 @@ def test_a_store_that_nobody_serves_is_a_communication_error(monkeypatch):
         ("MASTER_PORT", "65536", "MASTER_PORT is 65536; allowed: 0..65535"),
     ],
 )
-def test_variables_that_torchrun_does_not_set_so_are_refused(monkeypatch, name, value, said):
-    good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for variable, given in (good | {name: value}).items():
-        monkeypatch.setenv(variable, given)
+def test_variables_that_torchrun_does_not_set_so_are_refused(launched, name, value, said):
+    launched(**{name: value})
     with pytest.raises(ringdp.UsageError, match=re.escape(said)):
         ringdp.init()
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_torchruns_variables_in_part_are_refused(monkeypatch, missing):
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+def test_torchruns_variables_in_part_are_refused(launched, monkeypatch, missing):
+    launched()
     monkeypatch.delenv(missing)
     with pytest.raises(ringdp.UsageError, match=missing):
         ringdp.init()
