@@ -97,9 +97,18 @@ def all_stages(comm: Communicator, name: str) -> list[list[Any]]:
     return [[t.tolist() for t in run] for run in runs]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_a_loop_trains_as_one_process_does(ranks, n, name):
+# With three ranks one has parts that are cut at both ends, and an average is rounded.
+CUT = (
+    *("chain", "nested units", "tied, micro-batches", "tiny", "one parameter", "unequal"),
+    *("unused, micro-batches", "channels last", "float64", "bfloat16", "gradients assigned"),
+    *("two forwards, called twice", "checkpoint of all, reentrant=True"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [*((name, 2) for name in CASES), *((name, 3) for name in CUT)]
+)
+def test_a_loop_trains_as_one_process_does(ranks, name, n):
     found = ranks(n)(all_stages, name)
     bits = found[0][0]
     for rank, stages in enumerate(found):
