@@ -4,7 +4,10 @@
 
 runs `function(comm, *arguments)` on every rank, where `function` is a module-level function of a
 test file. An exception on any rank is raised in the test, the first one to occur first; the pool is
-then thrown away, since its communicator is.
+then thrown away, since its communicator is. A test that is no more than that is such a function:
+
+    @on_ranks(4)
+    def test_it(comm, parameter): ...
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import wraps
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -115,6 +120,30 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def on_ranks(
+    n: int | None = None, *, pool: str = "ranks"
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Without a number, on as many as the test's parameter n says. `pool`: the fixture's name."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        _, *parameters = inspect.signature(function).parameters
+
+        @wraps(function)
+        def test(*on_a_rank: Any, **given: Any) -> None:
+            if on_a_rank:  # which finds this under the function's name; pytest names what it gives
+                return function(*on_a_rank)
+            ranks = given[pool](n or given["n"])
+            ranks(test, *(given[name] for name in parameters))
+            return None
+
+        asked = dict.fromkeys([pool, *parameters, *([] if n else ["n"])])
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(a, kind) for a in asked])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def named(function: Callable[..., Any]) -> tuple[str, str]:

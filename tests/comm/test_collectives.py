@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringdp import Communicator
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -178,7 +179,9 @@ def test_results_are_torchs(ranks, n: int, what: Callable[[Communicator], None])
 SMALL = 71362  # the bits of a float32 that is denormal, as is twice that
 
 
-def flushing(comm: Communicator, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@on_ranks(2)
+def test_denormals_stay_whatever_thread_adds_them(comm: Communicator, algorithm: str) -> None:
     """In lines, as a whole, in tiles."""
     torch.set_flush_denormal(True)
     try:
@@ -189,8 +192,3 @@ def flushing(comm: Communicator, algorithm: str) -> None:
         assert torch.tensor(SMALL, dtype=torch.int32).view(torch.float32) * 1 == 0
     finally:
         torch.set_flush_denormal(False)
-
-
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_denormals_stay_whatever_thread_adds_them(ranks, algorithm):
-    ranks(2)(flushing, algorithm)

@@ -22,7 +22,7 @@ import torch
 import ringdp
 from ringdp import CommunicationError, Communicator, PeerLost
 from tests.comm.failing import Heard, fallible, hear, held, leaves_nothing
-from tests.ranks import TIMEOUT
+from tests.ranks import TIMEOUT, on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -87,8 +87,9 @@ def test_close_ends_what_is_pending(ranks):
     assert max(ranks(2)(pending_close)) < ALLOWED
 
 
+@on_ranks(2)
 @leaves_nothing
-def buffers_outlive_errors(comm: Communicator) -> None:
+def test_a_timed_out_buffer_is_not_freed_under_the_thread(comm: Communicator) -> None:
     """The tensor of a collective that timed out is not reused while the thread may write to it."""
     with comm.duplicate() as other:
         for call in range(20):
@@ -101,10 +102,6 @@ def buffers_outlive_errors(comm: Communicator) -> None:
                 comm.barrier()
             time.sleep(0.001)
             assert torch.all(x == 3.0)
-
-
-def test_a_timed_out_buffer_is_not_freed_under_the_thread(ranks):
-    ranks(2)(buffers_outlive_errors)
 
 
 @contextmanager
@@ -316,7 +313,9 @@ def test_a_closed_communicator_takes_nothing_from_a_child(ranks):
     assert ranks(2)(dropped) == [(2, 0)] * 2
 
 
-def leaves(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_a_rank_may_leave_right_after_its_last_collective(comm: Communicator) -> None:
     """A rank closes right after its last collective, while the others may still be reading."""
     before = held()
     for i in range(150):
@@ -326,8 +325,3 @@ def leaves(comm: Communicator) -> None:
             assert torch.all(x == comm.size)
     del other
     assert not held() - before
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_rank_may_leave_right_after_its_last_collective(ranks, n):
-    ranks(n)(leaves)

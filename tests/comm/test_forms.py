@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringdp import Communicator
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -174,7 +175,8 @@ def test_what_began_in_inference_mode_is_waited_for_outside_of_it(ranks):
     ranks(2)(begun_in_inference_mode)
 
 
-def logic(comm: Communicator) -> None:
+@on_ranks(3)
+def test_bits_and_truth_values(comm: Communicator) -> None:
     """Three ranks, eight places: every combination of bits."""
     bits = torch.tensor([(place >> r) & 1 for r in range(3) for place in range(8)]).view(3, 8)
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64):
@@ -190,10 +192,6 @@ def logic(comm: Communicator) -> None:
             x = bits[comm.rank].to(dtype, copy=True)
             comm.all_reduce(x, op)
             assert torch.equal(x, want.to(dtype)), (dtype, op)
-
-
-def test_bits_and_truth_values(ranks):
-    ranks(3)(logic)
 
 
 def same_bits(comm: Communicator, dtype: torch.dtype) -> list[Tensor]:
@@ -216,7 +214,9 @@ def test_a_reduce_has_the_bits_of_an_all_reduce_whatever_the_root(ranks, dtype: 
     assert all(torch.equal(first, x) for x in others)
 
 
-def overlapping(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+@on_ranks()
+def test_tensors_may_overlap(comm: Communicator) -> None:
     """The input is a part of the output, but not the one where it belongs."""
     n, me = comm.size, comm.rank
     for shift in range(3 * n - 2):
@@ -236,12 +236,8 @@ def overlapping(comm: Communicator) -> None:
     )
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_tensors_may_overlap(ranks, n: int):
-    ranks(n)(overlapping)
-
-
-def compiled(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_collective_ends_a_graph_of_torch_compile(comm: Communicator) -> None:
     def step(x: Tensor) -> Tensor:
         y = x * 2
         comm.all_reduce(y)
@@ -260,7 +256,3 @@ def compiled(comm: Communicator) -> None:
     for _ in range(3):  # the first call, the same again, and what is compiled from there on
         assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0 * comm.size + 1))
     assert len(graphs) == 3  # y, z and z + y
-
-
-def test_a_collective_ends_a_graph_of_torch_compile(ranks):
-    ranks(2)(compiled)

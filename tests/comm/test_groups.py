@@ -10,6 +10,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from tests.comm.failing import leaves_nothing
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -71,7 +72,8 @@ def test_parts_of_a_communicator(ranks, n: int):
     ranks(n)(parts)
 
 
-def rows_and_columns(comm: Communicator) -> None:
+@on_ranks(4)
+def test_a_rank_may_be_in_several_parts_at_once(comm: Communicator) -> None:
     """A 2 x 2 grid: each rank is in two parts, and uses both at once on two threads."""
     row, column = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
     assert row is not None
@@ -92,10 +94,6 @@ def rows_and_columns(comm: Communicator) -> None:
     assert found["column"] == [2 * in_column + 2 + 2 * i for i in range(50)]
     row.close()
     column.close()
-
-
-def test_a_rank_may_be_in_several_parts_at_once(ranks):
-    ranks(4)(rows_and_columns)
 
 
 def together(comm: Communicator) -> None:
@@ -130,7 +128,8 @@ def test_calls_in_a_group_give_what_they_give_alone(ranks, n: int):
     ranks(n)(together)
 
 
-def one_wait(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_group_waits_once_at_its_end(comm: Communicator) -> None:
     """Nothing in the block waits: rank 0's calls end only after rank 1 has seen that they began."""
     with comm.duplicate() as other:
         x, y = torch.ones(10), torch.ones(300_000)
@@ -165,10 +164,6 @@ def one_wait(comm: Communicator) -> None:
             comm.barrier()
             with pytest.raises(ringdp.CollectiveTimeout):
                 other.barrier()
-
-
-def test_a_group_waits_once_at_its_end(ranks):
-    ranks(2)(one_wait)
 
 
 def shown(comm: Communicator) -> list[str]:

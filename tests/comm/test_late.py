@@ -23,6 +23,7 @@ from ringdp.comm.table import table
 from ringdp.transport.processes import process_state
 from tests.comm.failing import Form, Heard, forms, hear, matrix, names_its_line, row_of
 from tests.forks import PATIENCE, Forks, Say, store
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -180,7 +181,8 @@ def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
     assert by_the_late_one == []
 
 
-def uneven(comm: Communicator) -> None:
+@on_ranks(3)
+def test_who_waits_takes_uneven_parts_for_no_mistake(comm: Communicator) -> None:
     """Ranks that send each other different amounts, while one is late."""
     me, n = comm.rank, comm.size
     sent = [10 * (me + r) for r in range(n)]
@@ -190,10 +192,6 @@ def uneven(comm: Communicator) -> None:
     out = torch.empty_like(given)
     comm.all_to_all_v(out, given, sent, sent)
     assert torch.equal(out, torch.cat([torch.full((k,), float(r)) for r, k in enumerate(sent)]))
-
-
-def test_who_waits_takes_uneven_parts_for_no_mistake(ranks):
-    ranks(3)(uneven)
 
 
 def done_while_stopped(comm: Communicator, say: Say) -> None:

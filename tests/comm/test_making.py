@@ -25,6 +25,7 @@ from ringdp.transport import making, shm, wire
 from tests.comm.failing import hear
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.forks import PATIENCE, Forks, Say, store
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -122,17 +123,14 @@ def test_a_rank_that_ends_before_it_comes_is_named(forks: Forks, transport: str,
         assert heard.seconds < ALLOWED
 
 
-def late(comm: Communicator) -> None:
+@on_ranks(3)
+def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
     for make in MAKE.values():
         comm.barrier()
         time.sleep(0.3 * (comm.rank == 1))
         made = make(comm)
         assert total(made) == comm.size
         made.close()
-
-
-def test_a_rank_that_is_late_is_waited_for(ranks):
-    ranks(3)(late)
 
 
 def too_late(comm: Communicator, say: Say) -> None:
@@ -154,7 +152,8 @@ def test_the_users_timeout_holds(forks: Forks):
         assert "rank 1 has not called it" in heard.text
 
 
-def stores_timeout(comm: Communicator) -> str:
+@on_ranks(2)
+def test_who_comes_too_late_hears_that_others_gave_up(comm: Communicator) -> str:
     """Of ranks that meet for the first time, where one has no time to come."""
     part = dist.PrefixStore(f"late/{comm.issued}", comm._connect.args[0]).clone()
     part.set_timeout(timedelta(seconds=0.3))
@@ -167,10 +166,6 @@ def stores_timeout(comm: Communicator) -> str:
             shm.ShmTransport(part, 1, 2)
     comm.barrier()
     return str(e.value)
-
-
-def test_who_comes_too_late_hears_that_others_gave_up(ranks):
-    ranks(2)(stores_timeout)
 
 
 def over_without_one(comm: Communicator, say: Say, ends: bool) -> None:
@@ -255,7 +250,8 @@ def test_what_fails_once_all_have_met_is_told_to_all(forks: Forks):
     assert seconds < ALLOWED
 
 
-def without_files(comm: Communicator) -> None:
+@on_ranks(1)
+def test_no_file_is_an_error_of_ours(comm: Communicator) -> None:
     with (
         patch.object(os, "memfd_create", no_descriptor),
         pytest.raises(
@@ -263,10 +259,6 @@ def without_files(comm: Communicator) -> None:
         ),
     ):
         comm.duplicate()
-
-
-def test_no_file_is_an_error_of_ours(ranks):
-    ranks(1)(without_files)
 
 
 def test_more_ranks_than_a_call_can_name_are_refused():

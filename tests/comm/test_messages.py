@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -199,7 +200,8 @@ def test_who_sends_nothing_maps_nothing(ranks):
     assert ranks(3)(mapped) == [[0, 1], [0, 1], [0, 0]]
 
 
-def leaves(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_rank_may_leave_after_a_short_message(comm: Communicator) -> None:
     """A short message outlives its sender."""
     for _ in range(20):
         with comm.duplicate() as other:
@@ -209,10 +211,6 @@ def leaves(comm: Communicator) -> None:
                 x = torch.zeros(100)
                 other.recv(x, 0)
                 assert torch.all(x == 7)
-
-
-def test_a_rank_may_leave_after_a_short_message(ranks):
-    ranks(2)(leaves)
 
 
 def said(comm: Communicator, *calls: Callable[[], object]) -> list[str]:

@@ -16,6 +16,7 @@ from ringdp.comm import programs
 from ringdp.comm.call import OWN, fingerprint
 from ringdp.schedule import ALGORITHMS, Schedule, project, schedule
 from tests.comm.failing import leaves_nothing
+from tests.ranks import on_ranks
 
 
 def made() -> Callable[[int], Schedule]:
@@ -57,16 +58,13 @@ def used(comm: Communicator) -> weakref.ref[Communicator]:
     return weakref.ref(comm)
 
 
+@pytest.mark.process
+@on_ranks(2)
 @leaves_nothing
-def dropped(comm: Communicator) -> None:
+def test_an_algorithm_that_holds_its_communicator_does_not_keep_it(comm: Communicator) -> None:
     seen = used(comm.duplicate())
     gc.collect()
     assert seen() is None
-
-
-@pytest.mark.process
-def test_an_algorithm_that_holds_its_communicator_does_not_keep_it(ranks):
-    ranks(2)(dropped)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")

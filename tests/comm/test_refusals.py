@@ -17,6 +17,7 @@ import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.comm.programs import program
 from ringdp.schedule import Schedule, Transfer, project, schedule
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -130,7 +131,14 @@ def test_refusals_say_what_was_given_and_what_is_allowed(ranks):
             assert all(w in text for w in words), text
 
 
-def of_another_kind(comm: Any) -> None:
+def waited_as_a_group(comm: Any, *, timeout: float = 60.0, async_op: Any = True) -> None:
+    with comm.group(async_op=async_op) as group:
+        comm.barrier()
+    group.wait(timeout)
+
+
+@on_ranks(2)
+def test_what_is_of_another_kind_is_refused(comm: Any) -> None:
     me, peer = comm.rank, 1 - comm.rank
     three, six, even = torch.zeros(3), torch.zeros(6), [3, 3]
     vast = [3, 1 << 60] if me == 0 else [1 << 60, 3]
@@ -192,17 +200,8 @@ def of_another_kind(comm: Any) -> None:
             comm.all_to_all(six, six)
 
 
-def waited_as_a_group(comm: Any, *, timeout: float = 60.0, async_op: Any = True) -> None:
-    with comm.group(async_op=async_op) as group:
-        comm.barrier()
-    group.wait(timeout)
-
-
-def test_what_is_of_another_kind_is_refused(ranks):
-    ranks(2)(of_another_kind)
-
-
-def numbers_of_every_kind(comm: Any) -> None:
+@on_ranks(2)
+def test_numbers_are_taken_whatever_makes_them(comm: Any) -> None:
     wholes = (np.int64, torch.tensor, np.uint8)
     for whole in wholes:
         x = torch.full((2,), float(comm.rank))
@@ -224,18 +223,11 @@ def numbers_of_every_kind(comm: Any) -> None:
     assert torch.all(x.isnan())
 
 
-def test_numbers_are_taken_whatever_makes_them(ranks):
-    ranks(2)(numbers_of_every_kind)
-
-
-def alone(comm: Any) -> None:
+@on_ranks(1)
+def test_a_rank_alone_has_nobody_to_write_to(comm: Any) -> None:
     for call in (lambda: comm.recv(torch.ones(3)), lambda: comm.send(torch.ones(3), 0)):
         with pytest.raises(ringdp.UsageError, match="allowed: another rank, of \\[\\]"):
             call()
-
-
-def test_a_rank_alone_has_nobody_to_write_to(ranks):
-    ranks(1)(alone)
 
 
 def freed(elements: int, offset: int) -> Tensor:
@@ -292,7 +284,8 @@ def test_a_call_that_looks_like_an_earlier_one_is_refused_too(ranks):
             assert word in text
 
 
-def only_one_refused(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_refusal_on_one_rank_is_no_collective(comm: Communicator) -> None:
     """A call refused on one rank only leaves the others' collective to be joined later."""
     if comm.rank == 0:
         with pytest.raises(ringdp.UsageError):
@@ -300,10 +293,6 @@ def only_one_refused(comm: Communicator) -> None:
     x = torch.full((3,), float(comm.rank))
     comm.all_reduce(x)
     assert torch.all(x == 1)
-
-
-def test_a_refusal_on_one_rank_is_no_collective(ranks):
-    ranks(2)(only_one_refused)
 
 
 def by_way_of_the_other(n: int) -> Schedule:

@@ -13,6 +13,7 @@ from ringdp import Communicator, Work
 from ringdp.comm.call import named, place
 from ringdp.comm.job import How, Job
 from ringdp.schedule import Schedule
+from tests.ranks import on_ranks
 from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
@@ -108,7 +109,9 @@ def issued_by_python(comm: Communicator, call: Callable[[], object]) -> int:
     return len(seen)
 
 
-def second_calls(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+@on_ranks()
+def test_which_calls_stay_in_c(comm: Communicator) -> None:
     if comm._ready is None:
         pytest.skip("an older torch")
     x, part = torch.ones(4 * comm.size), torch.ones(4)
@@ -121,12 +124,10 @@ def second_calls(comm: Communicator) -> None:
             comm.barrier()
 
 
+@pytest.mark.parametrize("each", [0, 4, 5000, 70_000])
 @pytest.mark.parametrize("n", [2, 4])
-def test_which_calls_stay_in_c(ranks, n: int):
-    ranks(n)(second_calls)
-
-
-def by_algorithm(comm: Communicator, each: int) -> None:
+@on_ranks()
+def test_each_algorithm_repeats_itself(comm: Communicator, each: int) -> None:
     """Each in its own way, time and again: they differ in rounding."""
     xs = torch.randn(3, each * comm.size, generator=torch.Generator().manual_seed(comm.rank))
     first: dict[object, list[Tensor]] = {}
@@ -150,13 +151,9 @@ def by_algorithm(comm: Communicator, each: int) -> None:
                 assert torch.equal(turned, whole)
 
 
-@pytest.mark.parametrize("each", [0, 4, 5000, 70_000])
-@pytest.mark.parametrize("n", [2, 4])
-def test_each_algorithm_repeats_itself(ranks, n: int, each: int):
-    ranks(n)(by_algorithm, each)
-
-
-def from_root_to_root(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_each_root_repeats_itself(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     for turn in range(3):
         for root in range(n):
@@ -182,12 +179,8 @@ def from_root_to_root(comm: Communicator) -> None:
             assert torch.equal(mine, others)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_each_root_repeats_itself(ranks, n: int):
-    ranks(n)(from_root_to_root)
-
-
-def other_memory(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_copy_comes_home_to_where_it_was_asked_for(comm: Communicator) -> None:
     """An output that gets other memory before what it waits for has come; inputs that others change
     meanwhile."""
     n, each = comm.size, 70_000
@@ -206,11 +199,8 @@ def other_memory(comm: Communicator) -> None:
         assert torch.equal(part, torch.full((each,), 3.0 * n))
 
 
-def test_a_copy_comes_home_to_where_it_was_asked_for(ranks):
-    ranks(2)(other_memory)
-
-
-def within_a_group(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_group_takes_in_what_would_be_repeated(comm: Communicator) -> None:
     xs = [torch.full((8,), comm.rank + 1.0) for _ in range(3)]
     comm.all_reduce(torch.ones(8))
     with comm.group():
@@ -222,11 +212,8 @@ def within_a_group(comm: Communicator) -> None:
         assert torch.equal(x, torch.full((8,), 3.0))
 
 
-def test_a_group_takes_in_what_would_be_repeated(ranks):
-    ranks(2)(within_a_group)
-
-
-def recorded(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_repeated_call_is_on_record(comm: Communicator) -> None:
     x = torch.ones(8, dtype=torch.int32)
     for _ in range(2):
         comm.all_reduce(x, "max", tag=5)
@@ -238,11 +225,8 @@ def recorded(comm: Communicator) -> None:
         assert place(site).endswith(f"{__file__[-30:]}:{line}")
 
 
-def test_a_repeated_call_is_on_record(ranks):
-    ranks(2)(recorded)
-
-
-def negated(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_negated_tensor_in_the_place_of_a_plain_one(comm: Communicator) -> None:
     z, pair = torch.zeros(1, dtype=torch.complex64), torch.zeros(2)
     for plain in (True, True, False, True, False):
         z.fill_(complex(0, comm.rank + 1))
@@ -252,10 +236,6 @@ def negated(comm: Communicator) -> None:
         pair.fill_(comm.rank + 1.0)
         comm.all_reduce(pair if plain else torch._neg_view(pair), "max")  # type: ignore[attr-defined]
         assert pair.tolist() == [2.0 if plain else 1.0] * 2
-
-
-def test_a_negated_tensor_in_the_place_of_a_plain_one(ranks):
-    ranks(2)(negated)
 
 
 def test_it_is_the_method_to_whoever_looks():

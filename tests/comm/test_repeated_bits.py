@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringdp import Communicator, Work
 from tests.comm.test_repeated import issued_by_python, own
+from tests.ranks import on_ranks
 from tests.transport.test_conformance import ALGORITHMS, data, digest, star
 
 pytestmark = pytest.mark.process
@@ -77,7 +78,10 @@ def bits(comm: Communicator, each: int, dtype: torch.dtype, way: tuple, apart: b
     return [digest(x) for x in buffers[:3]]
 
 
-def twice(comm: Communicator, each: int) -> None:
+@pytest.mark.parametrize("each", [0, 5, 9_001])
+@pytest.mark.parametrize("n", [1, 4])
+@on_ranks()
+def test_a_second_call_has_the_bits_of_the_first(comm: Communicator, each: int) -> None:
     ready = comm._ready
     if ready is None:
         pytest.skip("an older torch")
@@ -100,9 +104,3 @@ def twice(comm: Communicator, each: int) -> None:
         overlap = each > 0 and not apart and way[0] == "scatter" and comm.rank == way[2]
         by_python = 2 * overlap
         assert issued_by_python(comm, again) == by_python, (dtype, way, apart)
-
-
-@pytest.mark.parametrize("each", [0, 5, 9_001])
-@pytest.mark.parametrize("n", [1, 4])
-def test_a_second_call_has_the_bits_of_the_first(ranks, n: int, each: int):
-    ranks(n)(twice, each)

@@ -15,11 +15,14 @@ from ringdp import Communicator, PeerLost, UsageError
 from ringdp.comm import communicator
 from ringdp.comm.call import place
 from tests.comm.failing import Heard, fallible, hear, until_failed
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def under_way(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+@on_ranks()
+def test_repeated_calls_in_the_background(comm: Communicator) -> None:
     """Several at once; nobody but the transport holds what one of them works on."""
     x, lengths = torch.ones(4), (4, 1 << 10, 1 << 18)
     for _ in range(3):
@@ -35,11 +38,6 @@ def under_way(comm: Communicator) -> None:
             assert work.is_completed()
         assert all(bool((y == comm.size).all()) for y in kept)
     assert not comm._transport.kept
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_repeated_calls_in_the_background(ranks, n: int):
-    ranks(n)(under_way)
 
 
 BY = {"direct": "", "ring": ", by ring"}
@@ -129,7 +127,9 @@ def test_retries_after_a_failure_keep_nothing(ranks, algorithm: str):
     assert ranks(2)(kept_after_a_failure, algorithm)[0] <= 1  # what failed may still be read
 
 
-def replaced(comm: Communicator, algorithm: str) -> None:
+@BOTH_WAYS
+@on_ranks(2)
+def test_a_call_keeps_the_memory_that_it_began_with(comm: Communicator, algorithm: str) -> None:
     """The tensor gets other memory while the call is under way, and others get its."""
     with comm.duplicate() as other:
         x = torch.ones(200_000)
@@ -146,12 +146,8 @@ def replaced(comm: Communicator, algorithm: str) -> None:
         assert all(bool((y == 7).all()) for y in others)
 
 
-@BOTH_WAYS
-def test_a_call_keeps_the_memory_that_it_began_with(ranks, algorithm: str):
-    ranks(2)(replaced, algorithm)
-
-
-def made_while_forgotten(comm: Communicator) -> None:
+@on_ranks(1)
+def test_calls_by_finalizers_while_all_are_forgotten(comm: Communicator) -> None:
     """Calls by what goes when all are forgotten: finalizers of algorithms."""
     if comm._ready is None:
         pytest.skip("an older torch")
@@ -174,11 +170,8 @@ def made_while_forgotten(comm: Communicator) -> None:
     assert len(ended) > most // 4
 
 
-def test_calls_by_finalizers_while_all_are_forgotten(ranks):
-    ranks(1)(made_while_forgotten)
-
-
-def refused_late(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_call_that_is_refused_late_does_not_count(comm: Communicator) -> None:
     """By the transport, when nothing has begun: the call does not count."""
     transport: Any = comm._transport
     prepare, before = transport.prepare_program, comm.issued
@@ -194,11 +187,8 @@ def refused_late(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_a_call_that_is_refused_late_does_not_count(ranks):
-    ranks(2)(refused_late)
-
-
-def interrupted_before(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_call_that_ctrl_c_prevents_does_not_count(comm: Communicator) -> None:
     """By Ctrl-C, which Python raises at the end of a call to C: the clock is asked last."""
     clock = communicator.time
 
@@ -214,7 +204,3 @@ def interrupted_before(comm: Communicator) -> None:
         communicator.time = clock
     assert comm.issued == before
     comm.barrier()
-
-
-def test_a_call_that_ctrl_c_prevents_does_not_count(ranks):
-    ranks(2)(interrupted_before)

@@ -14,6 +14,7 @@ from ringdp import Communicator
 from ringdp.comm import call
 from ringdp.comm.call import call_site, place
 from ringdp.transport.records import SITE_BYTES
+from tests.ranks import on_ranks
 
 
 def ask(file: str, lines: int = 0) -> bytes:
@@ -79,7 +80,9 @@ def test_a_thread_that_runs_none_of_the_users_code_is_said_to(monkeypatch):
     assert place(found[0]) == "a thread without the user's code"
 
 
-def calls_again(comm: Communicator) -> None:
+@pytest.mark.process
+@on_ranks(1)
+def test_a_call_that_was_made_before_has_the_line_of_this_time(comm: Communicator) -> None:
     x = torch.ones(4)
     ours = compile("def f(comm, x):\n    comm.all_reduce(x)", call.__file__, "exec")
     names: dict[str, object] = {}
@@ -97,8 +100,3 @@ def calls_again(comm: Communicator) -> None:
         names["f"](comm, x)  # type: ignore[operator]
         check(sys._getframe().f_lineno - 1)
         call._sites.clear()
-
-
-@pytest.mark.process
-def test_a_call_that_was_made_before_has_the_line_of_this_time(ranks):
-    ranks(1)(calls_again)

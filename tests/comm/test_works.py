@@ -17,6 +17,7 @@ from ringdp.comm.call import fingerprint
 from ringdp.comm.job import Job
 from tests.comm.test_collectives import everyone, values
 from tests.limits import room
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -129,7 +130,8 @@ def no_more_threads() -> Iterator[None]:
             thread.join()
 
 
-def alone(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_system_without_threads(comm: Communicator) -> None:
     """Where no thread can be had, who waits does the work."""
     peer = 1 - comm.rank
     with comm.duplicate() as other:  # which has no thread yet
@@ -146,10 +148,6 @@ def alone(comm: Communicator) -> None:
                 work.wait()
         assert torch.equal(x, everyone(comm, 50_000).sum(0))
         assert torch.equal(z, y)
-
-
-def test_a_system_without_threads(ranks):
-    ranks(2)(alone)
 
 
 def two_threads(comm: Communicator) -> None:

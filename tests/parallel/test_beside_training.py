@@ -14,6 +14,7 @@ import ringdp
 from ringdp import Communicator, Offload, Precision
 from ringdp.parallel.clip import grad_norm, unscale_gradients
 from tests.parallel.small import APART, assert_equal, batch, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -100,7 +101,12 @@ LOOPS: list[Loop] = [
 ]
 
 
-def trains(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_a_loop_trains_as_one_process_does(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     for loop in LOOPS:
         model, twin = net(), net()
         engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -113,11 +119,10 @@ def trains(comm: Communicator, stage: int, precision: Precision | None) -> None:
 
 @pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_loop_trains_as_one_process_does(ranks, stage, precision):
-    ranks(2)(trains, stage, precision)
-
-
-def freezes_what_waits(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@on_ranks(2)
+def test_what_waits_for_its_reduction_may_be_frozen(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     for one in (model, twin):
@@ -137,11 +142,10 @@ def freezes_what_waits(comm: Communicator, stage: int, precision: Precision | No
 
 @pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_waits_for_its_reduction_may_be_frozen(ranks, stage, precision):
-    ranks(2)(freezes_what_waits, stage, precision)
-
-
-def thaws(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@on_ranks(2)
+def test_what_was_frozen_may_train_later(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     """One after the other, of a block that is frozen when the model is sharded."""
     model, twin = net(), net()
     model[0].requires_grad_(False), twin[0].requires_grad_(False)
@@ -160,13 +164,9 @@ def thaws(comm: Communicator, stage: int, precision: Precision | None) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_was_frozen_may_train_later(ranks, stage, precision):
-    ranks(2)(thaws, stage, precision)
-
-
-def steps_its_own(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_what_one_rank_steps_of_its_own_gathers_nothing(comm: Communicator, stage: int) -> None:
     """Rank 0 steps a model that only it has, between a forward and its backward."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
@@ -186,11 +186,6 @@ def steps_its_own(comm: Communicator, stage: int) -> None:
             first = unit.rank * unit.plan.shard + begin - entry.offset
             torch.testing.assert_close(view, exact.flatten()[first : first + end - begin])
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_one_rank_steps_of_its_own_gathers_nothing(ranks, stage):
-    ranks(2)(steps_its_own, stage)
 
 
 def starts_with_gradients(comm: Communicator, stage: int) -> list[float]:

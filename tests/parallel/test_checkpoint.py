@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import CheckpointError, Communicator, Precision
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -137,7 +138,10 @@ def test_any_ranks_and_stage_load_the_same_bits(ranks, tmp_path, wrote, reads):
     assert len(list(Path(path).glob("data-*"))) == 1
 
 
-def halves(comm: Communicator, path: str) -> None:
+@on_ranks(2)
+def test_the_optimizers_state_takes_the_parameters_dtype(
+    comm: Communicator, tmp_path: Path
+) -> None:
     """bfloat16 saves what float32 goes on with, and the other way."""
     for saved, here in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         for dtype, act in ((saved, ringdp.save), (here, ringdp.load)):
@@ -148,17 +152,13 @@ def halves(comm: Communicator, path: str) -> None:
             if act is ringdp.save:
                 model(batch).sum().backward()
                 optimizer.step()
-            act(path, engine, optimizer)
+            act(tmp_path, engine, optimizer)
             model(batch).sum().backward()
             optimizer.step()
             for state in optimizer.state.values():
                 assert state["exp_avg"].dtype == dtype
                 assert state["mu_product"].dtype == torch.float32
             engine.close()
-
-
-def test_the_optimizers_state_takes_the_parameters_dtype(ranks, tmp_path):
-    ranks(2)(halves, str(tmp_path))
 
 
 def exported(comm: Communicator, path: str) -> list[float]:

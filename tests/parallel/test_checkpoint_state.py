@@ -18,6 +18,7 @@ from ringdp.parallel.checkpoint import index
 from ringdp.parallel.checkpoint.index import read_index
 from ringdp.parallel.checkpoint.plan import planned
 from ringdp.parallel.checkpoint.spans import pieces
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -202,34 +203,34 @@ class Fails(Vector):
         return 1
 
 
-def fails(comm: Communicator, path: str) -> None:
+@on_ranks(2)
+def test_an_error_of_any_type_on_one_rank_is_told_to_all(
+    comm: Communicator, tmp_path: Path
+) -> None:
     model = Fails()
     model.rank = comm.rank
     engine = ringdp.shard(model, stage=3, comm=comm)
-    ringdp.save(path, engine, extra={"save": 1})
-    before = os.listdir(path)
+    ringdp.save(tmp_path, engine, extra={"save": 1})
+    before = os.listdir(tmp_path)
     for at, attempt in (("get", ringdp.save), ("set", ringdp.load)):
         model.at = at
         with pytest.raises(CheckpointError, match=r"; rank 1: KeyError: $") as error:
-            attempt(path, engine)
+            attempt(tmp_path, engine)
         assert isinstance(error.value.__cause__, KeyError if comm.rank == 1 else type(None))
         comm.barrier()
-        assert os.listdir(path) == before
+        assert os.listdir(tmp_path) == before
     engine.close()
-
-
-def test_an_error_of_any_type_on_one_rank_is_told_to_all(ranks, tmp_path):
-    ranks(2)(fails, str(tmp_path))
 
 
 # ---- commits that fail
 
 
-def commits(comm: Communicator, path: str) -> None:
+@on_ranks(2)
+def test_a_commit_that_fails_leaves_nothing_behind(comm: Communicator, tmp_path: Path) -> None:
     _, engine, optimizer = made(comm, 3)
     save = ringdp.save
-    save(path, engine, optimizer, extra={"save": 1})
-    before = sorted(os.listdir(path))
+    save(tmp_path, engine, optimizer, extra={"save": 1})
+    before = sorted(os.listdir(tmp_path))
 
     def no_replace(*_: Any) -> None:
         raise OSError("no rename today")
@@ -239,40 +240,36 @@ def commits(comm: Communicator, path: str) -> None:
         patch.setattr(os, "replace", no_replace)
         for _ in range(2):
             with pytest.raises(CheckpointError, match=told):
-                save(path, engine, optimizer, extra={"save": 2})
+                save(tmp_path, engine, optimizer, extra={"save": 2})
     comm.barrier()
-    assert sorted(os.listdir(path)) == before
+    assert sorted(os.listdir(tmp_path)) == before
     comm.barrier()
-    aside = Path(path) / "index.json.new"
+    aside = tmp_path / "index.json.new"
     if comm.rank == 0:
         aside.mkdir()
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"not written; rank 0: IsADirectoryError"):
-            save(path, engine, optimizer, extra={"save": 2})
-    assert ringdp.load(path, engine, optimizer) == {"save": 1}
-    assert sorted(os.listdir(path)) == sorted([*before, aside.name])
+            save(tmp_path, engine, optimizer, extra={"save": 2})
+    assert ringdp.load(tmp_path, engine, optimizer) == {"save": 1}
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, aside.name])
     comm.barrier()
     if comm.rank == 0:
         aside.rmdir()
 
     def no_sync(of: Path) -> None:
-        if of == Path(path):
+        if of == tmp_path:
             raise OSError("no sync today")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "sync_directory", no_sync)
         with pytest.raises(CheckpointError, match="is written, but what it replaces could not"):
-            save(path, engine, optimizer, extra={"save": 3})
+            save(tmp_path, engine, optimizer, extra={"save": 3})
     comm.barrier()
-    assert ringdp.load(path, engine, optimizer) == {"save": 3}
-    assert len(list(Path(path).glob("data-*"))) == 2, "either may be what the disk has"
-    save(path, engine, optimizer, extra={"save": 4})
-    assert len(os.listdir(path)) == len(before)
+    assert ringdp.load(tmp_path, engine, optimizer) == {"save": 3}
+    assert len(list(tmp_path.glob("data-*"))) == 2, "either may be what the disk has"
+    save(tmp_path, engine, optimizer, extra={"save": 4})
+    assert len(os.listdir(tmp_path)) == len(before)
     engine.close()
-
-
-def test_a_commit_that_fails_leaves_nothing_behind(ranks, tmp_path):
-    ranks(2)(commits, str(tmp_path))
 
 
 def everywhere(rank: int, w: Tensor) -> dict[str, Any]:
@@ -297,7 +294,11 @@ INTO = {  # an integer buffer's dtype, and those that take it
 }
 
 
-def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", INTO)
+@on_ranks(2)
+def test_integers_go_where_all_of_their_dtype_fit_and_options_stay_what_they_are(
+    comm: Communicator, tmp_path: Path, dtype: torch.dtype
+) -> None:
     for act, here in [(ringdp.save, dtype), *((ringdp.load, here) for here in INTO)]:
         model = Vector()
         model.register_buffer("ids", torch.tensor([act is ringdp.save, True]).to(here))
@@ -307,7 +308,7 @@ def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
         group["best"] = True if act is ringdp.save else None  # as torch finds it
         optimizer = torch.optim.SGD([group])
         if here in INTO[dtype]:
-            act(path, engine, optimizer)
+            act(tmp_path, engine, optimizer)
             assert (model.ids == 1).all()
             assert group["pair"] == (1, 2)
             assert group["list"] == [1, 2]
@@ -317,12 +318,5 @@ def keeps(comm: Communicator, path: str, dtype: torch.dtype) -> None:
             assert rate == 0.5
         else:
             with pytest.raises(CheckpointError, match=f"as {str(dtype)[6:]}, which is no {here}"):
-                act(path, engine, optimizer)
+                act(tmp_path, engine, optimizer)
         engine.close()
-
-
-@pytest.mark.parametrize("dtype", INTO)
-def test_integers_go_where_all_of_their_dtype_fit_and_options_stay_what_they_are(
-    ranks, tmp_path, dtype
-):
-    ranks(2)(keeps, str(tmp_path), dtype)

@@ -11,11 +11,17 @@ import torch
 import ringdp
 from ringdp import Communicator, Precision, UsageError
 from tests.parallel.small import APART, assert_equal, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def copied(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_copy_is_an_ordinary_model(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     if stage:
@@ -37,9 +43,3 @@ def copied(comm: Communicator, stage: int, precision: Precision | None) -> None:
     again = ringdp.shard(twin, stage=stage, comm=comm)
     again.close()
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_copy_is_an_ordinary_model(ranks, stage, precision):
-    ranks(2)(copied, stage, precision)

@@ -25,12 +25,13 @@ from tests.parallel.ddp_cases import (
     Transformer,
     backward,
     equal,
+    gloo,
     gradients,
     loss,
     mlp,
     rows,
 )
-from tests.parallel.test_ddp_parity import gloo
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -111,7 +112,11 @@ def test_a_bucket_is_reduced_as_soon_as_it_is_whole_in_an_order_learned_once(ran
 # ---- memory
 
 
-def held(comm: Communicator, as_views: bool) -> None:
+@pytest.mark.parametrize("as_views", [False, True])
+@on_ranks(2)
+def test_gradients_that_somebody_holds_keep_their_values(
+    comm: Communicator, as_views: bool
+) -> None:
     """Gradients of the last step stay what they are while somebody holds them, in any form."""
     net = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_views, process_group=comm)
     (bucket,) = net.reducer.buckets
@@ -141,11 +146,6 @@ def held(comm: Communicator, as_views: bool) -> None:
         assert bucket.flat.dtype == p.grad.dtype
 
 
-@pytest.mark.parametrize("as_views", [False, True])
-def test_gradients_that_somebody_holds_keep_their_values(ranks, as_views):
-    ranks(2)(held, as_views)
-
-
 def traffic(comm: Communicator) -> list[tuple[int, int]]:
     """(bytes sent by an iteration, what 2(n-1)/n of all gradients are)."""
     net = DistributedDataParallel(mlp(), process_group=comm)
@@ -167,7 +167,8 @@ def test_an_iteration_sends_its_share_and_no_sync_nothing(ranks, n):
         assert [sent for sent, _ in pairs] == [formula for _, formula in pairs]
 
 
-def goes(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_model_can_be_wrapped_again(comm: Communicator) -> None:
     model = mlp()
     net = DistributedDataParallel(model, process_group=comm)
     backward(net, 0, comm.rank)
@@ -179,14 +180,11 @@ def goes(comm: Communicator) -> None:
     backward(again, 1, comm.rank)
 
 
-def test_a_model_can_be_wrapped_again(ranks):
-    ranks(2)(goes)
-
-
 # ---- what torch's own class cannot do
 
 
-def opaque(comm: Communicator) -> None:
+@on_ranks(2)
+def test_unused_parameters_with_several_forwards(comm: Communicator) -> None:
     """Unused parameters with several forwards, and reentrant checkpoints, as in one process."""
     net = DistributedDataParallel(
         Branches(0, differ=False), find_unused_parameters=True, process_group=comm
@@ -200,10 +198,6 @@ def opaque(comm: Communicator) -> None:
                                                                         "branches.2"))  # fmt: skip
         if p.grad is not None:
             torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_unused_parameters_with_several_forwards(ranks):
-    ranks(2)(opaque)
 
 
 # ---- copies and state
@@ -279,11 +273,8 @@ def test_a_whole_loop_has_torchs_losses(ranks):
         assert ours[-1] < ours[0]
 
 
-def alone(comm: Communicator) -> None:
+@on_ranks(1)
+def test_one_rank_has_its_own_gradients(comm: Communicator) -> None:
     net = DistributedDataParallel(mlp())
     single = copy.deepcopy(net.module)
     assert equal(backward(net, 0, 0), backward(single, 0, 0))
-
-
-def test_one_rank_has_its_own_gradients(ranks):
-    ranks(1)(alone)

@@ -32,11 +32,13 @@ from tests.parallel.ddp_cases import (
     rows,
     says,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def skipped(comm: Communicator) -> None:
+@on_ranks(2)
+def test_what_is_unused_everywhere_need_not_be_reduced(comm: Communicator) -> None:
     """Layers that no rank uses have a bucket of their own."""
 
     def trained(*, skips: bool) -> tuple[list[Tensor], int]:
@@ -58,11 +60,11 @@ def skipped(comm: Communicator) -> None:
     assert (some, every) == (6, 12)  # of 12 weights and biases
 
 
-def test_what_is_unused_everywhere_need_not_be_reduced(ranks):
-    ranks(2)(skipped)
-
-
-def late(comm: Communicator, unused: bool) -> None:
+@pytest.mark.parametrize("unused", [False, True])
+@on_ranks(2)
+def test_a_backward_may_be_told_to_reduce_after_its_forward(
+    comm: Communicator, unused: bool
+) -> None:
     """Whether to reduce is said between forward and backward: Lightning, accelerate, pipelining."""
 
     def found(wrap: Wrap) -> list[Tensor]:
@@ -82,12 +84,11 @@ def late(comm: Communicator, unused: bool) -> None:
     assert equal(*of_both(found))
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_a_backward_may_be_told_to_reduce_after_its_forward(ranks, unused):
-    ranks(2)(late, unused)
-
-
-def stepped(comm: Communicator, first: bool) -> None:
+@pytest.mark.parametrize("first", [True, False])
+@on_ranks(2)
+def test_an_optimizer_within_backward_steps_with_the_average(
+    comm: Communicator, first: bool
+) -> None:
     """`first`: optimizers are there before the model is wrapped. The last step is of two parts."""
 
     def trained(*, within: bool, views: bool) -> list[Tensor]:
@@ -121,11 +122,6 @@ def stepped(comm: Communicator, first: bool) -> None:
         assert equal(trained(within=True, views=views), expected)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_an_optimizer_within_backward_steps_with_the_average(ranks, first):
-    ranks(2)(stepped, first)
-
-
 def profiled(comm: Communicator) -> Counter[str]:
     gloo()
     net = DistributedDataParallel(
@@ -147,7 +143,8 @@ def test_the_profiler_sees_forward_and_reductions(ranks):
         assert seen["gloo:all_reduce"] == 6  # gradients, and who has used which parameter
 
 
-def fused(comm: Communicator) -> None:
+@on_ranks(2)
+def test_an_optimizer_as_a_hook_steps_as_torchs_does(comm: Communicator) -> None:
     def trained(wrap: Wrap) -> list[Tensor]:
         net: Any = wrap(mlp())
         net._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
@@ -161,11 +158,9 @@ def fused(comm: Communicator) -> None:
         elsewhere._register_fused_optim(torch.optim.SGD, 0.1)
 
 
-def test_an_optimizer_as_a_hook_steps_as_torchs_does(ranks):
-    ranks(2)(fused)
-
-
-def built_in(comm: Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+@on_ranks(2)
+def test_built_in_hooks_give_torchs_bits(comm: Communicator, name: str) -> None:
     kind = getattr(dist.BuiltinCommHookType, name)
 
     def found(wrap: Wrap) -> list[Tensor]:
@@ -177,12 +172,8 @@ def built_in(comm: Communicator, name: str) -> None:
     assert equal(*of_both(found))
 
 
-@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_built_in_hooks_give_torchs_bits(ranks, name):
-    ranks(2)(built_in, name)
-
-
-def sparse_built_in(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_built_in_hook_takes_sparse_gradients(comm: Communicator) -> None:
     def wrap() -> Any:
         torch.manual_seed(0)
         return DistributedDataParallel(nn.Embedding(4, 2, sparse=True), process_group=comm)
@@ -199,11 +190,8 @@ def sparse_built_in(comm: Communicator) -> None:
     assert said.startswith("BuiltinCommHookType.FP16_COMPRESS takes no sparse gradients")
 
 
-def test_a_built_in_hook_takes_sparse_gradients(ranks):
-    ranks(2)(sparse_built_in)
-
-
-def taken_over(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_model_may_be_taken_over(comm: Communicator) -> None:
     """A backward that raised, and then another class around the same model."""
 
     class Raises(torch.autograd.Function):
@@ -236,11 +224,11 @@ def taken_over(comm: Communicator) -> None:
     assert first.sent_bytes() == sent
 
 
-def test_a_model_may_be_taken_over(ranks):
-    ranks(2)(taken_over)
-
-
-def penalised(comm: Communicator, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("options", [{}, UNUSED, UNUSED | {"gradient_as_bucket_view": True}])
+@on_ranks(2)
+def test_a_backward_to_the_inputs_alone_is_not_the_one_that_reduces(
+    comm: Communicator, options: dict[str, bool]
+) -> None:
     """Gradients of the inputs are made first, as for a gradient penalty: that backward brings none
     to a parameter."""
 
@@ -264,12 +252,8 @@ def penalised(comm: Communicator, options: dict[str, bool]) -> None:
     assert equal(*of_both(found))
 
 
-@pytest.mark.parametrize("options", [{}, UNUSED, UNUSED | {"gradient_as_bucket_view": True}])
-def test_a_backward_to_the_inputs_alone_is_not_the_one_that_reduces(ranks, options):
-    ranks(2)(penalised, options)
-
-
-def in_place(comm: Communicator) -> None:
+@on_ranks(2)
+def test_outputs_may_be_changed_in_place(comm: Communicator) -> None:
     """What forward returns may be changed, with unused parameters sought, and is no copy."""
 
     def found(wrap: Wrap) -> list[Tensor]:
@@ -284,11 +268,8 @@ def in_place(comm: Communicator) -> None:
     assert equal(*of_both(found))
 
 
-def test_outputs_may_be_changed_in_place(ranks):
-    ranks(2)(in_place)
-
-
-def broadcast(comm: Communicator) -> None:
+@on_ranks(2)
+def test_buffers_take_a_ranks_values_when_asked(comm: Communicator) -> None:
     net: Any = DistributedDataParallel(nn.BatchNorm1d(WIDTH), process_group=comm)
     for at_once in (None, 8):
         net.module.running_mean.fill_(comm.rank + 3)
@@ -297,10 +278,6 @@ def broadcast(comm: Communicator) -> None:
     one = torch.full((2,), float(comm.rank))
     net._default_broadcast_coalesced([one])
     assert one.tolist() == [0, 0]
-
-
-def test_buffers_take_a_ranks_values_when_asked(ranks):
-    ranks(2)(broadcast)
 
 
 def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
@@ -320,10 +297,7 @@ def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
     return [*found, *gradients(follower)]
 
 
-def averages(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_frozen_copy_is_called_as_torchs(comm: Communicator) -> None:
     ours, theirs = of_both(lambda wrap: average(comm, wrap))
     assert equal(ours, theirs)
-
-
-def test_a_frozen_copy_is_called_as_torchs(ranks):
-    ranks(2)(averages)

@@ -31,6 +31,7 @@ from tests.parallel.ddp_cases import (
     rows,
     says,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +45,11 @@ def norm() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(WIDTH), mlp())
 
 
-def nested(comm: Communicator, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, TINY, UNUSED, VIEWS])
+@on_ranks(2)
+def test_gradients_are_reduced_once_by_the_outermost(
+    comm: Communicator, options: dict[str, Any]
+) -> None:
     """By turns the outer one reduces all, the inner one alone reduces, and is called alone.
     torch's cannot nest views."""
 
@@ -65,12 +70,8 @@ def nested(comm: Communicator, options: dict[str, Any]) -> None:
     assert equal(*of_both(found))
 
 
-@pytest.mark.parametrize("options", [{}, TINY, UNUSED, VIEWS])
-def test_gradients_are_reduced_once_by_the_outermost(ranks, options):
-    ranks(2)(nested, options)
-
-
-def apart(comm: Communicator) -> None:
+@on_ranks(2)
+def test_an_inner_one_reduces_what_the_outer_leaves_to_it(comm: Communicator) -> None:
     """The outer one leaves the inner one's parameters to it."""
 
     def found(wrap: Wrap) -> list[Tensor]:
@@ -79,22 +80,6 @@ def apart(comm: Communicator) -> None:
         ours = [name for name, _ in whole.named_parameters() if name.startswith("1.")]
         TORCHS._set_params_and_buffers_to_ignore_for_model(whole, ours)
         net = wrap(whole)
-        return [g for step in range(3) for g in backward(net, step, comm.rank)]
-
-    assert equal(*of_both(found))
-
-
-def test_an_inner_one_reduces_what_the_outer_leaves_to_it(ranks):
-    ranks(2)(apart)
-
-
-def recomputed(comm: Communicator, outer: bool) -> None:
-    """The inner one's forward is recomputed in backward."""
-
-    def found(wrap: Wrap) -> list[Tensor]:
-        inner = wrap(mlp())
-        again = Again(inner)
-        net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), again)) if outer else again
         return [g for step in range(3) for g in backward(net, step, comm.rank)]
 
     assert equal(*of_both(found))
@@ -112,8 +97,17 @@ class Again(nn.Module):
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_an_inner_one_may_be_recomputed(ranks, outer):
-    ranks(2)(recomputed, outer)
+@on_ranks(2)
+def test_an_inner_one_may_be_recomputed(comm: Communicator, outer: bool) -> None:
+    """The inner one's forward is recomputed in backward."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        inner = wrap(mlp())
+        again = Again(inner)
+        net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), again)) if outer else again
+        return [g for step in range(3) for g in backward(net, step, comm.rank)]
+
+    assert equal(*of_both(found))
 
 
 def mismatched(comm: Communicator) -> list[str]:
@@ -136,18 +130,15 @@ def test_what_two_would_reduce_is_told(ranks):
 # ---- recomputed as a whole
 
 
-def checkpointed(comm: Communicator, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
+@on_ranks(2)
+def test_all_of_it_may_be_recomputed(comm: Communicator, options: dict[str, Any]) -> None:
     def found(wrap: Wrap) -> list[Tensor]:
         net = wrap(mlp() if not options else Branches(0, differ=False), **options)
         again = Again(net)
         return [g for step in range(4) for g in backward(again, step, comm.rank)]
 
     assert equal(*of_both(found))
-
-
-@pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
-def test_all_of_it_may_be_recomputed(ranks, options):
-    ranks(2)(checkpointed, options)
 
 
 # ---- what it returns
@@ -165,7 +156,11 @@ class Table(nn.Module):
         return self.a(x), self.b(x), self.table, x
 
 
-def leaves(comm: Communicator, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [UNUSED, STATIC])
+@on_ranks(2)
+def test_leaves_that_are_returned_are_listened_to_for_one_backward(
+    comm: Communicator, options: dict[str, Any]
+) -> None:
     net: Any = DistributedDataParallel(Table(), process_group=comm, **options)
     alone = copy.deepcopy(net.module)
     for step in range(3):
@@ -185,11 +180,6 @@ def leaves(comm: Communicator, options: dict[str, Any]) -> None:
         _, b, table, _ = net(x)
         table.square().sum().backward()
         loss(b).backward()
-
-
-@pytest.mark.parametrize("options", [UNUSED, STATIC])
-def test_leaves_that_are_returned_are_listened_to_for_one_backward(ranks, options):
-    ranks(2)(leaves, options)
 
 
 class Dict(dict):  # type: ignore[type-arg]
@@ -215,7 +205,8 @@ class Derived(nn.Module):
         return Dict(out=[Tuple([List([self.used(x)])])])
 
 
-def derived(comm: Communicator) -> None:
+@on_ranks(2)
+def test_tensors_are_found_in_derived_containers(comm: Communicator) -> None:
     def found(wrap: Wrap) -> list[Tensor]:
         net = wrap(Derived(), **UNUSED)
         seen = []
@@ -226,10 +217,6 @@ def derived(comm: Communicator) -> None:
         return seen
 
     assert equal(*of_both(found))
-
-
-def test_tensors_are_found_in_derived_containers(ranks):
-    ranks(2)(derived)
 
 
 def test_derived_containers_are_mapped():

@@ -18,6 +18,7 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    gloo,
     gradients,
     loss,
     mlp,
@@ -25,12 +26,13 @@ from tests.parallel.ddp_cases import (
     rows,
     says,
 )
-from tests.parallel.test_ddp_parity import gloo
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def no_group(comm: Communicator) -> None:
+@on_ranks(2)
+def test_it_works_over_torchs_groups(comm: Communicator) -> None:
     """Over torch's default group, where ringdp.init has not been called."""
     gloo()
     with pytest.MonkeyPatch.context() as patch:
@@ -47,11 +49,8 @@ def no_group(comm: Communicator) -> None:
         assert normed.comm is net.comm is not comm
 
 
-def test_it_works_over_torchs_groups(ranks):
-    ranks(2)(no_group)
-
-
-def two_dimensional(comm: Communicator) -> None:
+@on_ranks(4)
+def test_a_part_of_a_mesh_leaves_the_other_to_tensor_parallelism(comm: Communicator) -> None:
     """Tensor parallelism along the mesh's other dimension."""
 
     def found(wrap: Wrap) -> list[Tensor]:
@@ -68,11 +67,8 @@ def two_dimensional(comm: Communicator) -> None:
     assert equal(*of_both(found))
 
 
-def test_a_part_of_a_mesh_leaves_the_other_to_tensor_parallelism(ranks):
-    ranks(4)(two_dimensional)
-
-
-def arguments(comm: Communicator) -> None:
+@on_ranks(2)
+def test_arguments_mean_what_torchs_mean(comm: Communicator) -> None:
     gloo()
     mesh = init_device_mesh("cpu", (comm.size,))
     net = DistributedDataParallel(mlp(), device_mesh=mesh, bucket_cap_mb_list=[0, 0.001])
@@ -83,7 +79,3 @@ def arguments(comm: Communicator) -> None:
     says(lambda: DistributedDataParallel(mlp(), process_group=comm, device_mesh=mesh), UsageError)
     with pytest.warns(FutureWarning, match="forward_sync_buffers"):
         assert not DistributedDataParallel(mlp(), broadcast_buffers=False).forward_sync_buffers
-
-
-def test_arguments_mean_what_torchs_mean(ranks):
-    ranks(2)(arguments)

@@ -19,10 +19,11 @@ from tests.parallel.ddp_cases import (
     WIDTH,
     backward,
     equal,
+    gloo,
     mlp,
     says,
 )
-from tests.parallel.test_ddp_parity import gloo
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +39,8 @@ def noop(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     return future
 
 
-def hooked(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_hook_sees_undivided_gradients_and_gives_the_result(comm: Communicator) -> None:
     seen: list[int] = []
     net = DistributedDataParallel(mlp(), process_group=comm, bucket_cap_mb=0.005)
     assert len(net.reducer.buckets) == 2
@@ -49,10 +51,6 @@ def hooked(comm: Communicator) -> None:
     assert equal(mine, [3 * g for g in alone])
     assert not any(bucket.tensor().requires_grad for bucket in net.reducer.buckets)
     says(lambda: net.register_comm_hook(seen, noop))
-
-
-def test_a_hook_sees_undivided_gradients_and_gives_the_result(ranks):
-    ranks(2)(hooked)
 
 
 def states(name: str) -> tuple[Any, Callable[..., Any]]:
@@ -67,7 +65,12 @@ def states(name: str) -> tuple[Any, Callable[..., Any]]:
     return None, getattr(default_hooks, name)
 
 
-def torchs_hook(comm: Communicator, name: str) -> None:
+HOOKS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD", "fp16 powerSGD"]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(2)
+def test_torchs_hooks_give_torchs_bits(comm: Communicator, name: str) -> None:
     """PowerSGD starts collectives in gloo's threads, so several buckets would get in their way."""
     gloo()
     found = []
@@ -78,14 +81,6 @@ def torchs_hook(comm: Communicator, name: str) -> None:
         net.register_comm_hook(*states(name))
         found.append([g for step in range(5) for g in backward(net, step, comm.rank)])
     assert equal(*found)
-
-
-HOOKS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD", "fp16 powerSGD"]
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_torchs_hooks_give_torchs_bits(ranks, name):
-    ranks(2)(torchs_hook, name)
 
 
 def wrong_hook(comm: Communicator) -> list[str]:
@@ -126,7 +121,8 @@ def once(seen: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:
     return future
 
 
-def sparse_hooked(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_hook_sees_a_sparse_gradient_as_it_is(comm: Communicator) -> None:
     seen: list[Any] = []
     net = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), process_group=comm)
     net.register_comm_hook(seen, once)
@@ -136,10 +132,6 @@ def sparse_hooked(comm: Communicator) -> None:
     assert gradient.is_sparse
     assert gradient.shape == parameter.shape
     assert equal([parameter.grad.to_dense()], [3 * gradient.to_dense()])
-
-
-def test_a_hook_sees_a_sparse_gradient_as_it_is(ranks):
-    ranks(2)(sparse_hooked)
 
 
 class Counts(nn.Module):
@@ -168,7 +160,11 @@ def added_at_once(state: list[str], buffers: dict[str, Tensor]) -> None:
         future.wait()
 
 
-def buffer_hooked(comm: Communicator, place: _BufferCommHookLocation) -> None:
+@pytest.mark.parametrize("place", list(_BufferCommHookLocation))
+@on_ranks(2)
+def test_a_hook_brings_buffers_together_as_torchs_does(
+    comm: Communicator, place: _BufferCommHookLocation
+) -> None:
     gloo()
     found = []
     for wrap in (DistributedDataParallel, TORCHS):
@@ -181,8 +177,3 @@ def buffer_hooked(comm: Communicator, place: _BufferCommHookLocation) -> None:
         found.append((seen, net.module.entered, net.module.count.tolist()))
     assert found[0] == found[1]
     assert found[0][0] == ["count"] * 3
-
-
-@pytest.mark.parametrize("place", list(_BufferCommHookLocation))
-def test_a_hook_brings_buffers_together_as_torchs_does(ranks, place):
-    ranks(2)(buffer_hooked, place)

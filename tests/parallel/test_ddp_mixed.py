@@ -27,6 +27,7 @@ from tests.parallel.ddp_cases import (
     says,
     train,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +52,9 @@ MIXES = [
 ]
 
 
-def compare(comm: Communicator, mix: Mix) -> None:
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: f"{mix.case}, {mix.dtypes}")
+@on_ranks(2)
+def test_bits_equal_torchs(comm: Communicator, mix: Mix) -> None:
     """torch's waits for copies on streams and by events, which the CPU does not have; its first
     backward reads memory that nobody wrote (2.13: views of buckets made before their dtype
     changes), so that one goes before; and it has neither no_sync, tied
@@ -85,11 +88,6 @@ def compare(comm: Communicator, mix: Mix) -> None:
         assert torch.equal(mine.double(), other.double())
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: f"{mix.case}, {mix.dtypes}")
-def test_bits_equal_torchs(ranks, mix):
-    ranks(2)(compare, mix)
-
-
 class Seen(nn.Linear):
     """Remembers the dtypes of what it computes with."""
 
@@ -98,7 +96,8 @@ class Seen(nn.Linear):
         return super().forward(x)
 
 
-def at_rest(comm: Communicator) -> None:
+@on_ranks(2)
+def test_parameters_are_at_rest_but_between_a_forward_and_its_backward(comm: Communicator) -> None:
     """Where parameters are low, and where they are not."""
     net: Any = DistributedDataParallel(
         nn.Sequential(Seen(WIDTH, 4), Seen(4, 3).requires_grad_(False)),
@@ -130,11 +129,8 @@ def at_rest(comm: Communicator) -> None:
     assert rests()
 
 
-def test_parameters_are_at_rest_but_between_a_forward_and_its_backward(ranks):
-    ranks(2)(at_rest)
-
-
-def tied(comm: Communicator) -> None:
+@on_ranks(2)
+def test_tied_parameters(comm: Communicator) -> None:
     """Against a model in bfloat16 on every rank, whose gradients are averaged in float32."""
     torch.manual_seed(0)
     net: Any = DistributedDataParallel(
@@ -157,10 +153,6 @@ def tied(comm: Communicator) -> None:
         assert net.module.head.weight.dtype == FLOAT
 
 
-def test_tied_parameters(ranks):
-    ranks(2)(tied)
-
-
 def gradients(comm: Communicator, config: _MixedPrecision, **options: Any) -> list[Tensor]:
     """Of two backwards, the second one's."""
     torch.manual_seed(0)
@@ -171,7 +163,8 @@ def gradients(comm: Communicator, config: _MixedPrecision, **options: Any) -> li
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
-def without_param_dtype(comm: Communicator) -> None:
+@on_ranks(2)
+def test_reductions_alone_may_be_low(comm: Communicator) -> None:
     """Where torch's raises: the sum of bfloat16 gradients, halved."""
     found = gradients(comm, _MixedPrecision(reduce_dtype=BFLOAT))
     torch.manual_seed(0)
@@ -183,10 +176,6 @@ def without_param_dtype(comm: Communicator) -> None:
         comm.all_reduce(total)
         assert torch.equal(mine, (total / 2).float())
         assert not torch.equal(mine, p.grad)
-
-
-def test_reductions_alone_may_be_low(ranks):
-    ranks(2)(without_param_dtype)
 
 
 def with_views(comm: Communicator) -> bool:
@@ -230,7 +219,8 @@ class Batch:
             raise ZeroDivisionError
 
 
-def unlowered(comm: Communicator) -> None:
+@on_ranks(1)
+def test_inputs_that_cannot_be_cast_leave_no_forward_under_way(comm: Communicator) -> None:
     config = _MixedPrecision(param_dtype=torch.bfloat16)
     net: Any = DistributedDataParallel(mlp(), process_group=comm, mixed_precision=config)
     with pytest.raises(ZeroDivisionError):
@@ -238,11 +228,9 @@ def unlowered(comm: Communicator) -> None:
     assert TORCHS._get_active_ddp_module() is None
 
 
-def test_inputs_that_cannot_be_cast_leave_no_forward_under_way(ranks):
-    ranks(1)(unlowered)
-
-
-def compiled(comm: Communicator, outside: bool) -> None:
+@pytest.mark.parametrize("outside", [True, False])
+@on_ranks(2)
+def test_compiled_it_is_the_same(comm: Communicator, outside: bool) -> None:
     """The whole wrapper, or what is in it."""
     config, found = _MixedPrecision(BFLOAT, FLOAT), []
     for compiles in (False, True):
@@ -262,8 +250,3 @@ def compiled(comm: Communicator, outside: bool) -> None:
             found[-1] += [p.grad.clone() for p in net.parameters()]
             assert all(p.dtype == p.grad.dtype == FLOAT for p in net.parameters())
     assert equal(*found)
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_compiled_it_is_the_same(ranks, outside):
-    ranks(2)(compiled, outside)

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator
 from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, backward, equal, gloo, train
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def compare(comm: Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_bits_equal_torchs(comm: Communicator, name: str) -> None:
     gloo()
     gradients, states = train(CASES[name], ringdp.DistributedDataParallel, comm.rank)
     theirs, expected = train(CASES[name], nn.parallel.DistributedDataParallel, comm.rank)
@@ -29,11 +32,6 @@ def compare(comm: Communicator, name: str) -> None:
             assert mine.stride() == other.stride(), f"gradient {i}"
     for mine, other in zip(states, expected, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_bits_equal_torchs(ranks, name):
-    ranks(2)(compare, name)
 
 
 class Deep(nn.Module):

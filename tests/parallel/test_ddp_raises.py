@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringdp import Communicator
 from tests.parallel.ddp_cases import Outputs, Wrap, backward, loss, mlp, of_both, rows
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -107,7 +108,8 @@ WRONG: dict[str, Callable[[Wrap], object]] = {
 }
 
 
-def wrong(comm: Communicator) -> None:
+@on_ranks(2)
+def test_who_catches_torchs_errors_catches_ours(comm: Communicator) -> None:
     for words, attempt in WRONG.items():
 
         def error(wrap: Wrap, attempt: Callable[[Wrap], object] = attempt) -> BaseException:
@@ -119,7 +121,3 @@ def wrong(comm: Communicator) -> None:
         assert isinstance(mine, type(theirs)), words
         assert words in str(mine)
         assert words in str(theirs)
-
-
-def test_who_catches_torchs_errors_catches_ours(ranks):
-    ranks(2)(wrong)

@@ -17,6 +17,7 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    gloo,
     gradients,
     loss,
     mlp,
@@ -24,12 +25,17 @@ from tests.parallel.ddp_cases import (
     rows,
     says,
 )
-from tests.parallel.test_ddp_parity import gloo
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def uneven(comm: Communicator, options: dict[str, bool], make: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"divide_by_initial_world_size": False}])
+@pytest.mark.parametrize("make", ["mlp", "batch norm"])
+@on_ranks(2)
+def test_uneven_inputs_give_torchs_bits(
+    comm: Communicator, options: dict[str, bool], make: str
+) -> None:
     """Rank r has 2 + 2r batches, and the second of every two of them accumulates."""
     gloo()
     found = []
@@ -49,12 +55,6 @@ def uneven(comm: Communicator, options: dict[str, bool], make: str) -> None:
                 optimizer.step()
         found.append(seen + [t.clone() for t in net.state_dict().values()])
     assert equal(*found)
-
-
-@pytest.mark.parametrize("options", [{}, {"divide_by_initial_world_size": False}])
-@pytest.mark.parametrize("make", ["mlp", "batch norm"])
-def test_uneven_inputs_give_torchs_bits(ranks, options, make):
-    ranks(2)(uneven, options, make)
 
 
 def joined(comm: Communicator, by_initial_size: bool) -> None:
@@ -131,7 +131,8 @@ def test_uneven_inputs_can_be_an_error_on_every_rank(ranks):
     assert "Detected at least one rank that exhausted inputs: [0]" in other
 
 
-def even(comm: Communicator) -> None:
+@on_ranks(2)
+def test_even_inputs_are_no_error(comm: Communicator) -> None:
     """That all ranks end together is no early end."""
 
     def found(wrap: Wrap) -> list[Tensor]:
@@ -140,10 +141,6 @@ def even(comm: Communicator) -> None:
             return [g for step in range(2) for g in backward(net, step, comm.rank)]
 
     assert equal(*of_both(found))
-
-
-def test_even_inputs_are_no_error(ranks):
-    ranks(2)(even)
 
 
 class Tables(nn.Module):
@@ -157,7 +154,9 @@ class Tables(nn.Module):
         return sum((table(rows).square().sum() for table in self.both[:used]), torch.zeros(()))
 
 
-def sparse(comm: Communicator, joined: bool) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+@on_ranks(2)
+def test_sparse_gradients_that_a_rank_lacks_count_as_none(comm: Communicator, joined: bool) -> None:
     """Each rank's rows, and how many tables it uses; ranks that join have 1 and 2 steps."""
     net = DistributedDataParallel(Tables(), process_group=comm, find_unused_parameters=not joined)
     twin = copy.deepcopy(net.module)
@@ -175,8 +174,3 @@ def sparse(comm: Communicator, joined: bool) -> None:
             sum((loss(twin, step, r) for r in ranks), torch.zeros(())).div(comm.size).backward()
             for p, exact in zip(net.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(p.grad.to_dense(), exact.grad.to_dense())
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_sparse_gradients_that_a_rank_lacks_count_as_none(ranks, joined):
-    ranks(2)(sparse, joined)

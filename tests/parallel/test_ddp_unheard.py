@@ -8,6 +8,7 @@ from torch import nn
 
 from ringdp import Communicator, DistributedDataParallel
 from tests.parallel.ddp_cases import backward, loss, mlp, rows, says
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +37,9 @@ CHANGES = {
 }
 
 
-def unheard(comm: Communicator, words: str) -> None:
+@pytest.mark.parametrize("words", CHANGES)
+@on_ranks(2)
+def test_parameters_changed_behind_it_are_told(comm: Communicator, words: str) -> None:
     """Before the first forward, or later: then one iteration has gone by."""
 
     def forward(net: nn.Module) -> None:
@@ -51,11 +54,6 @@ def unheard(comm: Communicator, words: str) -> None:
         if late:
             loss(net(rows(1, comm.rank).to(dtype))).backward()
         assert words in says(lambda net=net, d=dtype: net(rows(2, comm.rank).to(d)))
-
-
-@pytest.mark.parametrize("words", CHANGES)
-def test_parameters_changed_behind_it_are_told(ranks, words):
-    ranks(2)(unheard, words)
 
 
 def unchanged(comm: Communicator) -> bool:

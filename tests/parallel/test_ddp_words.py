@@ -23,6 +23,7 @@ from tests.parallel.ddp_cases import (
     of_both,
     rows,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -96,7 +97,16 @@ if NAMES_SYNCS:
     READ += ("forward_sync_buffers",)
 
 
-def read(comm: Communicator) -> None:
+def test_ignored_parameters_are_left_out_with_their_names():
+    """torch's asks its pairs of name and parameter, and leaves none out."""
+    model = nn.Linear(2, 2)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    ((name, _),) = DistributedDataParallel._get_data_parallel_params(model, named_params=True)
+    assert name == "weight"
+
+
+@on_ranks(2)
+def test_what_is_read_is_torchs(comm: Communicator) -> None:
     def found(wrap: Wrap) -> list[Any]:
         model = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
         wrap._set_params_and_buffers_to_ignore_for_model(model, ["0.bias", "1.running_var"])
@@ -122,18 +132,6 @@ def read(comm: Communicator) -> None:
     for ours, torchs in zip(mine, theirs, strict=True):
         assert ours == torchs, f"{ours}, {torchs}"
     assert mine[-3][0] == "0.bias"  # torch's checkpoints leave `module.` out
-
-
-def test_ignored_parameters_are_left_out_with_their_names():
-    """torch's asks its pairs of name and parameter, and leaves none out."""
-    model = nn.Linear(2, 2)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
-    ((name, _),) = DistributedDataParallel._get_data_parallel_params(model, named_params=True)
-    assert name == "weight"
-
-
-def test_what_is_read_is_torchs(ranks):
-    ranks(2)(read)
 
 
 def test_a_backward_that_its_caller_finalizes_has_ended_before():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator
 from ringdp.parallel.unit import State
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -178,7 +179,9 @@ def test_gradients_accumulate_the_same_in_all_stages(ranks):
         torch.testing.assert_close(mine, exact.grad, rtol=1e-4, atol=1e-4)
 
 
-def stays_correct(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_ordinary_loops_work(comm: Communicator, stage: int) -> None:
     """zero_grad in its three places, evaluation between steps, and a changing order of use."""
     net = model()
     engine = ringdp.shard(net, stage=stage, comm=comm)
@@ -217,11 +220,6 @@ def stays_correct(comm: Communicator, stage: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_ordinary_loops_work(ranks, stage):
-    ranks(2)(stays_correct, stage)
-
-
 def frees(comm: Communicator) -> list[int]:
     """Live bytes of each unit's full storage at rest, while block 1 runs, and at rest again."""
     net = model()
@@ -251,7 +249,8 @@ def test_stage_3_frees_what_it_gathered(ranks):
         assert block1 > 0
 
 
-def forgotten(comm: Communicator) -> None:
+@on_ranks(2)
+def test_an_engine_goes_with_its_model(comm: Communicator) -> None:
     """Nobody closes it: torch's hooks around every optimizer's step must not keep it."""
     engine = ringdp.shard(net := model(), stage=3, comm=comm)
     optimizer = torch.optim.SGD(net.parameters())
@@ -263,10 +262,6 @@ def forgotten(comm: Communicator) -> None:
     assert gone() is None
     optimizer.step()
     comm.barrier()
-
-
-def test_an_engine_goes_with_its_model(ranks):
-    ranks(2)(forgotten)
 
 
 def refusals(comm: Communicator) -> list[str]:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import ringdp
 from ringdp import Communicator, Precision
 from tests.parallel.small import APART, WIDTH, assert_equal, loss
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -65,9 +66,17 @@ class Net(nn.Module):
             layer.pick = pick  # type: ignore[assignment]
 
 
-def trains(
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within"])
+@pytest.mark.parametrize(
+    "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
+)
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_ranks_may_take_other_experts(
     comm: Communicator, stage: int, precision: Precision | None, picks: list[Picks], way: str
 ) -> None:
+    """What one rank has reduced, and another not yet, they would wait for in a circle."""
     model, twin = Net(way), Net(way)
     engine = ringdp.shard(model, stage=stage, unit=Experts, precision=precision, comm=comm)
     mine, exact = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
@@ -83,14 +92,3 @@ def trains(
         exact.zero_grad()
     assert_equal(engine, twin)
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within"])
-@pytest.mark.parametrize(
-    "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
-)
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_may_take_other_experts(ranks, stage, picks, way, precision):
-    """What one rank has reduced, and another not yet, they would wait for in a circle."""
-    ranks(2)(trains, stage, precision, picks, way)

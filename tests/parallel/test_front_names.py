@@ -15,6 +15,7 @@ from ringdp import CheckpointError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts import fsdp, fsdp2, trainer
 from tests.parallel.small import batch, net, whole
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +45,8 @@ def steps(engine: Any, *numbers: int) -> list[torch.Tensor]:
     return whole(engine.engine)
 
 
-def engines(comm: Communicator, folder: Path) -> None:
+@on_ranks(2)
+def test_deepspeeds_engine_is_read_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None:
     engine = made(comm)
     assert engine.get_global_grad_norm() is None
     said = steps(engine, 0, 1)
@@ -58,30 +60,26 @@ def engines(comm: Communicator, folder: Path) -> None:
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
     assert engine.device == torch.device("cpu")
     with pytest.raises(CheckpointError, match=r"nothing was loaded; .*latest"):
-        engine.load_checkpoint(folder)
-    assert engine.save_checkpoint(folder)
-    assert engine.save_checkpoint(folder, "named", {"epoch": 5})
-    ringdp.save(folder / "plain", engine.engine, engine.optimizer)
+        engine.load_checkpoint(tmp_path)
+    assert engine.save_checkpoint(tmp_path)
+    assert engine.save_checkpoint(tmp_path, "named", {"epoch": 5})
+    ringdp.save(tmp_path / "plain", engine.engine, engine.optimizer)
     with pytest.raises(CheckpointError, match="plain was loaded, but is not"):
-        engine.load_checkpoint(folder, "plain")
+        engine.load_checkpoint(tmp_path, "plain")
     expected = steps(engine, 2, 3)
     assert engine.scaler.current == 32  # it grew after the third step
     for tag, found, state in ((None, "named", {"epoch": 5}), ("global_step2", "global_step2", {})):
         other = made(comm, zero_optimization={"stage": 3})
         other.backward(other(batch(0)).float().square().mean())  # left behind
         other.module.zero_grad()
-        assert other.load_checkpoint(folder, tag) == (str(folder / found), state)
+        assert other.load_checkpoint(tmp_path, tag) == (str(tmp_path / found), state)
         assert all(map(torch.equal, whole(other.engine), said))
         assert other.global_steps == 2
         assert all(map(torch.equal, steps(other, 2, 3), expected))
         assert other.scaler.current == 32
         other.engine.close()
-    assert (folder / "latest").read_text(encoding="utf-8") == "named"
+    assert (tmp_path / "latest").read_text(encoding="utf-8") == "named"
     engine.engine.close()
-
-
-def test_deepspeeds_engine_is_read_saved_and_loaded(ranks, tmp_path: Path):
-    ranks(2)(engines, tmp_path)
 
 
 def test_names_that_are_not_there_are_told():

@@ -29,6 +29,7 @@ from ringdp import Communicator, ModelError, Precision, UsageError
 from ringdp.comm import rendezvous
 from ringdp.parallel import fronts
 from tests.parallel.ddp_cases import gloo
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -75,7 +76,8 @@ def plain(comm: Communicator, stage: int, **options: Any) -> list[float]:
     return losses
 
 
-def fsdp2(comm: Communicator) -> None:
+@on_ranks(2)
+def test_fully_shard(comm: Communicator) -> None:
     expected = plain(comm, 3)
     for options, same in (
         ({}, expected),
@@ -108,10 +110,6 @@ def fsdp2(comm: Communicator) -> None:
     for wrong in ({"reshard_after_forward": 2}, {"offload_policy": 3}):
         with pytest.raises(UsageError, match="fully_shard"):
             fronts.fully_shard(net(), comm=comm, **wrong)
-
-
-def test_fully_shard(ranks):
-    ranks(2)(fsdp2)
 
 
 def fsdp(comm: Communicator) -> None:
@@ -224,7 +222,8 @@ def test_it_steps_parameters_in_other_places_and_holds_no_gradient(ranks):
     assert ranks(2)(in_other_places) == [[True, True]] * 2
 
 
-def over_torchs(comm: Communicator) -> None:
+@on_ranks(2)
+def test_torchs_groups_and_meshes_name_the_ranks(comm: Communicator) -> None:
     """Scripts that know torch's groups and meshes only."""
     gloo()
     expected = plain(comm, 3)
@@ -250,11 +249,8 @@ def over_torchs(comm: Communicator) -> None:
         fronts.fully_shard(net(), mesh=mesh, comm=comm)
 
 
-def test_torchs_groups_and_meshes_name_the_ranks(ranks):
-    ranks(2)(over_torchs)
-
-
-def frozen(comm: Communicator) -> None:
+@on_ranks(2)
+def test_frozen_models_and_copies(comm: Communicator) -> None:
     """A block that is frozen, a whole model that is, and copies of both that follow."""
     single = net().requires_grad_(False)
     for wrap, blocks in (
@@ -288,10 +284,6 @@ def frozen(comm: Communicator) -> None:
             engine.close()
 
 
-def test_frozen_models_and_copies(ranks):
-    ranks(2)(frozen)
-
-
 def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[list[float], Any]:
     config = {
         "train_batch_size": 12 * comm.size,
@@ -318,7 +310,8 @@ def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[l
     return losses, engine
 
 
-def deepspeed(comm: Communicator) -> None:
+@on_ranks(2)
+def test_initialize(comm: Communicator) -> None:
     expected, _ = configured(comm, 0, {})
     offload = {"device": "cpu", "pin_memory": True}
     every = {
@@ -353,7 +346,3 @@ def deepspeed(comm: Communicator) -> None:
             fronts.initialize(
                 model=net(), config=base | wrong, optimizer=ringdp.AdamW, unit=Block, comm=comm
             )
-
-
-def test_initialize(ranks):
-    ranks(2)(deepspeed)

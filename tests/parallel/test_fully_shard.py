@@ -12,13 +12,15 @@ from ringdp import CommunicationError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
 from tests.parallel.small import assert_equal, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 BF16 = torch.bfloat16
 
 
-def blocks_and_model(comm: Communicator) -> None:
+@on_ranks(2)
+def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> None:
     """Calls that ask for what one engine can do, and for what it cannot."""
 
     def sharded(first: Any, second: Any, whole: Any) -> Any:
@@ -76,11 +78,8 @@ def blocks_and_model(comm: Communicator) -> None:
                 model.engine.close()
 
 
-def test_fully_shard_does_what_every_call_has_asked_for(ranks):
-    ranks(2)(blocks_and_model)
-
-
-def part_of_a_model(comm: Communicator) -> None:
+@on_ranks(1)
+def test_gradients_are_kept_of_a_whole_model_only(comm: Communicator) -> None:
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)
     model[1].set_requires_gradient_sync(False)  # it is all that is sharded as yet
@@ -91,10 +90,6 @@ def part_of_a_model(comm: Communicator) -> None:
             module.set_requires_gradient_sync(False, **how)
     assert model.engine.sync
     model.engine.close()
-
-
-def test_gradients_are_kept_of_a_whole_model_only(ranks):
-    ranks(1)(part_of_a_model)
 
 
 def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> str:
@@ -128,7 +123,8 @@ def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, a
     return ""
 
 
-def retried(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> None:
     """Where no parameter was a slice yet it trains, else it says that the model is spent."""
     with pytest.MonkeyPatch.context() as patch:
         assert fails_once(comm, patch, "all_gather", 1) == ""  # of the block
@@ -149,7 +145,3 @@ def retried(comm: Communicator) -> None:
     model.engine.close()
     with pytest.raises(UsageError, match="this model is sharded already"):
         fronts.fully_shard(model, comm=comm)  # closed as slices
-
-
-def test_a_call_that_failed_works_again_or_is_refused(ranks):
-    ranks(2)(retried)

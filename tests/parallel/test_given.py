@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
 from tests.parallel.small import APART, WIDTH, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +50,12 @@ CHANGES: dict[str, Callable[[Engine], None]] = {
 }
 
 
-def replaced(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@each
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_parameters_that_no_unit_has_are_told(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     for late in (False, True):
         for words, change in CHANGES.items():
             engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
@@ -65,13 +71,9 @@ def replaced(comm: Communicator, stage: int, precision: Precision | None) -> Non
             engine.close()
 
 
-@each
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_parameters_that_no_unit_has_are_told(ranks, stage, precision):
-    ranks(2)(replaced, stage, precision)
-
-
-def blocks_only(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_they_are_told_where_blocks_are_called(comm: Communicator, stage: int) -> None:
     """The model's own forward is not called, nor is the first iteration over."""
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     put_layer(engine)
@@ -80,12 +82,12 @@ def blocks_only(comm: Communicator, stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_they_are_told_where_blocks_are_called(ranks, stage):
-    ranks(2)(blocks_only, stage)
-
-
-def harmless(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@each
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_what_trains_as_in_one_process_is_left_alone(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     """Forwards without a backward, a frozen parameter added, a layer taken away, one frozen."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -105,12 +107,6 @@ def harmless(comm: Communicator, stage: int, precision: Precision | None) -> Non
     engine.close()
 
 
-@each
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_trains_as_in_one_process_is_left_alone(ranks, stage, precision):
-    ranks(2)(harmless, stage, precision)
-
-
 def called(comm: Communicator) -> bool:
     """Of other tensors, which are nobody's to reduce, and evaluated, of other parameters."""
     engine = ringdp.shard(model := net(), stage=0, comm=comm)
@@ -126,7 +122,12 @@ def test_it_is_called_with_other_tensors_for_its_parameters(ranks):
     assert all(ranks(2)(called))
 
 
-def called_apart(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_other_tensors_are_told_where_they_would_not_be_used(
+    comm: Communicator, stage: int
+) -> None:
+    """Its own parameters took their place without a word."""
     engine = ringdp.shard(model := net(), stage=stage, precision=APART, comm=comm)
     zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
     x = torch.ones(1, WIDTH)
@@ -136,9 +137,3 @@ def called_apart(comm: Communicator, stage: int) -> None:
         assert not torch.func.functional_call(model, zeros, (x,)).any()
     loss(model).backward()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_other_tensors_are_told_where_they_would_not_be_used(ranks, stage):
-    """Its own parameters took their place without a word."""
-    ranks(2)(called_apart, stage)

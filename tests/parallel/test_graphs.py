@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Offload, Precision, UsageError
 from tests.parallel.small import APART, WIDTH, assert_equal, batch, loss
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -95,7 +96,13 @@ def test_a_penalty_of_gradients_trains_as_in_one_process(ranks, loop, stage, apa
 # ---- of weights alone
 
 
-def weights_alone(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """No backward of the model's: other ranks need not take it, and it leaves no gradient."""
     engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
 
     def gradients() -> None:
@@ -116,12 +123,11 @@ def weights_alone(comm: Communicator, stage: int, precision: Precision | None) -
 
 @pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(ranks, stage, precision):
-    """No backward of the model's: other ranks need not take it, and it leaves no gradient."""
-    ranks(2)(weights_alone, stage, precision)
-
-
-def of_a_forward(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@on_ranks(2)
+def test_gradients_of_a_forwards_weights_are_the_ranks_own(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """And add none to .grad."""
     model, twin = critic(), critic()
     held = list(model.parameters())
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -144,13 +150,6 @@ def of_a_forward(comm: Communicator, stage: int, precision: Precision | None) ->
     take()
     assert all(map(torch.equal, left(), before))
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_gradients_of_a_forwards_weights_are_the_ranks_own(ranks, stage, precision):
-    """And add none to .grad."""
-    ranks(2)(of_a_forward, stage, precision)
 
 
 # ---- autocast
@@ -185,7 +184,13 @@ def test_casts_outlive_a_backward(ranks, loop, stage, apart):
 # ---- used again after a step
 
 
-def backward_again(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_backward_after_a_step_is_told(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """In torch's words. Where others compute in their place it took new weights for old ones."""
     for make in (torch.optim.SGD, ringdp.AdamW):
         engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
         optimizer = make(model.parameters(), lr=0.1)
@@ -199,17 +204,16 @@ def backward_again(comm: Communicator, stage: int, precision: Precision | None) 
         engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_a_backward_after_a_step_is_told(ranks, stage, precision):
-    """In torch's words. Where others compute in their place it took new weights for old ones."""
-    ranks(2)(backward_again, stage, precision)
-
-
 # ---- of some parameters
 
 
-def some(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_backward_may_end_at_some_parameters(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """Where others compute in their place they got nothing, without a word."""
     model, twin = critic(), critic()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     for one in (model, twin):
@@ -225,12 +229,11 @@ def some(comm: Communicator, stage: int, precision: Precision | None) -> None:
 
 @pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_backward_may_end_at_some_parameters(ranks, stage, precision):
-    """Where others compute in their place they got nothing, without a word."""
-    ranks(2)(some, stage, precision)
-
-
-def of_inputs(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@on_ranks(2)
+def test_gradients_of_inputs_leave_those_of_parameters(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """They became zeros, by which a step would decay weights."""
     engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
     x = batch().requires_grad_()
     sent = engine.reducing.comm.sent_bytes()
@@ -247,17 +250,15 @@ def of_inputs(comm: Communicator, stage: int, precision: Precision | None) -> No
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_gradients_of_inputs_leave_those_of_parameters(ranks, stage, precision):
-    """They became zeros, by which a step would decay weights."""
-    ranks(2)(of_inputs, stage, precision)
-
-
 # ---- torch.func
 
 
-def transforms(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_torch_func_is_for_whole_parameters(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     model = critic()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
 
@@ -283,9 +284,3 @@ def transforms(comm: Communicator, stage: int, precision: Precision | None) -> N
         torch.testing.assert_close(mine[name], exact)
     loss(model).backward()
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_torch_func_is_for_whole_parameters(ranks, stage, precision):
-    ranks(2)(transforms, stage, precision)

@@ -11,11 +11,21 @@ from torch import Tensor
 import ringdp
 from ringdp import Communicator, Offload
 from tests.parallel.small import APART, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def holds(comm: Communicator, stage: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(stage, {}) for stage in range(4)]
+    + [(stage, {"precision": APART}) for stage in (0, 1, 3)]
+    + [(stage, {"offload": Offload(optimizer=True)}) for stage in (1, 3)],
+)
+@on_ranks(2)
+def test_gradients_that_somebody_holds_keep_their_values(
+    comm: Communicator, stage: int, options: dict[str, Any]
+) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, unit=torch.nn.Linear, comm=comm, **options)
     parameters = list(model.parameters())
@@ -56,13 +66,3 @@ def holds(comm: Communicator, stage: int, options: dict[str, Any]) -> None:
         assert [u.gradient.data_ptr() for u in engine.units] == memory
     assert engine.ledger.now["gradients"] == engine.memory_formula().gradients
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [(stage, {}) for stage in range(4)]
-    + [(stage, {"precision": APART}) for stage in (0, 1, 3)]
-    + [(stage, {"offload": Offload(optimizer=True)}) for stage in (1, 3)],
-)
-def test_gradients_that_somebody_holds_keep_their_values(ranks, stage, options):
-    ranks(2)(holds, stage, options)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Offload, UsageError
 from tests.parallel.small import WIDTH, batch, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -124,7 +125,14 @@ LOOPS: list[Loop] = [
 ]
 
 
-def gradients(comm: Communicator, stage: int, apart: bool, at: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
+)
+@pytest.mark.parametrize("at", range(len(LOOPS)), ids=[f.__name__ for f in LOOPS])
+@on_ranks(2)
+def test_gradients_are_those_of_one_process(
+    comm: Communicator, stage: int, apart: bool, at: int
+) -> None:
     loop = LOOPS[at]
     model, twin = net(), net()
     offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
@@ -145,15 +153,10 @@ def gradients(comm: Communicator, stage: int, apart: bool, at: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
-)
-@pytest.mark.parametrize("at", range(len(LOOPS)), ids=[f.__name__ for f in LOOPS])
-def test_gradients_are_those_of_one_process(ranks, at, stage, apart):
-    ranks(2)(gradients, stage, apart, at)
-
-
-def closed_while_another_is_late(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_reduction_in_flight_ends_before_a_close(comm: Communicator, stage: int) -> None:
+    """Rank 1 comes to it when rank 0, which has started it, has closed but for this."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(800, 800)) for _ in range(3)))
     x = torch.ones(1, 800)
     engine = ringdp.shard(model, stage=stage, comm=comm)
@@ -173,12 +176,8 @@ def closed_while_another_is_late(comm: Communicator, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_reduction_in_flight_ends_before_a_close(ranks, stage):
-    """Rank 1 comes to it when rank 0, which has started it, has closed but for this."""
-    ranks(2)(closed_while_another_is_late, stage)
-
-
-def closed_after_an_abort(comm: Communicator, stage: int) -> None:
+@on_ranks(2)
+def test_what_an_abort_has_ended_a_close_does_not_wait_for(comm: Communicator, stage: int) -> None:
     """Of a reduction that rank 0 does not come to."""
     with comm.duplicate() as other:
         model = net()
@@ -193,11 +192,6 @@ def closed_after_an_abort(comm: Communicator, stage: int) -> None:
         comm.barrier()  # rank 1 has started it
         other.abort()
         engine.close()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_what_an_abort_has_ended_a_close_does_not_wait_for(ranks, stage):
-    ranks(2)(closed_after_an_abort, stage)
 
 
 def refused(comm: Communicator, stage: int) -> list[str]:

@@ -18,6 +18,7 @@ import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from tests.parallel.small import batch, net, whole
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -34,8 +35,11 @@ def trained(engine: Any, *steps: int) -> list[Tensor]:
     return whole(engine.engine)
 
 
-def arguments(comm: Communicator, folder: Path) -> None:
-    file = folder / f"{comm.rank}.json"
+@on_ranks(2)
+def test_a_call_as_of_deepspeed_does_the_same_in_every_form(
+    comm: Communicator, tmp_path: Path
+) -> None:
+    file = tmp_path / f"{comm.rank}.json"
     for stage in range(4):
         staged = {"zero_optimization": {"stage": stage}}
         file.write_text(json.dumps(NAMED | staged), encoding="utf-8")
@@ -58,10 +62,6 @@ def arguments(comm: Communicator, folder: Path) -> None:
             assert all(map(torch.equal, values, expected or values))
             expected = values
             engine.engine.close()
-
-
-def test_a_call_as_of_deepspeed_does_the_same_in_every_form(ranks, tmp_path: Path):
-    ranks(2)(arguments, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,10 @@ def falling(optimizer: torch.optim.Optimizer) -> MultiStepLR:
     return MultiStepLR(optimizer, range(1, 9), gamma=0.5)  # its state is not JSON as it is
 
 
-def scheduled(comm: Communicator, folder: Path) -> None:
+@on_ranks(2)
+def test_a_scheduler_steps_with_the_optimizer_and_is_saved(
+    comm: Communicator, tmp_path: Path
+) -> None:
     half = {"fp16": {"enabled": True, "initial_scale_power": 4}}
     config = NAMED | half | {"gradient_accumulation_steps": 2}
 
@@ -124,23 +127,19 @@ def scheduled(comm: Communicator, folder: Path) -> None:
         engine.backward(engine(batch(step)).square().mean() * float("inf"))
         engine.step()
     assert (engine.skipped_steps, engine.get_lr()) == (1, [LR / 2])  # as no rank has stepped
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     expected = trained(engine, 4, 5, 6, 7)
     other, without = made(lr_scheduler=falling), made()
     for loaded in (other, without):
-        loaded.load_checkpoint(folder)
+        loaded.load_checkpoint(tmp_path)
     assert all(map(torch.equal, trained(other, 4, 5, 6, 7), expected))
     assert other.get_lr() == engine.get_lr() == [LR / 8]
     assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
-    without.save_checkpoint(folder, "without")
-    other.load_checkpoint(folder, "without")
+    without.save_checkpoint(tmp_path, "without")
+    other.load_checkpoint(tmp_path, "without")
     assert other.lr_scheduler.last_epoch == 3
     for each in (engine, other, without):
         each.engine.close()
-
-
-def test_a_scheduler_steps_with_the_optimizer_and_is_saved(ranks, tmp_path: Path):
-    ranks(2)(scheduled, tmp_path)
 
 
 def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
@@ -158,7 +157,8 @@ def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
     engine.engine.close()
 
 
-def shared_out(comm: Communicator) -> None:
+@on_ranks(2)
+def test_training_data_is_shared_out_in_micro_batches(comm: Communicator) -> None:
     rows = TensorDataset(torch.arange(12))
     engine, _, loader, _ = fronts.initialize(
         model=net(), config=NAMED, training_data=rows, comm=comm,
@@ -171,10 +171,6 @@ def shared_out(comm: Communicator) -> None:
     comm.all_gather(every, torch.cat(mine))
     assert sorted(every.tolist()) == list(range(12))
     engine.engine.close()
-
-
-def test_training_data_is_shared_out_in_micro_batches(ranks):
-    ranks(2)(shared_out)
 
 
 class Stream(IterableDataset[int]):

@@ -11,6 +11,7 @@ from torch import nn
 import ringdp
 from ringdp import Communicator, UsageError
 from tests.parallel.small import APART, assert_equal, batch, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -57,7 +58,10 @@ def test_what_cannot_be_done_is_told(ranks, stage):
         assert "in the sharded model it is torch.float32" in moved
 
 
-def made_late(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_an_optimizer_of_passing_parameters_is_told(comm: Communicator, stage: int) -> None:
+    """Where others compute in their place, it trained nothing, without a word."""
     model = net()
     engine = ringdp.shard(model, stage=stage, unit=1 << 40, precision=APART, comm=comm)  # one unit
     value = loss(model)
@@ -74,12 +78,9 @@ def made_late(comm: Communicator, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_optimizer_of_passing_parameters_is_told(ranks, stage):
-    """Where others compute in their place, it trained nothing, without a word."""
-    ranks(2)(made_late, stage)
-
-
-def at_rest(comm: Communicator, stage: int) -> None:
+@on_ranks(2)
+def test_a_loss_of_parameters_at_rest_is_told(comm: Communicator, stage: int) -> None:
+    """Where others compute in their place, their gradients were lost without a word."""
     model = net()
     parameters = list(model.parameters())
     engine = ringdp.shard(model, stage=stage, precision=APART, comm=comm)
@@ -89,12 +90,6 @@ def at_rest(comm: Communicator, stage: int) -> None:
     model.zero_grad()
     loss(model).backward()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_loss_of_parameters_at_rest_is_told(ranks, stage):
-    """Where others compute in their place, their gradients were lost without a word."""
-    ranks(2)(at_rest, stage)
 
 
 @pytest.mark.parametrize(

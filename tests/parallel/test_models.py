@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Precision, UsageError
 from ringdp.parallel.outside import Sharded
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +35,9 @@ def values(engine: ringdp.Engine) -> list[float]:
 # ---- meta device
 
 
-def from_meta(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_meta_model_gets_its_values_unit_by_unit(comm: Communicator, stage: int) -> None:
     with torch.device("meta"):
         model, twin = net(), net()
     held = list(model.parameters())
@@ -72,16 +75,12 @@ def from_meta(comm: Communicator, stage: int) -> None:
         ringdp.shard(nn.Sequential(Bare()), stage=stage, comm=comm)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_meta_model_gets_its_values_unit_by_unit(ranks, stage):
-    ranks(2)(from_meta, stage)
-
-
 class Stop(Exception):
     pass
 
 
-def elsewhere(comm: Communicator) -> None:
+@on_ranks(1)
+def test_a_meta_model_becomes_real_where_its_communicator_moves_tensors(comm: Communicator) -> None:
     """`meta` stands for the device of a communicator over NCCL."""
     with torch.device("meta"):
         model = nn.Linear(2, 2)
@@ -100,10 +99,6 @@ def elsewhere(comm: Communicator) -> None:
     assert seen == 2 * [torch.device("cpu")] + 2 * [there]
 
 
-def test_a_meta_model_becomes_real_where_its_communicator_moves_tensors(ranks):
-    ranks(1)(elsewhere)
-
-
 # ---- parameters used elsewhere
 
 
@@ -119,7 +114,8 @@ class Peeks(nn.Module):
         return nn.functional.linear(x, self.blocks[1].weight)
 
 
-def outside(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> None:
     model = net()
     engine = ringdp.shard(model, stage=3, comm=comm)
     attempts = [
@@ -152,10 +148,6 @@ def outside(comm: Communicator) -> None:
     assert seen == [nn.Parameter, nn.Parameter]
     engine.close()
     peeks.close()
-
-
-def test_a_parameter_used_outside_its_forward_is_named(ranks):
-    ranks(2)(outside)
 
 
 class Block(nn.Module):
@@ -205,7 +197,9 @@ def test_a_module_called_within_its_unit_and_apart_from_it_is_to_be_a_unit(ranks
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
-def unreduced(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_step_with_gradients_that_wait_is_told(comm: Communicator, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -219,11 +213,6 @@ def unreduced(comm: Communicator, stage: int) -> None:
     assert engine.ledger.now["gradients"] < before
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_with_gradients_that_wait_is_told(ranks, stage):
-    ranks(2)(unreduced, stage)
 
 
 # ---- kinds of parameters
@@ -300,7 +289,11 @@ def test_a_recurrent_layer_computes_in_another_dtype(ranks):
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
-def writes(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_is_written_under_full_parameters_is_kept_if_asked(
+    comm: Communicator, stage: int
+) -> None:
     for precision in (None, Precision(BF16)):
         model = net()
         engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -315,8 +308,3 @@ def writes(comm: Communicator, stage: int) -> None:
         found = values(engine)
         assert max(found) > 0
         engine.close()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_written_under_full_parameters_is_kept_if_asked(ranks, stage):
-    ranks(2)(writes, stage)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, UsageError
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +56,11 @@ def run(model: nn.Module, engine: ringdp.Engine | None, loop: list[Step]) -> Non
             model.zero_grad(set_to_none=what == "none")
 
 
-def cleared(comm: Communicator, stage: int, apart: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
+)
+@on_ranks(3)
+def test_zero_grad_clears_what_no_sync_keeps(comm: Communicator, stage: int, apart: bool) -> None:
     for name, loop in LOOPS.items():
         model, twin = net(), net()
         offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
@@ -76,14 +81,9 @@ def cleared(comm: Communicator, stage: int, apart: bool) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
-)
-def test_zero_grad_clears_what_no_sync_keeps(ranks, stage, apart):
-    ranks(3)(cleared, stage, apart)
-
-
-def refused(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_what_cannot_be_done_while_gradients_wait_is_told(comm: Communicator, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,8 +117,3 @@ def refused(comm: Communicator, stage: int) -> None:
     backward(model, 1)
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_cannot_be_done_while_gradients_wait_is_told(ranks, stage):
-    ranks(2)(refused, stage)

@@ -18,6 +18,7 @@ from ringdp.parallel.passed import give_back
 from ringdp.parallel.precision import cast
 from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import APART, WIDTH, assert_equal, batch
+from tests.ranks import on_ranks
 
 
 def test_what_is_put_into_copies_comes_to_the_originals():
@@ -77,7 +78,15 @@ def call(model: nn.Module) -> Tensor:
     return out + sum(losses)
 
 
-def trains(comm: Communicator, stage: int, precision: Precision | None, checkpointed: bool) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("precision", [None, APART], ids=["as built", "cast"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_losses_in_a_list_train(
+    comm: Communicator, stage: int, precision: Precision | None, checkpointed: bool
+) -> None:
+    """FSDP's casts lose them; and in stage 3 their backward had no weights."""
     model, twin = Net(checkpointed=checkpointed), Net(checkpointed=False)
     engine = ringdp.shard(
         model, stage=stage, precision=precision, unit=Block, prefetch_bytes=0, comm=comm
@@ -93,23 +102,11 @@ def trains(comm: Communicator, stage: int, precision: Precision | None, checkpoi
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("precision", [None, APART], ids=["as built", "cast"])
-@pytest.mark.parametrize("stage", range(4))
-def test_losses_in_a_list_train(ranks, stage, precision, checkpointed):
-    """FSDP's casts lose them; and in stage 3 their backward had no weights."""
-    ranks(2)(trains, stage, precision, checkpointed)
-
-
-def of_ddp(comm: Communicator) -> None:
+@on_ranks(1)
+def test_of_ddp_too(comm: Communicator) -> None:
     gloo()
     precision = _MixedPrecision(param_dtype=torch.bfloat16)
     call(DistributedDataParallel(Net(checkpointed=False), mixed_precision=precision)).backward()
-
-
-@pytest.mark.process
-def test_of_ddp_too(ranks):
-    ranks(1)(of_ddp)
 
 
 class Raises(nn.Linear):
@@ -121,11 +118,8 @@ class Raises(nn.Linear):
 
 
 @pytest.mark.process
-def test_a_forward_that_raises_gives_back_what_it_has_put_in(ranks):
-    ranks(1)(raises)
-
-
-def raises(comm: Communicator) -> None:
+@on_ranks(1)
+def test_a_forward_that_raises_gives_back_what_it_has_put_in(comm: Communicator) -> None:
     engine = ringdp.shard(model := Raises(WIDTH, 1), stage=3, precision=APART, comm=comm)
     seen = [batch()]
     with pytest.raises(ValueError, match="a second one"):
@@ -177,7 +171,12 @@ class Recurses(nn.Module):
         return self(x, losses, depth - 1) if depth else x
 
 
-def recurses(comm: Communicator, stage: int) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_unit_that_calls_itself_leaves_losses_at_every_depth(
+    comm: Communicator, stage: int
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Recurses())
     twin = copy.deepcopy(model)
@@ -190,9 +189,3 @@ def recurses(comm: Communicator, stage: int) -> None:
         torch.optim.SGD(one.parameters(), lr=0.1).step()
     assert_equal(engine, twin)
     engine.close()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("stage", range(4))
-def test_a_unit_that_calls_itself_leaves_losses_at_every_depth(ranks, stage):
-    ranks(2)(recurses, stage)

@@ -12,6 +12,7 @@ import ringdp
 from ringdp import Communicator, LossScaler, Offload, Precision
 from ringdp.parallel.precision import Dtypes, cast, dtypes
 from tests.parallel import small
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +37,16 @@ def test_a_dtype_has_its_default():
         Precision(param=torch.int32)
 
 
-def mixed(comm: Communicator, stage: int) -> None:
+def test_what_holds_itself_is_refused():
+    cyclic: dict[str, object] = {"x": torch.ones(2)}
+    cyclic["self"] = [cyclic]
+    with pytest.raises(ringdp.UsageError, match="as a dict that holds itself: their tensors"):
+        cast(cyclic, torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(1)
+def test_one_rank_computes_what_casting_by_hand_computes(comm: Communicator, stage: int) -> None:
     """A bfloat16 forward and backward: the dtypes on the way, and the gradients."""
     model, twin, seen = net(), net(), []
     precision = Precision(BF16, FLOAT, output=FLOAT, keep_fp32=nn.LayerNorm)
@@ -57,18 +67,6 @@ def mixed(comm: Communicator, stage: int) -> None:
         assert p.dtype == FLOAT
         assert torch.equal(p.grad.flatten(), q.grad.flatten())
     engine.close()
-
-
-def test_what_holds_itself_is_refused():
-    cyclic: dict[str, object] = {"x": torch.ones(2)}
-    cyclic["self"] = [cyclic]
-    with pytest.raises(ringdp.UsageError, match="as a dict that holds itself: their tensors"):
-        cast(cyclic, torch.bfloat16)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_one_rank_computes_what_casting_by_hand_computes(ranks, stage):
-    ranks(1)(mixed, stage)
 
 
 def scaled(comm: Communicator, stage: int) -> list[tuple[bool, float]]:
@@ -106,7 +104,9 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ranks, stage):
         assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0)]
 
 
-def judged_once(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_gradients_are_unscaled_once_whoever_steps(comm: Communicator, stage: int) -> None:
     """Gradients are unscaled once after each backward: for two optimizers, and where a step is not
     taken. An overflow lowers the scale although nobody steps."""
     model, twin = net(), net()
@@ -134,11 +134,6 @@ def judged_once(comm: Communicator, stage: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_are_unscaled_once_whoever_steps(ranks, stage):
-    ranks(2)(judged_once, stage)
-
-
 def test_a_step_of_neighbours_is_seen_as_a_change_of_each():
     flat, gradients = torch.ones(2, 4), torch.ones(2, 4)
     parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
@@ -152,7 +147,8 @@ def test_a_step_of_neighbours_is_seen_as_a_change_of_each():
             s.backward()
 
 
-def unscaled(comm: Communicator) -> None:
+@on_ranks(2)
+def test_scaling_by_powers_of_two_is_exact(comm: Communicator) -> None:
     """A power of two as the scale changes no bit."""
     out = []
     for scale in (1.0, 2.0**10):
@@ -164,10 +160,6 @@ def unscaled(comm: Communicator) -> None:
         out.append([p.detach().clone() for p in model.parameters()])
         engine.close()
     assert all(map(torch.equal, *out))
-
-
-def test_scaling_by_powers_of_two_is_exact(ranks):
-    ranks(2)(unscaled)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +235,9 @@ def test_the_norm_is_that_of_all_gradients(ranks):
     assert after == pytest.approx(0.01, rel=1e-3)
 
 
-def put_there(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_gradients_that_the_user_has_put_there_are_clipped(comm: Communicator, stage: int) -> None:
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     model(batch(comm.rank)).square().mean().backward()
     first, *others = model.parameters()
@@ -257,11 +251,10 @@ def put_there(comm: Communicator, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_that_the_user_has_put_there_are_clipped(ranks, stage):
-    ranks(2)(put_there, stage)
-
-
-def put_behind_a_forward(comm: Communicator, stage: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_put_behind_a_forward_are_stepped(
+    comm: Communicator, stage: int
+) -> None:
     """That has no backward, and has left other parameters in their places."""
     model, twin = small.net(), small.net()
     engine = ringdp.shard(model, stage=stage, precision=small.APART, comm=comm)
@@ -277,23 +270,15 @@ def put_behind_a_forward(comm: Communicator, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_that_are_put_behind_a_forward_are_stepped(ranks, stage):
-    ranks(2)(put_behind_a_forward, stage)
-
-
-def clipped_by_no_number(comm: Communicator, stage: int) -> None:
+@on_ranks(2)
+def test_a_norm_that_is_no_number_clips_as_torch_does(comm: Communicator, stage: int) -> None:
+    """Every gradient is NaN then."""
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     model(batch(comm.rank)).square().mean().backward()
     next(model.parameters()).grad.fill_(float("nan"))
     assert math.isnan(ringdp.clip_grad_norm_(engine, 1.0))
     assert all(p.grad.isnan().all() for p in model.parameters())
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_norm_that_is_no_number_clips_as_torch_does(ranks, stage):
-    """Every gradient is NaN then."""
-    ranks(2)(clipped_by_no_number, stage)
 
 
 # ---- the optimizer

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Engine, UsageError
 from tests.parallel.small import APART
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -118,7 +120,11 @@ def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
     return outputs
 
 
-def returns(comm: Communicator, stage: int, part: str) -> None:
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_a_unit_may_return_what_it_holds(comm: Communicator, stage: int, part: str) -> None:
+    """Of freed memory that was a segmentation fault."""
     for precision in (None, APART):
         net, twin = Net(part), Net(part)
         if precision:
@@ -138,13 +144,6 @@ def returns(comm: Communicator, stage: int, part: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_unit_may_return_what_it_holds(ranks, stage, part):
-    """Of freed memory that was a segmentation fault."""
-    ranks(2)(returns, stage, part)
-
-
 class Whole(nn.Module):
     """The parameter lies in the root, which is freed after a forward without gradients."""
 
@@ -156,7 +155,9 @@ class Whole(nn.Module):
         return self.linear(x), self.table[1:], self.table
 
 
-def outlives(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_what_is_taken_out_stays(comm: Communicator, stage: int) -> None:
     net = Whole()
     engine = ringdp.shard(net, stage=stage, comm=comm)
     with torch.inference_mode():
@@ -170,26 +171,20 @@ def outlives(comm: Communicator, stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_is_taken_out_stays(ranks, stage):
-    ranks(2)(outlives, stage)
-
-
-def loads(comm: Communicator, path: str) -> None:
+@on_ranks(2)
+def test_a_buffer_that_repeats_itself_takes_rank_0s_values(
+    comm: Communicator, tmp_path: Path
+) -> None:
     net = Net("itself")
     with torch.no_grad():
         net.repeats[0] = comm.rank + 1
     engine: Engine = ringdp.shard(net, stage=3, comm=comm)
     assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS, "rank 0's"
-    ringdp.save(path, engine)
+    ringdp.save(tmp_path, engine)
     net.repeats[0] = 7
-    ringdp.load(path, engine)
+    ringdp.load(tmp_path, engine)
     assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS
     engine.close()
-
-
-def test_a_buffer_that_repeats_itself_takes_rank_0s_values(ranks, tmp_path):
-    ranks(2)(loads, str(tmp_path))
 
 
 # ---- what is left in attributes
@@ -219,7 +214,10 @@ def left(model: nn.Module) -> Tensor:
     return loss
 
 
-def leaves(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_loss_may_be_left_in_attributes(comm: Communicator, stage: int) -> None:
+    """Stage 3 had torch's word for it: a size that does not match."""
     torch.manual_seed(0)
     net, twin = (nn.Sequential(*(Leaves() for _ in range(3))) for _ in range(2))
     twin.load_state_dict(net.state_dict())
@@ -238,9 +236,3 @@ def leaves(comm: Communicator, stage: int) -> None:
             assert torch.equal(mine, exact)
     assert engine.ledger.now["gathered"] == 0
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_loss_may_be_left_in_attributes(ranks, stage):
-    """Stage 3 had torch's word for it: a size that does not match."""
-    ranks(2)(leaves, stage)

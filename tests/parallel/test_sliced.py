@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 import ringdp
 from ringdp import Communicator, Precision, UsageError
 from tests.parallel.small import APART, assert_equal, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -87,7 +88,12 @@ def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
     assert all(other == first for other in others), "the same norms on every rank"
 
 
-def left_open(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_norms_behind_a_forward_are_those_of_one_process(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     """Clips behind a forward that has no backward, as one whose loss is logged."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -106,12 +112,6 @@ def left_open(comm: Communicator, stage: int, precision: Precision | None) -> No
     with pytest.raises(UsageError, match="norm of gradients is taken, but gradients made within"):
         clip_grad_norm_(model.parameters(), 0.1)
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_norms_behind_a_forward_are_those_of_one_process(ranks, stage, precision):
-    ranks(3)(left_open, stage, precision)
 
 
 def norms_of(model: nn.Module) -> list[Tensor]:
@@ -156,7 +156,11 @@ class SkippedError(Exception):
     """What a loop goes on after."""
 
 
-def stepped_again(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_norms_are_whole_after_a_step_that_raised_and_another(
+    comm: Communicator, stage: int
+) -> None:
     """A step that raises, as where memory is short, then one that does not."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
@@ -175,11 +179,6 @@ def stepped_again(comm: Communicator, stage: int) -> None:
     norm, exact = (get_total_norm([p.grad for p in m.parameters()]) for m in (model, twin))
     torch.testing.assert_close(norm, exact)
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_norms_are_whole_after_a_step_that_raised_and_another(ranks, stage):
-    ranks(3)(stepped_again, stage)
 
 
 # ---- GradScaler
@@ -224,7 +223,59 @@ def test_torchs_scaler_skips_on_all_ranks_or_none(ranks, stage, precision, fused
 # ---- the gradients themselves
 
 
-def is_slice(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_norms_may_be_taken_after_the_step(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """12 elements, of which rank 0 has all."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    twin = copy.deepcopy(model)
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    for clear in (False, True):
+        found = []
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            one(torch.ones(1, 3)).sum().backward()
+            if clear:
+                one.weight.grad = None
+            optimizer.step()
+            there = torch.tensor([int(p.grad is not None) for p in one.parameters()])
+            comm.all_reduce(there, "min")  # on every rank, else they would hang in the norms
+            found.append(there.tolist())
+        assert found == [[not clear, True]] * 2
+        found = [
+            [p.grad.norm() for p in one.parameters() if p.grad is not None] for one in (model, twin)
+        ]
+        torch.testing.assert_close(*found)
+    assert not optimizers[0].state
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_closure_leaves_gradients_in_their_memory(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := nn.Linear(3, 3), stage=stage, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = engine.units[0].gradient.data_ptr()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(1, 3)).sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(closure)
+        assert engine.units[0].gradient.data_ptr() == memory
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_gradient_is_an_ordinary_slice_else(comm: Communicator, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.Adam(model.parameters())
@@ -259,62 +310,3 @@ def is_slice(comm: Communicator, stage: int) -> None:
     loss(model).backward()
     clip_grad_norm_(model.parameters(), 1.0)
     engine.close()
-
-
-def stepped(comm: Communicator, stage: int, precision: Precision | None) -> None:
-    """12 elements, of which rank 0 has all."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    twin = copy.deepcopy(model)
-    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
-    for clear in (False, True):
-        found = []
-        for one, optimizer in zip((model, twin), optimizers, strict=True):
-            one(torch.ones(1, 3)).sum().backward()
-            if clear:
-                one.weight.grad = None
-            optimizer.step()
-            there = torch.tensor([int(p.grad is not None) for p in one.parameters()])
-            comm.all_reduce(there, "min")  # on every rank, else they would hang in the norms
-            found.append(there.tolist())
-        assert found == [[not clear, True]] * 2
-        found = [
-            [p.grad.norm() for p in one.parameters() if p.grad is not None] for one in (model, twin)
-        ]
-        torch.testing.assert_close(*found)
-    assert not optimizers[0].state
-    engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_norms_may_be_taken_after_the_step(ranks, stage, precision):
-    ranks(2)(stepped, stage, precision)
-
-
-def stepped_by_closure(comm: Communicator, stage: int) -> None:
-    engine = ringdp.shard(model := nn.Linear(3, 3), stage=stage, comm=comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory = engine.units[0].gradient.data_ptr()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = model(torch.ones(1, 3)).sum()
-        value.backward()
-        return value
-
-    for _ in range(2):
-        optimizer.step(closure)
-        assert engine.units[0].gradient.data_ptr() == memory
-    engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_closure_leaves_gradients_in_their_memory(ranks, stage):
-    ranks(2)(stepped_by_closure, stage)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_is_an_ordinary_slice_else(ranks, stage):
-    ranks(2)(is_slice, stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
 from tests.parallel.small import APART, assert_equal, loss, net, whole
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def amid(comm: Communicator) -> None:
+@on_ranks(2)
+def test_in_stage_0_a_state_is_of_the_masters_at_any_time(comm: Communicator) -> None:
     """With a forward left open, where modules hold parameters that compute in less precision."""
 
     def made(seed: int = 0) -> tuple[nn.Sequential, Engine]:
@@ -63,11 +66,27 @@ def amid(comm: Communicator) -> None:
         e.close()
 
 
-def test_in_stage_0_a_state_is_of_the_masters_at_any_time(ranks):
-    ranks(2)(amid)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_a_state_of_whole_parameters_is_told(comm: Communicator, stage: int) -> None:
+    twin, model = net(), net()
+    theirs = torch.optim.Adam(twin.parameters())
+    loss(twin).backward()
+    theirs.step()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    loss(model).backward()
+    with pytest.raises(UsageError, match=r"state 'exp_avg' of shape \[6, 6\] for a slice of"):
+        optimizer.step()
+    engine.close()
 
 
-def of_an_optimizer(comm: Communicator, path: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
+    comm: Communicator, tmp_path: Path, stage: int
+) -> None:
     """Refused where it would be of slices; all else that is done with an optimizer works."""
 
     def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
@@ -90,8 +109,8 @@ def of_an_optimizer(comm: Communicator, path: str, stage: int) -> None:
                 UsageError, match=r"flat slices\. Use ringdp\.save and ringdp\.load"
             ):
                 attempt()
-    ringdp.save(path, engine, optimizer)
-    ringdp.load(path, second, fresh)
+    ringdp.save(tmp_path, engine, optimizer)
+    ringdp.load(tmp_path, second, fresh)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert repr(twin.state_dict()["state"].values()) == repr(optimizer.state.values())
     for m, o in ((model, optimizer), (other, fresh)):
@@ -101,31 +120,12 @@ def of_an_optimizer(comm: Communicator, path: str, stage: int) -> None:
         e.close()
 
 
-def of_whole_parameters(comm: Communicator, stage: int) -> None:
-    twin, model = net(), net()
-    theirs = torch.optim.Adam(twin.parameters())
-    loss(twin).backward()
-    theirs.step()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
-    optimizer = torch.optim.Adam(model.parameters())
-    optimizer.load_state_dict(theirs.state_dict())
-    loss(model).backward()
-    with pytest.raises(UsageError, match=r"state 'exp_avg' of shape \[6, 6\] for a slice of"):
-        optimizer.step()
-    engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_state_of_whole_parameters_is_told(ranks, stage):
-    ranks(3)(of_whole_parameters, stage)
-
-
+@pytest.mark.parametrize("options", [{}, {"precision": APART}], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", range(4))
-def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(ranks, tmp_path, stage):
-    ranks(2)(of_an_optimizer, str(tmp_path), stage)
-
-
-def kept(comm: Communicator, stage: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_the_state_of_a_sharded_model_stays_what_it_was(
+    comm: Communicator, stage: int, options: dict[str, Any]
+) -> None:
     """What was taken within full_parameters, once the model has trained on."""
     model = net()
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm, **options)
@@ -138,9 +138,3 @@ def kept(comm: Communicator, stage: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(value, net().get_parameter(name)) for name, value in state.items())
     assert not torch.equal(whole(engine)[0], state["0.0.weight"])
     engine.close()
-
-
-@pytest.mark.parametrize("options", [{}, {"precision": APART}], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_the_state_of_a_sharded_model_stays_what_it_was(ranks, stage, options):
-    ranks(2)(kept, stage, options)

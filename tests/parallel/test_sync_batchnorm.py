@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, SyncBatchNorm
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -37,7 +38,14 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def compare(comm: Communicator, shape: tuple[int, ...], options: dict[str, object]) -> None:
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+)
+@on_ranks(3)
+def test_it_is_batch_norm_over_all_ranks(
+    comm: Communicator, shape: tuple[int, ...], options: dict[str, object]
+) -> None:
     whole = layer(**options)
     del whole._check_input_dim
     mine = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(copy.deepcopy(whole)), comm)[0]
@@ -63,14 +71,6 @@ def compare(comm: Communicator, shape: tuple[int, ...], options: dict[str, objec
         close(mine(batch(0, 9, shape)), whole(batch(0, 9, shape)))
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
-@pytest.mark.parametrize(
-    "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
-)
-def test_it_is_batch_norm_over_all_ranks(ranks, shape, options):
-    ranks(3)(compare, shape, options)
-
-
 def under_ddp(comm: Communicator) -> list[list[float]]:
     torch.manual_seed(comm.rank)
     net = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(5, 1))
@@ -90,7 +90,8 @@ def test_it_trains_under_ddp(ranks):
     assert first == second
 
 
-def untracked(comm: Communicator) -> None:
+@on_ranks(2)
+def test_it_tracks_nothing_where_torchs_does_not(comm: Communicator) -> None:
     """What runs stays; at last rank 0 alone evaluates, by its own rows where none are running."""
     x = batch(0, 0, (3,))
     norm, theirs = SyncBatchNorm(CHANNELS, process_group=comm), nn.BatchNorm1d(CHANNELS)
@@ -104,11 +105,9 @@ def untracked(comm: Communicator) -> None:
         assert torch.equal(norm.eval()(x), theirs.eval()(x))
 
 
-def test_it_tracks_nothing_where_torchs_does_not(ranks):
-    ranks(2)(untracked)
-
-
-def saved(comm: Communicator, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_it_keeps_its_input_only(comm: Communicator, dtype: torch.dtype) -> None:
     """Between forward and backward nothing of the input's size is kept but the input."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
     x = batch(0, comm.rank, (3,)).to(dtype).requires_grad_()
@@ -119,12 +118,8 @@ def saved(comm: Communicator, dtype: torch.dtype) -> None:
     assert [t.data_ptr() for t in large] == [x.data_ptr()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_keeps_its_input_only(ranks, dtype):
-    ranks(2)(saved, dtype)
-
-
-def empty(comm: Communicator) -> None:
+@on_ranks(2)
+def test_ranks_without_any_rows_learn_nothing(comm: Communicator) -> None:
     """No rank has rows: nothing is learned of them, nor lost."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
     norm(batch(0, comm.rank, (3,)))
@@ -138,11 +133,8 @@ def empty(comm: Communicator) -> None:
         assert torch.equal(a, b)
 
 
-def test_ranks_without_any_rows_learn_nothing(ranks):
-    ranks(2)(empty)
-
-
-def copied(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_copy_is_over_the_same_ranks(comm: Communicator) -> None:
     """A copy is over the same ranks, here this one alone, not over those that ringdp.init made."""
     alone = comm.split(comm.rank)
     net = nn.Sequential(SyncBatchNorm(CHANNELS, process_group=alone))
@@ -156,16 +148,9 @@ def copied(comm: Communicator) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_copy_is_over_the_same_ranks(ranks):
-    ranks(2)(copied)
-
-
-def wrong(comm: Communicator) -> None:
+@on_ranks(1)
+def test_a_wrong_shape_is_told(comm: Communicator) -> None:
     norm = SyncBatchNorm(3, process_group=comm)
     for shape in ((3,), (2, 4)):
         with pytest.raises(ringdp.UsageError, match=r"must be \[rows, 3"):
             norm(torch.ones(shape))
-
-
-def test_a_wrong_shape_is_told(ranks):
-    ranks(1)(wrong)

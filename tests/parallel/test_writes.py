@@ -13,11 +13,17 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import ringdp
 from ringdp import Communicator, Precision, UsageError
 from tests.parallel.small import APART, WIDTH, assert_equal, batch, loss, net, whole
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def writes(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_is_kept_is_what_was_to_be_written(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     with engine.full_parameters(write=True), torch.no_grad():
@@ -54,12 +60,6 @@ def writes(comm: Communicator, stage: int, precision: Precision | None) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_kept_is_what_was_to_be_written(ranks, stage, precision):
-    ranks(2)(writes, stage, precision)
-
-
 class Writes(nn.Sequential):
     """Its forward writes to a weight, `how`."""
 
@@ -76,7 +76,14 @@ def assigns(p: nn.Parameter) -> None:
     p.data = p.data.clamp(min=0)
 
 
-def writes_amid(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_write_amid_a_forward_is_kept_or_told(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """It was lost without a word."""
+
     def made() -> Writes:
         torch.manual_seed(0)
         return Writes(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -102,13 +109,6 @@ def writes_amid(comm: Communicator, stage: int, precision: Precision | None) -> 
         torch.optim.SGD(one.parameters(), lr=0.1).step()
     assert_equal(engine, twin)
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_write_amid_a_forward_is_kept_or_told(ranks, stage, precision):
-    """It was lost without a word."""
-    ranks(2)(writes_amid, stage, precision)
 
 
 def writes_between_blocks(comm: Communicator, stage: int, precision: Precision | None) -> None:
@@ -147,7 +147,13 @@ def test_blocks_called_alone_have_what_was_written(ranks, stage, precision):
     ranks(2)(writes_between_blocks, stage, precision)
 
 
-def trains_after_inference(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_is_put_into_data_may_be_evaluated_before_it_trains(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """Memory that is taken in inference mode is not for autograd."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     held: list[object] = []  # so that stage 3 takes other memory
@@ -163,13 +169,6 @@ def trains_after_inference(comm: Communicator, stage: int, precision: Precision 
         optimizer.step()
     assert_equal(engine, twin)
     engine.close()
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_put_into_data_may_be_evaluated_before_it_trains(ranks, stage, precision):
-    """Memory that is taken in inference mode is not for autograd."""
-    ranks(2)(trains_after_inference, stage, precision)
 
 
 def saves(comm: Communicator, path: Path, stage: int) -> None:

@@ -12,6 +12,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.parallel import fronts
 from tests.parallel.small import loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +32,8 @@ class Counts(torch.optim.Optimizer):
                     p -= group["lr"] / group["k"] * p.grad
 
 
-def counts(comm: Communicator) -> None:
+@on_ranks(2)
+def test_what_an_optimizer_counts_in_its_groups_is_kept(comm: Communicator) -> None:
     weights: list[list[Tensor]] = []
     for sharded in (False, True):
         model = ringdp.DistributedDataParallel(net(), process_group=comm)
@@ -48,7 +50,3 @@ def counts(comm: Communicator) -> None:
         assert optimizer.param_groups[0]["lr"] == 0.1 / 8
         weights.append([p.detach() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
-
-
-def test_what_an_optimizer_counts_in_its_groups_is_kept(ranks):
-    ranks(2)(counts)

@@ -14,11 +14,17 @@ import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from tests.parallel.ddp_cases import Branches, backward, equal, gloo, says
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def joined(comm: Communicator, kind: Any, by_initial_size: bool) -> None:
+@pytest.mark.parametrize("by_initial_size", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@on_ranks(2)
+def test_ranks_without_inputs_step_their_slices_as_the_others_do(
+    comm: Communicator, kind: Any, by_initial_size: bool
+) -> None:
     """Beside DDP, and a step of all ranks after each join. AdamW only once: of the whole one, a
     rank that ends early does not keep the state. One parameter is never used."""
     gloo()
@@ -44,12 +50,6 @@ def joined(comm: Communicator, kind: Any, by_initial_size: bool) -> None:
             found.append([p.detach().clone() for p in net.parameters()])
     half = len(found) // 2
     assert all(map(equal, found[:half], found[half:]))
-
-
-@pytest.mark.parametrize("by_initial_size", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_ranks_without_inputs_step_their_slices_as_the_others_do(ranks, kind, by_initial_size):
-    ranks(2)(joined, kind, by_initial_size)
 
 
 def early(comm: Communicator) -> str:

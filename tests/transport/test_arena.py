@@ -12,6 +12,7 @@ import torch
 from ringdp import CollectiveTimeout, CommunicationError, Communicator
 from ringdp.transport import shm
 from tests.comm.failing import leaves_nothing
+from tests.ranks import on_ranks
 from tests.transport.test_conformance import Case, digest, expected, given
 
 pytestmark = pytest.mark.process
@@ -58,7 +59,8 @@ def test_the_bits_are_the_same(ranks, n):
         assert [results[i] for results in by_rank] == expected(case, n), case
 
 
-def lifetime(comm: Communicator) -> None:
+@on_ranks(2)
+def test_memory_lives_as_long_as_its_last_view(comm: Communicator) -> None:
     arena = comm._transport.arena
     assert arena is not None
     gc.collect()
@@ -80,10 +82,6 @@ def lifetime(comm: Communicator) -> None:
     gc.collect()
     arena._join()
     assert arena._free == before, "free memory is joined"
-
-
-def test_memory_lives_as_long_as_its_last_view(ranks):
-    ranks(2)(lifetime)
 
 
 def too_much(comm: Communicator) -> str:

@@ -26,6 +26,7 @@ from tests.comm.failing import Heard, hear, held, until_failed
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Ended, Forks, Say, store
 from tests.ports import unused_port
+from tests.ranks import on_ranks
 from tests.transport.test_conformance import ROWS, Case, agree
 
 pytestmark = pytest.mark.process
@@ -68,7 +69,8 @@ def test_it_offers_what_a_communicator_has(over_gloo, n: int):
     over_gloo(n)(calls)
 
 
-def of_a_group(comm: Communicator) -> None:
+@on_ranks(3)
+def test_over_any_group(comm: Communicator) -> None:
     store = dist.PrefixStore(f"of_a_group/{comm.issued}", comm._connect.args[0])
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     evens = dist.new_group(range(0, comm.size, 2))
@@ -88,10 +90,6 @@ def of_a_group(comm: Communicator) -> None:
             parts.close()
     comm.barrier()
     dist.destroy_process_group()
-
-
-def test_over_any_group(ranks):
-    ranks(3)(of_a_group)
 
 
 def mistaken(comm: Communicator, what: str) -> Heard | None:

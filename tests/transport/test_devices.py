@@ -18,6 +18,7 @@ from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE
 from tests.parallel.test_engine import equal, train
+from tests.ranks import on_ranks
 from tests.transport.device_bodies import Trained, clipped, ddp
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over
@@ -137,7 +138,8 @@ def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks, tr
         assert "rank 1 has ended (it has closed)" in heard.text
 
 
-def again(comm: Communicator, transport: str) -> None:
+@on_ranks(2)
+def test_after_a_failure_they_meet_again(comm: Communicator, transport: str) -> None:
     """After a failure the same processes come together once more."""
     c = ringdp.init(transport=transport, timeout=PATIENCE)
     comm.barrier()  # both have come
@@ -151,10 +153,6 @@ def again(comm: Communicator, transport: str) -> None:
         assert torch.all(x == comm.size)
         comm.barrier()
     rendezvous._world = comm
-
-
-def test_after_a_failure_they_meet_again(ranks, transport):
-    ranks(2)(again, transport)
 
 
 def staged(comm: Communicator, stage: int) -> Trained:

@@ -11,6 +11,7 @@ from ringdp import Communicator
 from ringdp.transport.base import DTYPES
 from ringdp.transport.peer.jobs import Job, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Launch
+from tests.ranks import on_ranks
 from tests.transport.nccl.racing import Device, Streams, faked
 
 pytestmark = pytest.mark.process
@@ -56,7 +57,9 @@ def called(device: Device, comm: Communicator) -> None:
         assert torch.all(x == comm.size)
 
 
-def in_turn(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks(pool="over_peer")
+def test_collectives_in_turn(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = racing(comm, patch)
         side = device.stream()
@@ -68,8 +71,3 @@ def in_turn(comm: Communicator) -> None:
             if not captures:
                 device.capture()
         device.capturing = False
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_collectives_in_turn(over_peer, n: int) -> None:
-    over_peer(n)(in_turn)

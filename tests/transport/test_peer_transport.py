@@ -24,6 +24,7 @@ from ringdp.transport.peer.transport import DEPTH, MOST, shape
 from ringdp.transport.peer.windows import Windows
 from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -71,7 +72,8 @@ def too_long(n: int) -> Schedule:
     return Schedule(n, times * ring.chunks, tuple(rounds))
 
 
-def asks_too_much(comm: Communicator) -> None:
+@on_ranks(2, pool="over_peer")
+def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(comm: Communicator) -> None:
     x = torch.ones(7)
     with pytest.raises(ringdp.UsageError, match="bytes of shared memory, more than"):
         comm.all_reduce(x, algorithm=too_long)
@@ -79,11 +81,8 @@ def asks_too_much(comm: Communicator) -> None:
     assert torch.all(x == comm.size)
 
 
-def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(over_peer):
-    over_peer(2)(asks_too_much)
-
-
-def exits_first(comm: Communicator) -> None:
+@on_ranks(2, pool="over_peer")
+def test_a_rank_that_exits_waits_for_nobodys_windows(comm: Communicator) -> None:
     running = set(threading.enumerate())
     other = comm.duplicate()
     if comm.rank == 0:
@@ -97,10 +96,6 @@ def exits_first(comm: Communicator) -> None:
                 time.sleep(0.01)
     comm.barrier()
     other.close()
-
-
-def test_a_rank_that_exits_waits_for_nobodys_windows(over_peer):
-    over_peer(2)(exits_first)
 
 
 class Spied:
@@ -140,7 +135,8 @@ def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(over_peer):
     over_peer(2)(replayed, False)
 
 
-def freed(comm: Communicator) -> None:
+@on_ranks(2, pool="over_peer")
+def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(comm: Communicator) -> None:
     """Where rank 0's kernel waits for a rank that aborts."""
     other = comm.duplicate()
     other._transport._windows = spied = Spied(other._transport._windows)
@@ -158,10 +154,6 @@ def freed(comm: Communicator) -> None:
     assert ("stop" in spied.calls) == (comm.rank == 0)
 
 
-def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(over_peer):
-    over_peer(2)(freed)
-
-
 class Counted:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self.launches = kernels, 0
@@ -171,7 +163,8 @@ class Counted:
         self._kernels.launch(launch)
 
 
-def repeated(comm: Communicator) -> None:
+@on_ranks(2, pool="over_peer")
+def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(comm: Communicator) -> None:
     transport, x = comm._transport, torch.ones(100)
     transport._kernels = counted = Counted(transport._kernels)
     comm.all_reduce(x)
@@ -184,10 +177,6 @@ def repeated(comm: Communicator) -> None:
     assert len(transport._staging) > room
     comm.all_reduce(x)  # as in a graph that is captured now
     assert len(transport._jobs_made) == made + 1
-
-
-def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(over_peer):
-    over_peer(2)(repeated)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])

@@ -19,6 +19,7 @@ from ringdp.errors import CollectiveMismatch
 from ringdp.transport.device import under_way
 from ringdp.transport.told import LOOK
 from tests.forks import Forks
+from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.test_c10d import gone_again, is_late, server_stops
@@ -27,7 +28,8 @@ only_with_host_nccl()
 pytestmark = pytest.mark.process
 
 
-def closed(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_what_has_closed_keeps_nothing_on_the_device(comm: Communicator) -> None:
     other = comm.duplicate()
     transport = other._transport
     streams = transport._streams = BehindStreams()
@@ -48,10 +50,6 @@ def closed(comm: Communicator) -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
-def test_what_has_closed_keeps_nothing_on_the_device(over_nccl) -> None:
-    over_nccl(2)(closed)
-
-
 def test_nothing_stays_of_one_that_is_closed(ranks) -> None:
     ranks(2)(gone_again, "nccl-host", True)
 
@@ -60,7 +58,8 @@ def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks) -> None:
     is_late(forks(3, server_stops, "nccl-host"))
 
 
-def promised(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_closing_waits_for_what_was_waited_for(comm: Communicator) -> None:
     other = comm.duplicate()
     streams, spied = behind(other), Spied(other)
     x = torch.ones(4)
@@ -79,11 +78,8 @@ def promised(comm: Communicator) -> None:
     assert not spied.aborted.is_set(), "what the call promised was left half done"
 
 
-def test_closing_waits_for_what_was_waited_for(over_nccl) -> None:
-    over_nccl(2)(promised)
-
-
-def exits_at_once(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_what_has_ended_counts_for_who_exits_before_it_was_seen(comm: Communicator) -> None:
     other = comm.duplicate()
     behind(other).ended.set()
     other.all_reduce(torch.ones(4))
@@ -93,11 +89,8 @@ def exits_at_once(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_what_has_ended_counts_for_who_exits_before_it_was_seen(over_nccl) -> None:
-    over_nccl(2)(exits_at_once)
-
-
-def exits_behind(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_who_exits_waits_for_what_was_waited_for(comm: Communicator) -> None:
     other = comm.duplicate()
     streams, transport = behind(other), other._transport
     other.all_reduce(torch.ones(4))  # it has returned, and the device is behind
@@ -113,11 +106,8 @@ def exits_behind(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_who_exits_waits_for_what_was_waited_for(over_nccl) -> None:
-    over_nccl(2)(exits_behind)
-
-
-def exits_by_an_error(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_who_exits_by_an_error_waits_for_nobody(comm: Communicator) -> None:
     other = comm.duplicate()
     behind(other)
     other.all_reduce(torch.ones(4))
@@ -126,10 +116,6 @@ def exits_by_an_error(comm: Communicator) -> None:
         patch.setattr("sys.last_type", ValueError, raising=False)
         other._transport.end()  # which would wait for ever
     comm.barrier()
-
-
-def test_who_exits_by_an_error_waits_for_nobody(over_nccl) -> None:
-    over_nccl(2)(exits_by_an_error)
 
 
 def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
@@ -182,7 +168,8 @@ class Slow(Spied):
         self._comm.destroy()
 
 
-def outlived(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_who_closes_long_before_the_others_keeps_no_memory_either(comm: Communicator) -> None:
     other = comm.duplicate()
     other.all_reduce(torch.ones(4), algorithm="direct")
     slow, memory = Slow(other), weakref.ref(other._transport._staging)
@@ -197,10 +184,6 @@ def outlived(comm: Communicator) -> None:
     while memory() is not None and time.monotonic() < until:
         time.sleep(0.01)
     assert memory() is None
-
-
-def test_who_closes_long_before_the_others_keeps_no_memory_either(over_nccl) -> None:
-    over_nccl(2)(outlived)
 
 
 class Unstartable:

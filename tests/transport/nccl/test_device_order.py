@@ -21,6 +21,7 @@ from ringdp.transport.base import FailureKind
 from ringdp.transport.device.streams import CudaStreams, End, Streams
 from ringdp.transport.nccl import transport as transport_module
 from ringdp.transport.told import LOOK
+from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import faked
@@ -48,7 +49,9 @@ def test_ranks_that_disagree_hear_it_though_the_device_never_ends(over_nccl) -> 
     over_nccl(2)(mistaken)
 
 
-def on_the_host(comm: Communicator, mistaken: bool) -> None:
+@pytest.mark.parametrize("mistaken", [False, True])
+@on_ranks(2, pool="over_nccl")
+def test_a_barrier_comes_behind_what_the_device_does(comm: Communicator, mistaken: bool) -> None:
     transport, streams, x = comm._transport, behind(comm), torch.ones(4)
     comm.all_reduce(x, "max" if mistaken and comm.rank else "sum", async_op=True)
     transport.device = torch.device("cuda", 0)  # which makes of CPU tensors the host's business
@@ -68,12 +71,8 @@ def on_the_host(comm: Communicator, mistaken: bool) -> None:
     message.wait()
 
 
-@pytest.mark.parametrize("mistaken", [False, True])
-def test_a_barrier_comes_behind_what_the_device_does(over_nccl, mistaken: bool) -> None:
-    over_nccl(2)(on_the_host, mistaken)
-
-
-def forked(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_barrier_in_a_forked_child_is_an_error(comm: Communicator) -> None:
     comm.barrier()
     told, tell = os.pipe()
     if not (child := os.fork()):
@@ -90,10 +89,6 @@ def forked(comm: Communicator) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(told)
-
-
-def test_a_barrier_in_a_forked_child_is_an_error(over_nccl) -> None:
-    over_nccl(2)(forked)
 
 
 class Twice:
@@ -115,18 +110,16 @@ class PassingStreams(BehindStreams):
         return Twice() if self._ends % 2 else super(BehindStreams, self).end()
 
 
-def mistaken_at_the_end(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_stamps_are_compared_though_the_end_is_seen_before_them(comm: Communicator) -> None:
     comm._transport._streams = PassingStreams()
     comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
     with pytest.raises(CollectiveMismatch, match="all_reduce"):
         barriers(comm)
 
 
-def test_stamps_are_compared_though_the_end_is_seen_before_them(over_nccl) -> None:
-    over_nccl(2)(mistaken_at_the_end)
-
-
-def late(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_what_does_not_end_on_the_device_in_time_is_aborted(comm: Communicator) -> None:
     behind(comm)
     spied = Spied(comm)
     comm.set_timeout(0.3)
@@ -134,10 +127,6 @@ def late(comm: Communicator) -> None:
     assert spied.aborted.wait(60)
     with pytest.raises(CollectiveTimeout):
         comm.barrier()
-
-
-def test_what_does_not_end_on_the_device_in_time_is_aborted(over_nccl) -> None:
-    over_nccl(2)(late)
 
 
 class Broken(Streams):
@@ -156,18 +145,16 @@ class Broken(Streams):
         raise torch.AcceleratorError("CUDA error: an illegal address\nSearch for it in CUDA's docs")
 
 
-def broken(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_what_the_driver_says_is_a_failure_that_all_hear_of(comm: Communicator) -> None:
     if comm.rank == 0:
         comm._transport._streams = Broken()
     with pytest.raises(PeerLost, match=r"rank 0 has aborted \(CUDA error: an illegal address\)"):
         barriers(comm)
 
 
-def test_what_the_driver_says_is_a_failure_that_all_hear_of(over_nccl) -> None:
-    over_nccl(2)(broken)
-
-
-def queued(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_what_is_queued_when_a_communicator_fails_is_not_begun(comm: Communicator) -> None:
     """On a communicator that fails before the queue comes to it."""
     other = comm.duplicate()
     spied, transport = Spied(other), other._transport
@@ -184,10 +171,6 @@ def queued(comm: Communicator) -> None:
         work.wait()
 
 
-def test_what_is_queued_when_a_communicator_fails_is_not_begun(over_nccl) -> None:
-    over_nccl(2)(queued)
-
-
 class Asked(Streams):
     def __init__(self) -> None:
         self.asked = list[str]()
@@ -196,7 +179,8 @@ class Asked(Streams):
         self.asked.append("drain")
 
 
-def grown(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_larger_staging_waits_for_no_device(comm: Communicator) -> None:
     streams = comm._transport._streams = Asked()
     for elements in (5, 50_000, 500_000):
         comm.all_reduce(x := torch.ones(elements), algorithm="direct")
@@ -204,11 +188,9 @@ def grown(comm: Communicator) -> None:
     assert not streams.asked  # the device may hang
 
 
-def test_a_larger_staging_waits_for_no_device(over_nccl) -> None:
-    over_nccl(2)(grown)
-
-
-def freed(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_buffer_is_let_go_of_once_it_was_waited_for(comm: Communicator) -> None:
+    """Not when the watching thread sees the end: until then a step would keep all its buckets."""
     streams = behind(comm)
     x = torch.ones(4)
     gone = weakref.ref(x)
@@ -222,12 +204,8 @@ def freed(comm: Communicator) -> None:
     streams.ended.set()
 
 
-def test_a_buffer_is_let_go_of_once_it_was_waited_for(over_nccl) -> None:
-    """Not when the watching thread sees the end: until then a step would keep all its buckets."""
-    over_nccl(2)(freed)
-
-
-def captured(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(comm: Communicator) -> None:
     streams, transport = behind(comm), comm._transport
     x = torch.ones(4)
     comm.all_reduce(x)
@@ -241,10 +219,6 @@ def captured(comm: Communicator) -> None:
     assert not transport._open
     streams.captures = False
     comm.all_reduce(x)
-
-
-def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(over_nccl) -> None:
-    over_nccl(2)(captured)
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
@@ -264,7 +238,8 @@ def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
     assert CudaStreams(one).capturing()
 
 
-def replayed(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_the_staging_of_a_graph_is_kept_for_its_replays(comm: Communicator) -> None:
     streams, transport = behind(comm), comm._transport
     streams.ended.set()
     x = torch.ones(4)
@@ -278,11 +253,8 @@ def replayed(comm: Communicator) -> None:
     assert graphs() is not None, "a replay would write into what others have by then"
 
 
-def test_the_staging_of_a_graph_is_kept_for_its_replays(over_nccl) -> None:
-    over_nccl(2)(replayed)
-
-
-def met(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_barrier_is_met_on_the_host(comm: Communicator) -> None:
     """With a transport whose tensors are elsewhere: what is launched there is not waited for."""
     transport = comm._connect("met", comm._ranks, None)
     transport.device = torch.device("meta")
@@ -294,10 +266,6 @@ def met(comm: Communicator) -> None:
     assert not {"send", "recv"} & set(spied.calls)
     transport.device = torch.device("cpu")
     other.close()
-
-
-def test_a_barrier_is_met_on_the_host(over_nccl) -> None:
-    over_nccl(2)(met)
 
 
 class Held(Spied):
@@ -313,7 +281,8 @@ class Held(Spied):
         self._comm.send(*where)
 
 
-def amid_a_launch(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_an_abort_lets_a_launch_on_the_host_end(comm: Communicator) -> None:
     other = comm.duplicate()
     held, transport = Held(other), other._transport
     with pytest.MonkeyPatch.context() as patch:
@@ -325,7 +294,3 @@ def amid_a_launch(comm: Communicator) -> None:
         assert not held.aborted.wait(3 * LOOK), "what is being launched uses what an abort frees"
         held.goes_on.set()
         assert held.aborted.wait(60)
-
-
-def test_an_abort_lets_a_launch_on_the_host_end(over_nccl) -> None:
-    over_nccl(2)(amid_a_launch)

@@ -16,6 +16,7 @@ from ringdp.transport.device import under_way
 from ringdp.transport.device.launches import Launches, launches, leave
 from ringdp.transport.device.streams import Streams
 from tests.comm.failing import hear
+from tests.ranks import on_ranks
 from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
 
@@ -65,7 +66,8 @@ def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     queue.end()
 
 
-def stuck(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_after_an_abort_that_hangs_a_device_has_another_queue(comm: Communicator) -> None:
     """As by a GPU's, whose abort hangs."""
     device, another = torch.device("cuda", 0), torch.device("cuda", 1)
     elsewhere = launches(another)
@@ -91,11 +93,8 @@ def stuck(comm: Communicator) -> None:
     leave(device)
 
 
-def test_after_an_abort_that_hangs_a_device_has_another_queue(over_nccl) -> None:
-    over_nccl(2)(stuck)
-
-
-def mixed(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_collective_in_the_queue_counts_as_begun(comm: Communicator) -> None:
     """A collective of the CPU ends while one of the device waits in the queue."""
     queue, passed, end = Launches(), threading.Event(), comm._transport
     end._launches, device = queue, end.device
@@ -111,10 +110,6 @@ def mixed(comm: Communicator) -> None:
     queue.end()
 
 
-def test_a_collective_in_the_queue_counts_as_begun(over_nccl) -> None:
-    over_nccl(2)(mixed)
-
-
 class Watched(Streams):
     def __init__(self) -> None:
         self.may, self.issued = set[int](), set[int]()
@@ -126,7 +121,10 @@ class Watched(Streams):
         self.issued.add(threading.get_ident())
 
 
-def issued(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(
+    comm: Communicator,
+) -> None:
     streams = Watched()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(under_way, "streams", lambda _: streams)
@@ -136,11 +134,8 @@ def issued(comm: Communicator) -> None:
     assert streams.issued < streams.may  # and the thread that watches may, too
 
 
-def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(over_nccl) -> None:
-    over_nccl(2)(issued)
-
-
-def shared(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_a_communicator_that_fails_or_closes_holds_up_no_other(comm: Communicator) -> None:
     """As by communicators of one GPU."""
     queue, other, closed = Launches(), comm.duplicate(), comm.duplicate()
     for c in (comm, other, closed):
@@ -162,7 +157,3 @@ def shared(comm: Communicator) -> None:
     comm.all_reduce(x := torch.ones(3))
     assert torch.all(x == comm.size)
     queue.end()
-
-
-def test_a_communicator_that_fails_or_closes_holds_up_no_other(over_nccl) -> None:
-    over_nccl(2)(shared)

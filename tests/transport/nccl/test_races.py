@@ -11,6 +11,7 @@ import torch
 from ringdp import Communicator
 from ringdp.schedule import Builder, Schedule, Transfer
 from ringdp.transport.device.streams import THREAD_LOCAL, CudaStreams
+from tests.ranks import on_ranks
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import Device, faked, racing
 
@@ -50,7 +51,9 @@ def on_two_streams(device: Device, comm: Communicator) -> None:
     called(device, comm, ELEMENTS // 3, copying_first, "sum")
 
 
-def in_turn(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks(pool="over_nccl")
+def test_collectives_in_turn(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = racing(comm, patch)
         on_two_streams(device, comm)
@@ -59,11 +62,6 @@ def in_turn(comm: Communicator) -> None:
         on_two_streams(device, comm)
         device.capturing = False
         assert not device.races, device.races[0]
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_collectives_in_turn(over_nccl, n: int) -> None:
-    over_nccl(n)(in_turn)
 
 
 def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

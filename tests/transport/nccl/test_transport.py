@@ -13,6 +13,7 @@ from ringdp import Communicator
 from ringdp.comm import rendezvous
 from tests.comm.failing import Heard, hear
 from tests.forks import PATIENCE, Say
+from tests.ranks import on_ranks
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
 from tests.transport.test_conformance import ROWS, Case, agree, found
 
@@ -46,7 +47,9 @@ def by_nccl(function: Callable[..., Any], *arguments: Any) -> None:
     function(*arguments, algorithm="nccl")
 
 
-def nccls_own(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [1, 2, 3])
+@on_ranks(pool="over_nccl")
+def test_nccls_own_collectives(comm: Communicator) -> None:
     """On whole numbers, whose sums no order of additions rounds."""
     n, me = comm.size, comm.rank
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
@@ -96,11 +99,6 @@ def nccls_own(comm: Communicator) -> None:
     direct = torch.full((4,), 0.1)
     comm.all_reduce(direct)  # ours again: what NCCL has prepared is not taken for it
     assert comm._ready is None
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_nccls_own_collectives(over_nccl, n: int):
-    over_nccl(n)(nccls_own)
 
 
 def suffers(comm: Communicator, what: int) -> Heard | None:
