@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +10,7 @@ from ringdp import Engine, Precision
 
 WIDTH = 6
 APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
+plain_and_apart = pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -13,7 +13,7 @@ from torch import nn
 import ringdp
 from ringdp import Communicator, Offload, Precision
 from ringdp.parallel.clip import grad_norm, unscale_gradients
-from tests.parallel.small import APART, assert_equal, batch, loss, net
+from tests.parallel.small import assert_equal, batch, loss, net, plain_and_apart
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -101,7 +101,7 @@ LOOPS: list[Loop] = [
 ]
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_a_loop_trains_as_one_process_does(
@@ -117,7 +117,7 @@ def test_a_loop_trains_as_one_process_does(
         engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_what_waits_for_its_reduction_may_be_frozen(
@@ -140,7 +140,7 @@ def test_what_waits_for_its_reduction_may_be_frozen(
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_what_was_frozen_may_train_later(

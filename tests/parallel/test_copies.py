@@ -10,13 +10,13 @@ import torch
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import APART, assert_equal, loss, net
+from tests.parallel.small import assert_equal, loss, net, plain_and_apart
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
 def test_a_copy_is_an_ordinary_model(

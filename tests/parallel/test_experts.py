@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator, Precision
-from tests.parallel.small import APART, WIDTH, assert_equal, loss
+from tests.parallel.small import WIDTH, assert_equal, loss, plain_and_apart
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -66,7 +66,7 @@ class Net(nn.Module):
             layer.pick = pick  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within"])
 @pytest.mark.parametrize(
     "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]

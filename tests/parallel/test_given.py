@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import APART, WIDTH, loss, net
+from tests.parallel.small import APART, WIDTH, loss, net, plain_and_apart
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
-
-each = pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
 
 
 def assign(engine: Engine) -> None:
@@ -50,7 +48,7 @@ CHANGES: dict[str, Callable[[Engine], None]] = {
 }
 
 
-@each
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_parameters_that_no_unit_has_are_told(
@@ -82,7 +80,7 @@ def test_they_are_told_where_blocks_are_called(comm: Communicator, stage: int) -
     engine.close()
 
 
-@each
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
 def test_what_trains_as_in_one_process_is_left_alone(

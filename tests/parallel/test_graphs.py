@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, Precision, UsageError
-from tests.parallel.small import APART, WIDTH, assert_equal, batch, loss
+from tests.parallel.small import WIDTH, assert_equal, batch, loss, plain_and_apart
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -96,7 +96,7 @@ def test_a_penalty_of_gradients_trains_as_in_one_process(ranks, loop, stage, apa
 # ---- of weights alone
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(
@@ -121,7 +121,7 @@ def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_gradients_of_a_forwards_weights_are_the_ranks_own(
@@ -184,7 +184,7 @@ def test_casts_outlive_a_backward(ranks, loop, stage, apart):
 # ---- used again after a step
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_a_backward_after_a_step_is_told(
@@ -207,7 +207,7 @@ def test_a_backward_after_a_step_is_told(
 # ---- of some parameters
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_a_backward_may_end_at_some_parameters(
@@ -227,7 +227,7 @@ def test_a_backward_may_end_at_some_parameters(
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_gradients_of_inputs_leave_those_of_parameters(
@@ -253,7 +253,7 @@ def test_gradients_of_inputs_leave_those_of_parameters(
 # ---- torch.func
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_torch_func_is_for_whole_parameters(

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import APART, assert_equal, loss, net
+from tests.parallel.small import APART, assert_equal, loss, net, plain_and_apart
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -81,14 +81,14 @@ def clips(comm: Communicator, stage: int, precision: Precision | None) -> list[A
     return found
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [1, 3])
 def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
     first, *others = ranks(3)(clips, stage, precision)
     assert all(other == first for other in others), "the same norms on every rank"
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(3)
 def test_norms_behind_a_forward_are_those_of_one_process(
@@ -145,7 +145,7 @@ def weighs(comm: Communicator, stage: int, precision: Precision | None) -> list[
     return norms
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_norms_of_parameters_are_those_of_one_process(ranks, stage, precision):
     first, *others = ranks(3)(weighs, stage, precision)
@@ -223,7 +223,7 @@ def test_torchs_scaler_skips_on_all_ranks_or_none(ranks, stage, precision, fused
 # ---- the gradients themselves
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_norms_may_be_taken_after_the_step(

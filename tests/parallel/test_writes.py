@@ -12,13 +12,21 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import APART, WIDTH, assert_equal, batch, loss, net, whole
+from tests.parallel.small import (
+    WIDTH,
+    assert_equal,
+    batch,
+    loss,
+    net,
+    plain_and_apart,
+    whole,
+)
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_what_is_kept_is_what_was_to_be_written(
@@ -76,7 +84,7 @@ def assigns(p: nn.Parameter) -> None:
     p.data = p.data.clamp(min=0)
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_a_write_amid_a_forward_is_kept_or_told(
@@ -111,8 +119,14 @@ def test_a_write_amid_a_forward_is_kept_or_told(
     engine.close()
 
 
-def writes_between_blocks(comm: Communicator, stage: int, precision: Precision | None) -> None:
-    """As averages are swapped in where parts of a model are evaluated."""
+@plain_and_apart
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_blocks_called_alone_have_what_was_written(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """As averages are swapped in where parts of a model are evaluated: they had what was gathered
+    before."""
     engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
     loss(model).backward()
     model.zero_grad()
@@ -140,14 +154,7 @@ def writes_between_blocks(comm: Communicator, stage: int, precision: Precision |
     engine.close()
 
 
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
-@pytest.mark.parametrize("stage", range(4))
-def test_blocks_called_alone_have_what_was_written(ranks, stage, precision):
-    """They had what was gathered before."""
-    ranks(2)(writes_between_blocks, stage, precision)
-
-
-@pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+@plain_and_apart
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_what_is_put_into_data_may_be_evaluated_before_it_trains(
