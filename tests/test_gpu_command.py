@@ -96,7 +96,7 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
 ) -> None:
     monkeypatch.setattr(part_module, "GRACE", 0.1)
     beside = subprocess.Popen(["sleep", "600"])
-    hung = done(Part("part", HANGS, 5, tests=False), log)
+    hung = done(Part("part", HANGS, 2, tests=False), log)
     assert hung.state == "timed out"
     assert not Path(f"/proc/{int(hung.tail)}").exists()
     assert beside.poll() is None  # it is no part's

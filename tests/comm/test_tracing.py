@@ -15,18 +15,14 @@ import torch.distributed as dist
 import ringdp
 from ringdp.comm import rendezvous
 from ringdp.comm.store import VARIABLES
-from ringdp.schedule import Schedule, Transfer, fuse, project, schedule
+from ringdp.schedule import fuse, project, schedule
 from ringdp.tape import recorder
 from ringdp.transport.taped import ENTRIES
 from tests.tape.traces import Read
 from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
-
-
-def star(n: int) -> Schedule:
-    up = Schedule(n, 1, (tuple(Transfer(r, 0, 0, 0, reduce=True) for r in range(1, n)),))
-    return up.then(up.transpose())
 
 
 def calls(comm: ringdp.Communicator, path: Path) -> int:

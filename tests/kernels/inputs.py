@@ -39,6 +39,13 @@ def some(elems: int, dtype: torch.dtype, *, skip: int = 0, special: bool = False
     return x
 
 
+class Elsewhere(torch.Tensor):
+    """As if on the second GPU."""
+
+    def get_device(self) -> int:
+        return 1
+
+
 def there(x: torch.Tensor) -> torch.Tensor:
     """A copy on the GPU, as far behind a multiple of 16 bytes as x; `x.cuda()` begins at one."""
     skip = x.data_ptr() % 16 // x.itemsize

@@ -14,6 +14,7 @@ from ringdp.kernels.jit import Kernel, sixteens
 from ringdp.kernels.spans import tables
 from ringdp.kernels.stochastic import keys, stochastic_round_kernel, stochastic_round_triton
 from tests.kernels.dispatch import Dispatch
+from tests.kernels.inputs import Elsewhere
 
 pytest.importorskip("triton")
 
@@ -75,13 +76,6 @@ def test_a_length_of_sixteens_is_not_sliced() -> None:
     cut = [(f, n, [t.shape for t in parts]) for f, n, parts in sixteens(x[:, 1:], y[1:])]
     assert cut == [(0, 16, [(3, 16), (16,)]), (16, 15, [(3, 15), (15,)])]
     assert not list(sixteens(y[:0]))
-
-
-class Elsewhere(torch.Tensor):
-    """As if on the second GPU."""
-
-    def get_device(self) -> int:
-        return 1
 
 
 def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from ringdp.kernels.norm import squared_norm_triton
 from ringdp.kernels.repeats import Repeats, key, seen
 from tests.kernels.conftest import KERNELS
 from tests.kernels.dispatch import Dispatch
+from tests.kernels.inputs import Elsewhere
 
 ELEMS = 4096
 FLAT, GRAD, AVG, AVG_SQ = torch.zeros(4, ELEMS)
@@ -234,13 +235,6 @@ def test_what_is_not_seen_at_once_is_asked() -> None:
     assert seen([flat], [1 << 70]) is None
     complex_ = [flat.cfloat()]
     assert key(complex_) == key(complex_) != key([complex_[0][1:]])
-
-
-class Elsewhere(torch.Tensor):
-    """As if on the second GPU."""
-
-    def get_device(self) -> int:
-        return 1
 
 
 def test_no_key_on_another_device_nor_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

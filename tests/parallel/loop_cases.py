@@ -16,6 +16,7 @@ from tests.parallel.loop_models import (
     Checkpointed,
     CheckpointedWhole,
     Detached,
+    Fail,
     Guided,
     Leaves,
     Objects,
@@ -104,15 +105,6 @@ def forward_raises(net: nn.Module, x: Batches) -> None:
 
 
 def backward_raises(net: nn.Module, x: Batches) -> None:
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *_: Tensor) -> Tensor:
-            raise RuntimeError("on purpose")
-
     blocks: Any = net.get_submodule("blocks")
     handle = blocks[1].register_forward_pre_hook(lambda _m, inputs: Fail.apply(inputs[0]))
     with pytest.raises(RuntimeError, match="on purpose"):

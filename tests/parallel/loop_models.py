@@ -27,6 +27,18 @@ def freeze(module: nn.Module) -> Any:
     return module.requires_grad_(False)
 
 
+class Fail(torch.autograd.Function):
+    """In backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError("on purpose")
+
+
 class Chain(nn.Module):
     """A root parameter, then blocks."""
 

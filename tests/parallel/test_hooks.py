@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, UsageError
+from tests.parallel.loop_models import Fail
 from tests.parallel.small import WIDTH, batch, loss, net
 from tests.ranks import on_ranks
 
@@ -62,16 +62,6 @@ def hooks_removed(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     for handle in handles:
         handle.remove()
     loss(model, 1).backward()
-
-
-class Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise RuntimeError("on purpose")
 
 
 def another_after_one_that_raises(model: nn.Module, parameters: list[nn.Parameter]) -> None:
