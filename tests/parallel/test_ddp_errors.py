@@ -24,11 +24,13 @@ from tests.parallel.ddp_cases import (
     rows,
     says,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def refused(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_a_wrong_model_or_argument_is_told(comm: Communicator) -> None:
     def wrap(model: Any = None, **options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(model or mlp(), process_group=comm, **options)
 
@@ -36,43 +38,37 @@ def refused(comm: Communicator) -> list[str]:
     loss(net(rows(0, comm.rank))["predictions"][0]).backward()
     unfinished = says(lambda: net(rows(1, comm.rank)))
     assert "Parameter indices which did not receive grad for rank" in unfinished
+    lacking = f"Parameters which did not receive grad for rank {comm.rank}: b.weight, b.bias"
+    assert lacking in unfinished.splitlines()[-1]
     assert issubclass(ModelError, RuntimeError)
     sync = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     sparse = wrap(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
-    return [
-        unfinished.splitlines()[-1],
-        says(lambda: wrap(mlp().requires_grad_(False))),
-        says(lambda: wrap(nn.LazyLinear(3))),
-        says(lambda: wrap(sync), UsageError),
-        says(lambda: wrap(device_ids=[0]), UsageError),
-        says(lambda: wrap(bucket_cap_mb=-1), UsageError),
-        says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
-        says(lambda: wrap().register_comm_hook(None, 3), TypeError),
-        says(lambda: wrap(mixed_precision=_MixedPrecision(torch.int8)), UsageError),
-        says(lambda: Join([wrap()]), UsageError),
-        says(lambda: pickle.dumps(wrap())),
-        says(lambda: sparse.module[0].weight.sum().backward() or sparse(torch.tensor([0]))[0]
-             .mul(sparse.module[0].weight).sum().backward()),
-    ]  # fmt: skip
 
+    def used_outside() -> None:
+        weight = sparse.module[0].weight
+        weight.sum().backward()
+        sparse(torch.tensor([0]))[0].mul(weight).sum().backward()
 
-def test_a_wrong_model_or_argument_is_told(ranks):
-    expected = (
-        "Parameters which did not receive grad for rank 0: b.weight, b.bias",
-        "no trainable parameter",
-        "uninitialized",
-        "ringdp.SyncBatchNorm",
-        "device_ids",
-        "at least 0",
-        "ringdp.Communicator",
-        "callable",
-        "_MixedPrecision",
-        "torch.distributed group",
-        "default process group",
-        "to have sparse gradient",
-    )
-    for text, word in zip(ranks(2)(refused)[0], expected, strict=True):
-        assert word in text
+    for text, word in (
+        (says(lambda: wrap(mlp().requires_grad_(False))), "no trainable parameter"),
+        (says(lambda: wrap(nn.LazyLinear(3))), "uninitialized"),
+        (says(lambda: wrap(sync), UsageError), "ringdp.SyncBatchNorm"),
+        (says(lambda: wrap(device_ids=[0]), UsageError), "device_ids"),
+        (says(lambda: wrap(bucket_cap_mb=-1), UsageError), "at least 0"),
+        (
+            says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
+            "ringdp.Communicator",
+        ),
+        (says(lambda: wrap().register_comm_hook(None, 3), TypeError), "callable"),
+        (
+            says(lambda: wrap(mixed_precision=_MixedPrecision(torch.int8)), UsageError),
+            "_MixedPrecision",
+        ),
+        (says(lambda: Join([wrap()]), UsageError), "torch.distributed group"),
+        (says(lambda: pickle.dumps(wrap())), "default process group"),
+        (says(used_outside), "to have sparse gradient"),
+    ):
+        assert word in text, text
 
 
 def fails(_state: object, _bucket: object) -> Any:

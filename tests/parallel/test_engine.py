@@ -264,33 +264,6 @@ def test_an_engine_goes_with_its_model(comm: Communicator) -> None:
     comm.barrier()
 
 
-def refusals(comm: Communicator) -> list[str]:
-    said = []
-    attempts: list[Any] = [
-        lambda: ringdp.shard(model(), stage=4, comm=comm),
-        lambda: ringdp.shard(nn.ReLU(), stage=1, comm=comm),
-        lambda: ringdp.shard(model(), stage=1, comm=3),
-        lambda: ringdp.shard(model(), stage=1, unit=nn.Conv2d, comm=comm),
-        lambda: ringdp.shard(nn.Linear(2, 2).to(torch.complex64), stage=1, comm=comm),
-        lambda: ringdp.shard(model(), stage=3, prefetch_bytes=-1, comm=comm),
-    ]
-    for attempt in attempts:
-        with pytest.raises(ringdp.UsageError) as error:
-            attempt()
-        said.append(str(error.value))
-    return said
-
-
-def test_bad_arguments_say_what_is_allowed(ranks):
-    for said in ranks(1)(refusals):
-        for text, word in zip(
-            said,
-            ("0 (DDP)", "no parameter", "no ranks", "Linear", "must be floats", "at least 0"),
-            strict=True,
-        ):
-            assert word in text
-
-
 def changed_by_hand(comm: Communicator) -> Tensor:
     """After a forward that no backward follows."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
