@@ -14,9 +14,10 @@ import torch
 from ringdp import Communicator
 from ringdp.comm import programs
 from ringdp.comm.call import OWN, fingerprint
-from ringdp.schedule import ALGORITHMS, Schedule, project, schedule
+from ringdp.schedule import Schedule, project, schedule
 from tests.comm.failing import leaves_nothing
 from tests.ranks import on_ranks
+from tests.schedule.test_program import by_name
 
 
 def made() -> Callable[[int], Schedule]:
@@ -67,7 +68,7 @@ def test_an_algorithm_that_holds_its_communicator_does_not_keep_it(comm: Communi
     assert seen() is None
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+@by_name
 def test_where_nobody_waits_to_send_a_program_is_made_alone(monkeypatch, algorithm):
     asked = algorithm.collective, algorithm.name, 6
     many = [programs.program(*asked, rank, 0, 1 << 20) for rank in range(6)]

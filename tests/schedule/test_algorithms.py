@@ -6,7 +6,6 @@ import pytest
 
 from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule import (
-    ALGORITHMS,
     Schedule,
     contract,
     fifo_depth,
@@ -16,10 +15,9 @@ from ringdp.schedule import (
     verify,
 )
 from ringdp.schedule.algorithms.ring import hierarchical_all_reduce, ring_all_reduce
-from tests.schedule.test_program import sends
+from tests.schedule.test_program import by_name, sends
 
 SIZES = [*range(1, 18), 32, 64]
-by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
 
 
 @by_name

@@ -9,9 +9,10 @@ import pytest
 from ringdp.errors import UsageError
 from ringdp.schedule import ALGORITHMS, schedule
 from ringdp.schedule.cost import CLOSED, Machine, Price, choose, closed, fit, price, seconds
+from tests.schedule.test_program import by_name
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+@by_name
 def test_closed_form_equals_the_count(algorithm):
     for n in [*range(1, 33), 48, 64]:
         counted = price(schedule(algorithm.collective, algorithm.name, n))

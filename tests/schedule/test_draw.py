@@ -9,10 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ringdp.schedule import ALGORITHMS, grid, schedule, svg
+from ringdp.schedule import grid, schedule, svg
 from ringdp.schedule.draw import colour
-
-by_name = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.collective}-{a.name}")
+from tests.schedule.test_program import by_name
 
 
 @by_name
