@@ -56,7 +56,8 @@ def test_parameters_changed_behind_it_are_told(comm: Communicator, words: str) -
         assert words in says(lambda net=net, d=dtype: net(rows(2, comm.rank).to(d)))
 
 
-def unchanged(comm: Communicator) -> bool:
+@on_ranks(2)
+def test_parameters_that_are_still_heard_of_are_trained(comm: Communicator) -> None:
     """Forwards without a backward, a layer taken away, parameters frozen or of other memory."""
     net = DistributedDataParallel(
         nn.Sequential(mlp(), nn.Linear(3, 3)), process_group=comm, find_unused_parameters=True
@@ -71,23 +72,15 @@ def unchanged(comm: Communicator) -> bool:
         for _ in range(2):
             net(rows(0, comm.rank))
         backward(net, 1, comm.rank)
-    return True
 
 
-def test_parameters_that_are_still_heard_of_are_trained(ranks):
-    assert all(ranks(2)(unchanged))
-
-
-def called(comm: Communicator) -> bool:
+@on_ranks(2)
+def test_it_is_called_with_other_tensors_for_its_parameters(comm: Communicator) -> None:
     """As a function of other tensors, which are nobody's to reduce."""
     net = DistributedDataParallel(mlp(), process_group=comm)
     others = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
     loss(torch.func.functional_call(net, others, (rows(0, comm.rank),))).backward()
-    return all(t.grad is not None for t in others.values())
-
-
-def test_it_is_called_with_other_tensors_for_its_parameters(ranks):
-    assert all(ranks(2)(called))
+    assert all(t.grad is not None for t in others.values())
 
 
 def compiled(comm: Communicator) -> str:

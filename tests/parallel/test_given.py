@@ -105,7 +105,8 @@ def test_what_trains_as_in_one_process_is_left_alone(
     engine.close()
 
 
-def called(comm: Communicator) -> bool:
+@on_ranks(2)
+def test_it_is_called_with_other_tensors_for_its_parameters(comm: Communicator) -> None:
     """Of other tensors, which are nobody's to reduce, and evaluated, of other parameters."""
     engine = ringdp.shard(model := net(), stage=0, comm=comm)
     others = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
@@ -113,11 +114,7 @@ def called(comm: Communicator) -> bool:
         torch.func.functional_call(model, dict(net().named_parameters()), torch.ones(1, WIDTH))
     out: Tensor = torch.func.functional_call(model, others, (torch.ones(1, WIDTH),))
     engine.close()
-    return out.requires_grad
-
-
-def test_it_is_called_with_other_tensors_for_its_parameters(ranks):
-    assert all(ranks(2)(called))
+    assert out.requires_grad
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -16,6 +16,7 @@ import ringdp
 from ringdp import Communicator
 from tests.parallel.loop_cases import CASES
 from tests.parallel.loop_models import batch, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +90,9 @@ def test_peaks_are_two_units_and_one_bucket_in_any_loop(ranks, name):
             assert all(peak <= bound for peak, bound in bounds)
 
 
-def closed(comm: Communicator, stage: int) -> bool:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_model_closed_whole_is_an_ordinary_one(comm: Communicator, stage: int) -> None:
     """Closed within full_parameters the model is an ordinary one; the engine goes."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
@@ -109,12 +112,6 @@ def closed(comm: Communicator, stage: int) -> bool:
         assert torch.equal(p.grad, q.grad)
     again = ringdp.shard(copy.deepcopy(model), stage=stage, comm=comm)
     again.close()
-    return True
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_model_closed_whole_is_an_ordinary_one(ranks, stage):
-    assert all(ranks(2)(closed, stage))
 
 
 # ---- order
