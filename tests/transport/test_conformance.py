@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -256,23 +255,3 @@ def own_algorithms(comm: Communicator) -> str:
 def test_a_users_own_algorithm_runs_once_it_is_proved(ranks):
     for said in ranks(3)(own_algorithms):
         assert "rank 1 chunk 0 holds 1.0, the contract asks for 0.0+1.0+2.0" in said
-
-
-def survivors_hear(comm: Communicator) -> str:
-    import os
-
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            comm.all_reduce(torch.ones(100_000))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_killed_rank_is_an_error_with_a_name_on_every_other(fresh_ranks):
-    said = fresh_ranks(3).outcomes(survivors_hear)
-    assert said[1] is None
-    for rank in (0, 2):
-        assert said[rank].startswith("PeerLost:")
-        assert "rank 1" in said[rank]
