@@ -1,4 +1,4 @@
-"""Commands under test as processes, none of which outlives its test, or its file."""
+"""Commands under test: as processes, none of which outlives its test, or its file; and refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+
+from ringdp.cli.main import main
 
 
 @contextmanager
@@ -39,3 +41,17 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """start(*command): see `processes`."""
     with processes() as start:
         yield start
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """refused(*arguments, says="..."): as bad input is, with exit code 2 and one line on stderr."""
+
+    def refused(*arguments: str, says: str) -> None:
+        assert main([*arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert says in captured.err
+
+    return refused

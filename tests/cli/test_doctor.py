@@ -222,8 +222,5 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
     ],
     ids=["no process", "no number of one", "no rank", "no job", "no number", "too much"],
 )
-def test_bad_arguments_are_refused_in_one_line(capsys, arguments, said):
-    assert main(["doctor", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+def test_bad_arguments_are_refused_in_one_line(refused, arguments, said):
+    refused("doctor", *arguments, says=said)

@@ -198,15 +198,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_one_line_and_exit_code_2(
-    mine: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-):
+def test_one_line_and_exit_code_2(mine: Path, arguments: list[str], says: str, refused):
     given = [re.sub("^MINE", str(mine), argument) for argument in arguments]
-    assert main(["show", *given]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert says in captured.err
+    refused("show", *given, says=says)
 
 
 def test_cost_counts_and_predicts(capsys):

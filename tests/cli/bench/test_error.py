@@ -83,9 +83,5 @@ def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureF
         (["--json", "/no/f"], "--json: cannot write /no/f"),
     ],
 )
-def test_bad_input_is_one_line(arguments, says, capsys):
-    assert main(["bench", "error", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert says in captured.err
+def test_bad_input_is_one_line(arguments, says, refused):
+    refused("bench", "error", *arguments, says=says)
