@@ -112,7 +112,8 @@ def test_fully_shard(comm: Communicator) -> None:
             fronts.fully_shard(net(), comm=comm, **wrong)
 
 
-def fsdp(comm: Communicator) -> None:
+@on_ranks(2)
+def test_fully_sharded_data_parallel(comm: Communicator) -> None:
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     for strategy, wrap, options, stage in (
         ("FULL_SHARD", policy, {}, 3),
@@ -161,11 +162,8 @@ def fsdp(comm: Communicator) -> None:
         fronts.FullyShardedDataParallel(net(), comm, ignored_modules=[1])
 
 
-def test_fully_sharded_data_parallel(ranks):
-    ranks(2)(fsdp)
-
-
-def zero(comm: Communicator) -> None:
+@on_ranks(3)
+def test_zero_redundancy_optimizer(comm: Communicator) -> None:
     model = ringdp.DistributedDataParallel(net(), process_group=comm)
     weights = [p for p in model.parameters() if p.dim() == 2]
     biases = [p for p in model.parameters() if p.dim() == 1]
@@ -196,10 +194,6 @@ def zero(comm: Communicator) -> None:
         fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, comm)
     with pytest.raises(UsageError, match="add_param_group is not implemented"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-def test_zero_redundancy_optimizer(ranks):
-    ranks(3)(zero)
 
 
 def in_other_places(comm: Communicator) -> list[bool]:
