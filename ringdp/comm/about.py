@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +20,6 @@ class Labelled(Issuer):
     _name: str
     _ranks: Sequence[int]
     _label: str | None = None
-
-    @property
-    @abstractmethod
-    def issued(self) -> int: ...
 
     def label(self, text: str) -> None:
         """What traces call it."""

@@ -1,48 +1,33 @@
 """The communicator: what a user holds.
 
-Its collectives are in `reductions` and `moves`; here is what they are issued on, its copies and its
+Its collectives are in `reductions` and `moves`, and issued by `job`; here are its copies and its
 end. Collectives run in the order in which they are issued; every rank must issue the same ones in
 the same order. One thread at a time may use a communicator; others take a `duplicate`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, patience, whole
-from ringdp.comm.call import ANYBODY, COLLECTIVES, NOWHERE, TAGS, call_site, line
+from ringdp.comm.asked import MOST, check_async, patience, whole
+from ringdp.comm.call import ANYBODY
 from ringdp.comm.group import Group
-from ringdp.comm.guard import Guard, supported
-from ringdp.comm.job import How, Job, W
+from ringdp.comm.guard import Guard
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
-from ringdp.comm.programs import program
 from ringdp.comm.reductions import Reductions
 from ringdp.comm.taped import Taped
 from ringdp.comm.uncompiled import uncompiled
-from ringdp.comm.work import ENDED, Work
-from ringdp.errors import CommunicationError, UsageError
-from ringdp.schedule import Builder, Collective, Program
+from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap
 from ringdp.transport.arena import Arena
-from ringdp.transport.base import DTYPES, HELD_BACK, FailureKind, Op, Prepared, Transport
-from ringdp.transport.records import Call
-from ringdp.transport.repeated import METHODS, SLICE
-
-
-class Calls:
-    """How many there were, where nothing else counts them."""
-
-    issued = 0
-
+from ringdp.transport.base import FailureKind, Transport
 
 # Joins those ranks of the job, under a name of their own; collective over them. The arena: that of
 # another transport over the same ranks.
@@ -74,22 +59,14 @@ class Communicator(Reductions, Moves, Messages, Taped):
         if len(ranks) > ANYBODY:
             raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANYBODY}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
-        self._transport = connect(name, self._ranks, arena)
-        if self._transport.device.type == "cpu":
+        self._beside = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
+        transport = connect(name, self._ranks, arena)
+        super().__init__(transport, Guard(transport, warn_after, self._beside))
+        self._beside.add(transport)
+        if self.device.type == "cpu":
             heap.keep()
-        self.rank, self.size = self._transport.rank, len(ranks)
         self.set_timeout(timeout)
         self._copies = 0
-        self._beside = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
-        self._beside.add(self._transport)
-        self._guard = Guard(self._transport, warn_after, self._beside)
-        self.closed = False
-        self._ready = self._transport.ready  # None: every call goes through Python
-        self._calls = self._ready or Calls()
-        if self._ready:
-            self._ready.learn(line, NOWHERE, ENDED)
-        self._zero = torch.zeros(1, dtype=torch.int32)
-        self._group: Group | None = None
         self._duplicates: WeakSet[Communicator] = WeakSet()
         recorder.join(self)
 
@@ -107,11 +84,6 @@ class Communicator(Reductions, Moves, Messages, Taped):
         """For this rank's calls from now on, and for the communicators made of this one: above 0
         and finite, as of `init`."""
         self._transport.timeout = patience(timeout)
-
-    @property
-    def issued(self) -> int:
-        """How many collectives this rank has called."""
-        return self._calls.issued
 
     @property
     def ended(self) -> bool:
@@ -252,92 +224,3 @@ class Communicator(Reductions, Moves, Messages, Taped):
             self.close()
         else:  # which says more than what else we could raise
             self._close()
-
-    def _how(
-        self,
-        name: str,
-        tensor: Tensor,
-        algorithm: str | Builder,
-        async_op: bool,
-        tag: int,
-        root: int = 0,
-    ) -> How:
-        check_tensor(name, tensor)
-        check_algorithm(name, algorithm)
-        check_async(name, async_op)
-        supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
-        tag = whole(name, "tag", tag, TAGS - 1, "tags")
-        root = whole(name, "root", root, self.size - 1, "ranks")
-        if self.closed:
-            raise CommunicationError(f"{name} on a communicator that has been closed")
-        collective = cast(Collective, name if name in COLLECTIVES else name.removesuffix("_v"))
-        return How(name, collective, algorithm, async_op or self._group is not None, tag, root)
-
-    def _program(self, how: How) -> Program:
-        depth = self._transport.depth
-        return program(how.collective, how.algorithm, self.size, self.rank, how.root, depth)
-
-    def _program_or_exchange(self, how: How) -> Program | None:
-        here = self._transport.link is None or how.collective in HELD_BACK
-        if here and how.algorithm == self._transport.own:
-            return None
-        return self._program(how)
-
-    def _issue(self, job: Job, how: How) -> Work:
-        """The one place that hands anything to the transport, but for `repeated`."""
-        dtype, (kind, elements) = job.one.dtype, job.told(how)
-        call = (self.issued, kind, elements, call_site(3))
-        self._guard.check(call)
-        self._transport.check(job.one)
-        if isinstance(job.by, Program):
-            op: Op = "sum" if job.op == "avg" else job.op
-            ready = self._transport.prepare_program(job.by, job.bounds, dtype, op, kind, elements)
-        else:
-            ready = self._transport.prepare(job.by, job.bounds, dtype, job.op, kind, job.root)
-        if self._ready and how.name in METHODS:
-            self._ready.remember(
-                METHODS.index(how.name),
-                DTYPES.index(dtype),
-                elements,
-                job.op,
-                how.root,
-                how.tag,
-                how.algorithm,
-                ready,
-            )
-        return self._run(ready, job, call, how.async_op)
-
-    def _begun(
-        self, call: Call, ticket: int, background: bool, finish: Callable[[], None] | None
-    ) -> Work:
-        """Of a repeated call in the background, or one that takes long or has failed."""
-        self._transport.release()
-        waited = 0.0 if background else SLICE
-        return self._waited(Work(self._guard, call, ticket, finish, waited), background)
-
-    def _run(self, ready: Prepared, job: Job, call: Call, background: bool) -> Work:
-        number, _, _, site = call
-        begun = time.monotonic()
-        self._calls.issued += 1  # from here on no signal comes between, until it has begun
-        try:
-            ticket = (ready.start if background else ready.run)(job.whole, job.part, number, site)
-        except UsageError:  # nothing has begun
-            self._calls.issued -= 1
-            raise
-        self._transport.release()
-        if ticket:
-            waited = 0.0 if background else time.monotonic() - begun
-            gpu = job.one.device if job.one.is_cuda else None
-            finish = job.bring_home if gpu else job.finish
-            work = Work(self._guard, call, ticket, finish, waited, gpu)
-            return self._waited(work, background)
-        if job.finish is not None:
-            job.finish()
-        return ENDED
-
-    def _waited(self, work: W, background: bool) -> W:
-        if self._group is not None:
-            self._group.works.append(work)
-        elif not background:
-            work.wait()
-        return work

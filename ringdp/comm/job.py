@@ -27,22 +27,36 @@ Job to the communicator's `_issue`. For all of them:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import MOST, check_tensor
+from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, whole
 from ringdp.comm.buffers import form_of, width
-from ringdp.comm.call import fingerprint
-from ringdp.comm.programs import Bounds
-from ringdp.comm.work import Work
-from ringdp.errors import UsageError
+from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
+from ringdp.comm.group import Group
+from ringdp.comm.guard import Guard, supported
+from ringdp.comm.programs import Bounds, program
+from ringdp.comm.uncompiled import uncompiled
+from ringdp.comm.work import ENDED, Work
+from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
-from ringdp.transport.base import Direct, ReduceOp, Transport, bounds_of
+from ringdp.transport.base import (
+    DTYPES,
+    HELD_BACK,
+    Direct,
+    Op,
+    Prepared,
+    ReduceOp,
+    Transport,
+    bounds_of,
+)
+from ringdp.transport.records import Call
+from ringdp.transport.repeated import METHODS, SLICE
 
 W = TypeVar("W", bound=Work)
 
@@ -104,28 +118,32 @@ class Named(NamedTuple):
     tensor: Tensor
 
 
-class Issuer(ABC):
-    """One rank's end of a communicator, as the collectives see it."""
+class Calls:
+    """How many there were, where nothing else counts them."""
 
-    rank: int
-    size: int
-    _transport: Transport
-    _zero: Tensor  # [1], on the host: a GPU's collectives do not wait for their ends
+    issued = 0
 
-    @abstractmethod
-    def _waited(self, work: W, background: bool) -> W: ...
 
-    @abstractmethod
-    def _issue(self, job: Job, how: How) -> Work: ...
+@uncompiled
+class Issuer:
+    """One rank's end of a communicator: from the arguments of a call to what a transport runs."""
 
-    @abstractmethod
-    def _program(self, how: How) -> Program: ...
+    def __init__(self, transport: Transport, guard: Guard) -> None:
+        self.rank, self.size = transport.rank, transport.ranks
+        self._transport, self._guard, self.closed = transport, guard, False
+        self._ready = transport.ready  # None: every call goes through Python
+        self._calls = self._ready or Calls()
+        if self._ready:
+            self._ready.learn(line, NOWHERE, ENDED)
+        # On the host: a GPU's collectives do not wait for their ends.
+        self._zero = torch.zeros(1, dtype=torch.int32)
+        self._group: Group | None = None
 
-    @abstractmethod
-    def _program_or_exchange(self, how: How) -> Program | None:
-        """None where the transport has its own way."""
+    @property
+    def issued(self) -> int:
+        """How many collectives this rank has called."""
+        return self._calls.issued
 
-    @abstractmethod
     def _how(
         self,
         name: str,
@@ -136,6 +154,27 @@ class Issuer(ABC):
         root: int = 0,
     ) -> How:
         """Checked. `tensor`: one of those that are given, for its dtype."""
+        check_tensor(name, tensor)
+        check_algorithm(name, algorithm)
+        check_async(name, async_op)
+        supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
+        tag = whole(name, "tag", tag, TAGS - 1, "tags")
+        root = whole(name, "root", root, self.size - 1, "ranks")
+        if self.closed:
+            raise CommunicationError(f"{name} on a communicator that has been closed")
+        collective = cast(Collective, name if name in COLLECTIVES else name.removesuffix("_v"))
+        return How(name, collective, algorithm, async_op or self._group is not None, tag, root)
+
+    def _program(self, how: How) -> Program:
+        depth = self._transport.depth
+        return program(how.collective, how.algorithm, self.size, self.rank, how.root, depth)
+
+    def _program_or_exchange(self, how: How) -> Program | None:
+        """None where the transport has its own way."""
+        here = self._transport.link is None or how.collective in HELD_BACK
+        if here and how.algorithm == self._transport.own:
+            return None
+        return self._program(how)
 
     def _shards(
         self, how: How, part: Named, whole: Named | None, sizes: Sequence[int] | None
@@ -196,3 +235,62 @@ class Issuer(ABC):
         """Where this rank's share lies in the whole."""
         begin = sum(shards[: self.rank])
         return slice(begin, begin + shards[self.rank])
+
+    def _issue(self, job: Job, how: How) -> Work:
+        """The one place that hands anything to the transport, but for `repeated`."""
+        dtype, (kind, elements) = job.one.dtype, job.told(how)
+        call = (self.issued, kind, elements, call_site(3))
+        self._guard.check(call)
+        self._transport.check(job.one)
+        if isinstance(job.by, Program):
+            op: Op = "sum" if job.op == "avg" else job.op
+            ready = self._transport.prepare_program(job.by, job.bounds, dtype, op, kind, elements)
+        else:
+            ready = self._transport.prepare(job.by, job.bounds, dtype, job.op, kind, job.root)
+        if self._ready and how.name in METHODS:
+            self._ready.remember(
+                METHODS.index(how.name),
+                DTYPES.index(dtype),
+                elements,
+                job.op,
+                how.root,
+                how.tag,
+                how.algorithm,
+                ready,
+            )
+        return self._run(ready, job, call, how.async_op)
+
+    def _begun(
+        self, call: Call, ticket: int, background: bool, finish: Callable[[], None] | None
+    ) -> Work:
+        """Of a repeated call in the background, or one that takes long or has failed."""
+        self._transport.release()
+        waited = 0.0 if background else SLICE
+        return self._waited(Work(self._guard, call, ticket, finish, waited), background)
+
+    def _run(self, ready: Prepared, job: Job, call: Call, background: bool) -> Work:
+        number, _, _, site = call
+        begun = time.monotonic()
+        self._calls.issued += 1  # from here on no signal comes between, until it has begun
+        try:
+            ticket = (ready.start if background else ready.run)(job.whole, job.part, number, site)
+        except UsageError:  # nothing has begun
+            self._calls.issued -= 1
+            raise
+        self._transport.release()
+        if ticket:
+            waited = 0.0 if background else time.monotonic() - begun
+            gpu = job.one.device if job.one.is_cuda else None
+            finish = job.bring_home if gpu else job.finish
+            work = Work(self._guard, call, ticket, finish, waited, gpu)
+            return self._waited(work, background)
+        if job.finish is not None:
+            job.finish()
+        return ENDED
+
+    def _waited(self, work: W, background: bool) -> W:
+        if self._group is not None:
+            self._group.works.append(work)
+        elif not background:
+            work.wait()
+        return work

@@ -50,7 +50,6 @@ class Received(Work):
 class Messages(Issuer):
     """The methods of a Communicator that two of its ranks call."""
 
-    _guard: Guard
     _posted = 0
 
     def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> None:

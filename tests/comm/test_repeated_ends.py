@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringdp import Communicator, PeerLost, UsageError
-from ringdp.comm import communicator
+from ringdp.comm import job
 from ringdp.comm.call import place
 from tests.comm.failing import Heard, fallible, hear, until_failed
 from tests.ranks import on_ranks
@@ -190,17 +190,17 @@ def test_a_call_that_is_refused_late_does_not_count(comm: Communicator) -> None:
 @on_ranks(2)
 def test_a_call_that_ctrl_c_prevents_does_not_count(comm: Communicator) -> None:
     """By Ctrl-C, which Python raises at the end of a call to C: the clock is asked last."""
-    clock = communicator.time
+    clock = job.time
 
     def interrupted() -> float:
         raise KeyboardInterrupt
 
     before = comm.issued
-    communicator.time = SimpleNamespace(monotonic=interrupted)  # type: ignore[assignment]
+    job.time = SimpleNamespace(monotonic=interrupted)  # type: ignore[assignment]
     try:
         with pytest.raises(KeyboardInterrupt):
             comm.all_reduce(torch.ones(3), scale=2.0)
     finally:
-        communicator.time = clock
+        job.time = clock
     assert comm.issued == before
     comm.barrier()
