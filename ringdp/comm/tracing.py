@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -17,12 +18,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ringdp.comm.rendezvous import TIMEOUT
+from ringdp.comm.rendezvous import TIMEOUT, last
 from ringdp.comm.store import host, job_store, meeting
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
 from ringdp.tape.meeting import Meeting
-from ringdp.transport.processes import has_ended
+from ringdp.transport.processes import has_ended, pid_of
 
 log = logging.getLogger("ringdp")
 
@@ -59,7 +60,9 @@ class Trace:
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store(TIMEOUT)
         there, _ = meeting(PrefixStore("trace", store), rank, ranks)
-        self._meeting = Meeting(there, rank, ranks, host(), has_ended)
+        before = PrefixStore(comm._name, store) if (comm := last()) else there
+        pids = cache(partial(pid_of, before))
+        self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
         complaint = unwritable("trace", self.path) if rank == 0 else None
         mine = str(self.path.absolute())
         self._opened = self._meeting.open(complaint, mine)

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic, monotonic_ns, sleep
 from typing import NamedTuple, Protocol
 
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import CommunicationError, PeerLost, UsageError
 from ringdp.tape.chrome import Shift
 
 log = logging.getLogger("ringdp")
@@ -39,6 +39,8 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
+    @property
+    def timeout(self) -> timedelta: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -76,9 +78,12 @@ class Meeting:
         host: str,
         ended: Callable[[int], bool],
         clock: Callable[[], int] = monotonic_ns,
+        pid_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`ended`: whether a process of this host has."""
+        """`ended`: whether a process of this host has. `pid_of`: of a rank before it comes, as far
+        as it is known."""
         self.rank, self.ranks, self.clock, self._ended = rank, ranks, clock, ended
+        self._pid_of = pid_of
         self._store, self._me = store, Member(host, os.getpid())
         self.members = [self._me]
         self.guesses: list[Guess] = []  # empty on rank 0's host
@@ -86,11 +91,13 @@ class Meeting:
     def open(self, complaint: str | None, path: str) -> Opened:
         """What rank 0 says of this trace, whose `path` is rank 0's. Collective.
 
-        Raises UsageError everywhere if rank 0 has a `complaint`.
+        Raises UsageError everywhere if rank 0 has a `complaint`, PeerLost where a rank has ended.
         """
         opened = Opened(self.clock(), secrets.token_hex(4), path)
         try:
             opened, complaint = self._meet(opened, complaint)
+        except PeerLost:
+            raise
         except (RuntimeError, ValueError, TypeError, OverflowError) as e:
             raise CommunicationError(
                 f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
@@ -120,14 +127,29 @@ class Meeting:
         return opened, str(complaint) if complaint else None
 
     def _patiently(self, key: str, rank: int) -> bytes:
-        """Wait as long as the store does, and say for whom once that takes long."""
-        try:
-            self._store.wait([key], timedelta(seconds=WARN_AFTER))
-        except RuntimeError:  # not there yet, or no store any more, which `get` finds out
-            log.warning(
-                "rank %d waits for rank %d to start the trace; every rank must", self.rank, rank
-            )
+        """Wait as long as the store would, and say for whom once that takes long. Raises PeerLost
+        where a rank has ended without which no trace starts."""
+        began, warned = monotonic(), False
+        while not self._store.check([key]):
+            self._check_lost()
+            waited = monotonic() - began
+            if waited >= self._store.timeout.total_seconds():
+                raise RuntimeError(f"rank {rank} has not come in {waited:.0f} s")
+            if waited >= WARN_AFTER and not warned:
+                warned = True
+                log.warning(
+                    "rank %d waits for rank %d to start the trace; every rank must", self.rank, rank
+                )
+            sleep(LOOK_EVERY)
         return self._store.get(key)
+
+    def _check_lost(self) -> None:
+        for rank in range(self.ranks):
+            key = f"here/{rank}" if rank else "opened"
+            if self._ended(self._pid_of(rank)) and not self._store.check([key]):
+                raise PeerLost(
+                    f"rank {self.rank} of {self.ranks} waited to trace; rank {rank} has ended"
+                )
 
     @property
     def shift(self) -> Shift:

@@ -53,6 +53,24 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, 
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
+def dies_before(comm: ringdp.Communicator, say, path: Path) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with ringdp.trace(path):
+            say("it has started")
+    except ringdp.PeerLost as e:
+        say(str(e))
+
+
+def test_a_rank_that_has_died_is_not_waited_for_to_start(forks, tmp_path):
+    ended = forks(3, dies_before, tmp_path / "run.json")
+    said = [[f"rank {rank} of 3 waited to trace; rank 1 has ended"] for rank in range(3)]
+    said[1] = []
+    assert [e.said for e in ended] == said
+
+
 def calls_by_turns(comm: ringdp.Communicator, at: Path) -> None:
     """Each rank with a file of its own in mind, and rank 1 in another directory."""
     before = os.getcwd()
