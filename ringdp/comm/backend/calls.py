@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Watch
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
-from ringdp.transport.base import DTYPES, bounds_of
+from ringdp.transport.base import DTYPES
 from ringdp.transport.base import ReduceOp as Op
 
 OPS: dict[Any, Op] = {
@@ -189,10 +188,9 @@ def room(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
     if flat is not None:
         return flat, None
     whole = tensors[0].new_empty(sum(sizes(tensors)))
-    bounds = pairwise(bounds_of(sizes(tensors)))
 
     def finish() -> None:
-        for tensor, (begin, end) in zip(tensors, bounds, strict=True):
-            tensor.detach().copy_(whole[begin:end].view(tensor.shape))
+        for tensor, part in zip(tensors, whole.split_with_sizes(sizes(tensors)), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
     return whole, finish

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import GatherOptions
 
 from ringdp import CollectiveMismatch, Communicator, UsageError
+from ringdp.comm.backend.calls import room
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
 from tests.forks import Say
@@ -130,3 +131,14 @@ def test_lists_of_other_sizes_than_the_ranks_have_are_refused(forks):
     first, second = forks(2, refuses)
     assert first.said == [[[0.0, 0.0], [1.0, 1.0]]]
     assert second.said == [[[0.0, 0.0], [0.0, 0.0]]]
+
+
+def test_parts_come_home_again_for_who_waits_again_after_an_interrupt():
+    parts = [torch.zeros(2, 3).t(), torch.zeros(0), torch.zeros(3)]
+    whole, finish = room(parts)
+    assert finish is not None
+    whole.copy_(torch.arange(9.0))
+    for _ in range(2):
+        finish()
+        assert [part.flatten().tolist() for part in parts] == [[0, 1, 2, 3, 4, 5], [], [6, 7, 8]]
+        parts[0].zero_()
