@@ -6,7 +6,7 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
@@ -110,6 +110,22 @@ class Prepared(Protocol):
     def run(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
         """Begin it and work on it for a while. Returns 0 if it has ended, else a ticket."""
         ...
+
+
+# A call and its buffers, whole and part; returns a ticket.
+Issue = Callable[[Call, Tensor | None, Tensor | None], int]
+
+
+class Issued:
+    """`Prepared` where nothing can be: every start is issued anew."""
+
+    def __init__(self, issue: Issue, kind: int, elements: int) -> None:
+        self._issue, self._kind, self._elements = issue, kind, elements
+
+    def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
+        return self._issue((number, self._kind, self._elements, site), whole, part)
+
+    run = start
 
 
 class Transport(Observed, Protocol):

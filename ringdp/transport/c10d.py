@@ -34,12 +34,12 @@ from ringdp.transport.base import (
     Direct,
     Failure,
     FailureKind,
+    Issued,
     Op,
     Prepared,
     ReduceOp,
     Stamp,
 )
-from ringdp.transport.issued import Issued
 from ringdp.transport.parting import cut, hold, retire, until_it_ends
 from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call

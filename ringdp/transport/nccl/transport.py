@@ -14,13 +14,12 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import Direct, FailureKind, Op, Prepared, ReduceOp
+from ringdp.transport.base import Direct, FailureKind, Issued, Op, Prepared, ReduceOp
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.device.under_way import Differ, Met, Unheard
-from ringdp.transport.issued import Issued
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
 from ringdp.transport.nccl.library import (
