@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ringdp.comm.asked import MOST, check_async, patience, whole
 from ringdp.comm.call import ANYBODY
-from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.reductions import Reductions
 from ringdp.comm.taped import Taped
 from ringdp.comm.uncompiled import uncompiled
+from ringdp.comm.work import Group
 from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap

@@ -38,11 +38,10 @@ from torch import Tensor
 from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, whole
 from ringdp.comm.buffers import form_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
-from ringdp.comm.group import Group
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.programs import Bounds, program
 from ringdp.comm.uncompiled import uncompiled
-from ringdp.comm.work import ENDED, Work
+from ringdp.comm.work import ENDED, Group, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program
 from ringdp.transport.base import (

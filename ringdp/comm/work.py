@@ -1,11 +1,11 @@
-"""A collective under way: wait for it, ask for it, or get the error that ended it."""
+"""Calls under way, one or several: wait for them, ask for them, or get the error that ended one."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 
 import torch
@@ -141,3 +141,32 @@ class _Ended(Work):
 
 
 ENDED = _Ended()
+
+
+class Group:
+    """Works, as those of a block `with comm.group():`, as one: to wait for, or to ask for.
+
+    Each call in the block is issued at once, in order, and none is waited for before the block
+    ends. A group is no transaction and no fusion: the bits, the messages and the errors are those
+    of the calls.
+    """
+
+    def __init__(self, works: Iterable[Work] = ()) -> None:
+        self.works = [*works]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until all results are there, at most `timeout` seconds for all of them together.
+
+        Raises the error of the first call that failed.
+        """
+        end = None if timeout is None else time.monotonic() + own_patience(timeout)
+        for work in self.works:
+            work.wait(None if end is None else max(0.0, end - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self.exception() is not None or all(w.is_completed() for w in self.works)
+
+    def exception(self) -> CommunicationError | None:
+        """The error of the first call that failed, or None."""
+        return next((e for w in self.works if (e := w.exception())), None)

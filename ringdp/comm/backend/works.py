@@ -16,9 +16,8 @@ import torch
 from torch.distributed import Work as TorchWork
 
 from ringdp.comm.backend import futures
-from ringdp.comm.group import Group
 from ringdp.comm.messages import Received
-from ringdp.comm.work import Work
+from ringdp.comm.work import Group, Work
 from ringdp.transport.threads import spawn
 
 UNLIMITED = timedelta(0)  # torch's way to say: as long as the group's timeout
