@@ -190,8 +190,9 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
         A collective that ended here may still fail elsewhere: a broadcast ends at its root before
         all have it. If it is known by now that one did, and no call has raised it, this one does.
-        One that is collected, with nothing under way, is closed; over nccl and peer none is before
-        its end, and over peer each holds up to 64 MiB of its GPU until then.
+        One that is collected, with nothing under way, is closed, and none is collected while a
+        trace runs; over nccl and peer none is before its end, and over peer each holds up to 64 MiB
+        of its GPU until then.
         """
         if not self.closed:
             try:

@@ -87,6 +87,7 @@ class Recorder:
 
 
 _sources: WeakSet[Source] = WeakSet()
+_asked: set[Source] = set()  # those that record: nobody else may hold them, and they have to tell
 _recording: Recorder | None = None
 _drains: threading.Thread | None = None
 _over = threading.Event()  # the trace, for that thread
@@ -98,16 +99,21 @@ def join(source: Source) -> None:
     with _changing:
         _sources.add(source)
         if _recording is not None:
-            source.tape_on(_recording)
+            _ask(source, _recording)
 
 
 def leave(source: Source) -> None:
     """It ends: take what it has."""
     with _changing:
-        if source in _sources:
-            _sources.discard(source)
-            if _recording is not None:
-                source.tape_off()
+        _sources.discard(source)
+        if source in _asked:
+            _asked.remove(source)
+            source.tape_off()
+
+
+def _ask(source: Source, recorder: Recorder) -> None:
+    _asked.add(source)
+    source.tape_on(recorder)
 
 
 def recording() -> bool:
@@ -123,7 +129,7 @@ def start() -> Recorder:
         _recording = Recorder()
         _recording.thread()  # the first lane
         for source in list(_sources):
-            source.tape_on(_recording)
+            _ask(source, _recording)
         _over.clear()
         _drains = threading.Thread(target=_drain, name="ringdp-tape", daemon=True)
         _drains.start()
@@ -137,13 +143,13 @@ def stop() -> None:
     _over.set()
     _drains.join()
     with _changing:
-        for source in list(_sources):
-            source.tape_off()
+        while _asked:
+            _asked.pop().tape_off()
         _recording = _drains = None
 
 
 def _drain() -> None:
     while not _over.wait(DRAIN_EVERY):
         with _changing:
-            for source in list(_sources):
+            for source in list(_asked):
                 source.tape_drain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from functools import partial
@@ -48,6 +49,19 @@ def traced(ranks, tmp_path_factory) -> tuple[Read, int]:
     first, *_ = ranks(3)(calls, path)
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
     return Read(path), first
+
+
+def lets_go(comm: ringdp.Communicator, path: Path) -> None:
+    with ringdp.trace(path):
+        comm.duplicate().all_reduce(torch.ones(7))
+        gc.collect()
+
+
+def test_what_nobody_holds_any_more_is_there_too(ranks, tmp_path):
+    ranks(2)(lets_go, tmp_path / "run.json")
+    for rank in range(2):
+        found = Read(tmp_path / "run.json").spans("collective", rank)
+        assert [e["args"]["elements"] for e in found] == [1, 7]
 
 
 def test_every_collective_of_every_rank_is_there(traced):
