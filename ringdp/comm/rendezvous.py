@@ -166,46 +166,30 @@ def _made(
     timeout: float = TIMEOUT,
     warn_after: float = WARN_AFTER,
 ) -> Communicator:
-    if transport == "shm":
-        connect: Connect = partial(_shm, store, rank, name, link)
-    else:
-        connect = partial(_gloo, store, rank, name, timedelta(seconds=timeout), transport)
+    how = transport, link, timedelta(seconds=timeout)
+    connect: Connect = partial(_connect, store, rank, name, *how)
     return Communicator(connect, range(ranks), name=name, timeout=timeout, warn_after=warn_after)
 
 
-def _shm(
+def _connect(
     store: Store,
     rank: int,
     whole: str,
+    transport: TransportName,
     link: Link | None,
+    timeout: timedelta,
     name: str,
     ranks: Sequence[int],
     arena: Arena | None,
 ) -> Transport:
-    """A `Connect`, by its first four arguments. `whole`: the name of the first communicator, which
+    """A `Connect`, by its last three arguments. `whole`: the name of the first communicator, which
     has all ranks of the job."""
     places = None if name == whole else (PrefixStore(whole, store), ranks)
-    here, size = ranks.index(rank), len(ranks)
-    prefixed = PrefixStore(name, store)
-    return ShmTransport(prefixed, here, size, arena=arena, link=link, places=places)
-
-
-def _gloo(
-    store: Store,
-    rank: int,
-    whole: str,
-    timeout: timedelta,
-    transport: TransportName,
-    name: str,
-    ranks: Sequence[int],
-    _: Arena | None,
-) -> Transport:
-    """The same over gloo, and over NCCL beside it."""
-    prefixed = PrefixStore(name, store)
-    if rank == ranks[0]:
-        store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {len(ranks)}")
-    here, size = ranks.index(rank), len(ranks)
-    places = None if name == whole else (PrefixStore(whole, store), ranks)
+    here, size, prefixed = ranks.index(rank), len(ranks), PrefixStore(name, store)
+    if transport == "shm":
+        return ShmTransport(prefixed, here, size, arena=arena, link=link, places=places)
+    if here == 0:
+        store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {size}")
     if "peer" in transport and places is None:
         between = "between hosts transport 'nccl', or 'c10d'"
         _one_host(PrefixStore("host", prefixed), here, size, between)
