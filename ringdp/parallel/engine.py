@@ -81,8 +81,8 @@ class Engine(Accounts, Watched):
         self.roots = self.groups[0]
         self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
         self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
-        under_way = self.reducing.under_way if self.yields else lambda: 0
-        self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, under_way)
+        turns = self.reducing if self.yields else None
+        self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, turns)
         self._given = Given(model, units)
 
         self._backward: Backward | None = None  # the one under way, or that raised
@@ -169,17 +169,11 @@ class Engine(Accounts, Watched):
         return self._summoned or all(u.static for u in self.units)
 
     def _use(self, index: int) -> None:
-        self._gather_deferred(wait=True)
+        self.gathering.prefetch_deferred(wait=True)
         if self._backward:
             self.gathering.free_before(index)
         self.gathering.use(index)
         self._handles += self._arrivals[index].hear()  # of what was frozen before
-
-    def _gather_deferred(self, *, wait: bool) -> None:
-        """What has had to let a reduction end first. See Note [gathers yield to reductions]."""
-        if self.gathering.deferred and (wait or self.reducing.through()):
-            self.reducing.finish()
-            self.gathering.prefetch()
 
     # ---- backward
 
@@ -230,7 +224,7 @@ class Engine(Accounts, Watched):
         self.reducing.check_open(unit, at)
         self._arrivals[index].relay(at)
         self.reducing.take(unit, at)
-        self._gather_deferred(wait=False)
+        self.gathering.prefetch_deferred(wait=False)
         if not self._arrivals[index].owed and index not in self.roots:
             self._reduce(index)
 
@@ -253,7 +247,7 @@ class Engine(Accounts, Watched):
             if within and not self._arrivals[inner].may_come():
                 self._reduce(inner)
         if self.reducing.is_open(self.units[index]):
-            self._gather_deferred(wait=True)
+            self.gathering.prefetch_deferred(wait=True)
             self.reducing.close(self.units[index])
 
     def _after_backward(self) -> None:
@@ -273,7 +267,7 @@ class Engine(Accounts, Watched):
         """Clear what a backward that raised has left, once all it started has ended."""
         if self._backward is None or (in_backward() and self._backward.alive()):
             return
-        self._gather_deferred(wait=True)
+        self.gathering.prefetch_deferred(wait=True)
         self._end_backward(learn=False)
         self.reducing.drop()
         for unit in self.units:

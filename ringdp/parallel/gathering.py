@@ -13,18 +13,20 @@ Note [nodes run in reverse]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ringdp.comm import Communicator
 from ringdp.parallel import written
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
+from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.unit import FlatUnit, State
 
 
 class Gathering:
     """Over the units of one model.
 
-    `limit`: bytes that may be gathered and not yet used, those `under_way` to other ranks included.
+    `limit`: bytes that may be gathered and not yet used. `reducing`: whose buckets count with them,
+    None where they do not. See Note [gathers yield to reductions].
     """
 
     def __init__(
@@ -33,11 +35,11 @@ class Gathering:
         groups: Groups,
         comm: Communicator,
         prefetch_bytes: int | None,
-        under_way: Callable[[], int],
+        reducing: Reducing | None,
     ) -> None:
         self.units, self.groups, self.comm = units, groups, comm
-        self._under_way = under_way
-        self.deferred = False  # whether a gather waits for what is under way
+        self._reducing = reducing
+        self._deferred = False  # whether a gather waits for a reduction
         self._frees = any(u.freed for u in units)
         self._sizes = [u.bytes if u.freed else 0 for u in units]
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
@@ -162,7 +164,7 @@ class Gathering:
         self.over = True
         self.in_use.clear()
         self._ahead.clear()
-        self.deferred = False
+        self._deferred = False
 
     def prefetch(self) -> None:
         """Start the gathers of the next ones."""
@@ -172,7 +174,16 @@ class Gathering:
         for index in self._wanted(under_way):
             self.units[index].gather(self.comm)
             self._ahead.add(index)
-        self.deferred = under_way > 0 and bool(self._wanted(0))
+        self._deferred = under_way > 0 and bool(self._wanted(0))
+
+    def prefetch_deferred(self, *, wait: bool) -> None:
+        """Start the gathers that have had to let a reduction end first, if it has, or `wait`."""
+        if self._deferred and self._reducing and (wait or self._reducing.through()):
+            self._reducing.finish()
+            self.prefetch()
+
+    def _under_way(self) -> int:
+        return self._reducing.under_way() if self._reducing else 0
 
     def _wanted(self, under_way: int, or_freed: int | None = None) -> list[int]:
         """The units to gather now, were that one freed."""

@@ -119,11 +119,12 @@ class _Replay:
         overlap: bool,
         yields: bool,
     ) -> None:
-        self.groups, self.buckets, self.overlap, self.yields = groups, buckets, overlap, yields
+        self.groups, self.buckets, self.overlap = groups, buckets, overlap
         self.events: list[Event] = []
         units = [_Unit(i, size, self.events, freed=freed) for i, size in enumerate(sizes)]
         nowhere: Any = None
-        self.gathering = Gathering(units, groups, nowhere, limit, self.under_way)
+        reducing: Any = self if yields else None
+        self.gathering = Gathering(units, groups, nowhere, limit, reducing)
         self.reducing: int | None = None  # whose bucket is being reduced
 
     def forward(self) -> None:
@@ -144,7 +145,7 @@ class _Replay:
             self.events.append(Event("backward", group))
             for unit in reversed(self.groups[group]):
                 self.reduce(unit)
-            self.gather_deferred()
+            self.gathering.prefetch_deferred(wait=True)
             self.free(group)
         for unit in reversed(self.groups[0]):
             self.reduce(unit)
@@ -163,7 +164,7 @@ class _Replay:
 
     def reduce(self, unit: int) -> None:
         if self.buckets[unit]:
-            self.gather_deferred()
+            self.gathering.prefetch_deferred(wait=True)
             self.finish()
             self.events.append(Event("reduce", unit))
             self.reducing = unit
@@ -175,10 +176,5 @@ class _Replay:
             self.events.append(Event("reduced", self.reducing))
             self.reducing = None
 
-    def gather_deferred(self) -> None:
-        if self.gathering.deferred:
-            self.finish()
-            self.gathering.prefetch()
-
     def under_way(self) -> int:
-        return self.buckets[self.reducing] if self.yields and self.reducing is not None else 0
+        return self.buckets[self.reducing] if self.reducing is not None else 0
