@@ -86,7 +86,6 @@ class Engine(Accounts, Watched):
         self._given = Given(model, units)
 
         self._backward: Backward | None = None  # the one under way, or that raised
-        self._second = False  # whether a second is to come, through weights that its graph holds
         self._writes = True  # whether what is written to whole parameters is kept
         self.closed = False
         self.sync = True
@@ -153,8 +152,8 @@ class Engine(Accounts, Watched):
         for t in starts:
             t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
         ends = indices is self.roots or self._is_alone()
-        if ends and not (starts or self._summoned or self._second):
-            self._rest(learn=False)
+        if ends and not (starts or self._summoned or self.gathering.again):
+            self.gathering.end(learn=False)
         return output
 
     def _is_alone(self) -> bool:
@@ -212,8 +211,7 @@ class Engine(Accounts, Watched):
 
     def _begin_backward(self) -> Backward:
         units = {unit.index: unit for unit in trained(self._arrivals)}
-        self._second = torch.is_grad_enabled() and not units
-        self.gathering.amid = [] if units else [*self.gathering.in_use]
+        self.gathering.begin_backward(amid=not units, again=not units and torch.is_grad_enabled())
         end = partial(self._after_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         return Backward(units, set(), weakref.ref(end))
@@ -277,15 +275,7 @@ class Engine(Accounts, Watched):
     def _end_backward(self, *, learn: bool) -> None:
         self.reducing.finish()
         self._backward = None
-        if not (self.gathering.resume() or self._second):
-            self._rest(learn=learn)
-
-    def _rest(self, *, learn: bool) -> None:
-        """Between iterations: every unit sharded, nothing in flight."""
-        self._second = False
-        self.gathering.end(learn=learn)
-        if not self._summoned:
-            self.gathering.reshard_all()
+        self.gathering.end_backward(learn=learn)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer's. A forward may be left open: by an exception, or without its backward."""
@@ -294,7 +284,7 @@ class Engine(Accounts, Watched):
         steps.check(optimizer, self.stage, summoned=self._summoned)
         self.check_reduced("the optimizer steps")
         self._settle()
-        self._rest(learn=False)
+        self.gathering.end(learn=False)
         self.gathering.let_write()
         steps.release(self.units, self.stage)
 
@@ -345,7 +335,7 @@ class Engine(Accounts, Watched):
             if not self.closed:
                 self.gathering.dismiss_all(write=write)
                 self._given.check()
-                self._rest(learn=False)
+                self.gathering.end(learn=False)
 
     def close(self) -> None:
         """Take off the hooks and stop the engine's communicators, when nothing is in flight there.
@@ -363,7 +353,7 @@ class Engine(Accounts, Watched):
         with closing(self.reducing.comm), closing(self.gathering.comm):
             if not (self.reducing.comm.ended or self.gathering.comm.ended):
                 self._settle()
-                self._rest(learn=False)
+                self.gathering.end(learn=False)
 
 
 def _remove(handles: Sequence[Any]) -> None:

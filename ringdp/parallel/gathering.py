@@ -45,7 +45,8 @@ class Gathering:
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
         self.callers: list[set[int]] = [set() for _ in units]  # of each unit: those that call it
         self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
-        self.amid: list[int] = []  # those whose forward has a backward within it, which runs
+        self._amid: list[int] = []  # those whose forward has a backward within it, which runs
+        self.again = False  # whether another backward is to come, through the weights of this one
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in the order; None: not foreseen
         self._ahead: set[int] = set()  # gathered before their use
@@ -99,7 +100,7 @@ class Gathering:
     def leave(self, indices: Sequence[int]) -> None:
         """A forward of theirs, or backward, runs no more."""
         for index in indices:
-            for running in (self.in_use, self.amid):
+            for running in (self.in_use, self._amid):
                 if index in running:
                     running.remove(index)
 
@@ -111,16 +112,22 @@ class Gathering:
         """The backward of a unit starts, or a forward again within it: those before it are through.
         See Note [nodes run in reverse]."""
         for other in list(self.in_use):
-            if not (other in self.amid or self.are_nested(index, other)):
+            if not (other in self._amid or self.are_nested(index, other)):
                 self.done_with(other, free=True)
 
-    def resume(self) -> bool:
-        """Whether forwards go on around a backward that is over: what it alone used is freed."""
-        self.in_use, self.amid = self.amid, []
+    def begin_backward(self, *, amid: bool, again: bool) -> None:
+        """One begins: `amid` forwards, which may go on after it; or another is to come `again`,
+        through weights that its graph holds."""
+        self._amid, self.again = [*self.in_use] if amid else [], again
+
+    def end_backward(self, *, learn: bool) -> None:
+        """It is over. What it alone used is freed; all where nothing goes on."""
+        self.in_use, self._amid = self._amid, []
         for unit in self.units if self.in_use else ():
             if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
                 unit.reshard()
-        return bool(self.in_use)
+        if not (self.in_use or self.again):
+            self.end(learn=learn)
 
     def let_write(self) -> None:
         """Return once no gather reads masters on the host any more."""
@@ -158,13 +165,14 @@ class Gathering:
         written.refuse(lost)
 
     def end(self, *, learn: bool) -> None:
-        """The iteration is over; `learn` its order."""
+        """The iteration is over: every unit sharded, nothing in flight. `learn` its order."""
         if learn:
             self._order = tuple(self._seen)
-        self.over = True
+        self.over, self.again = True, False
         self.in_use.clear()
         self._ahead.clear()
         self._deferred = False
+        self.reshard_all()
 
     def prefetch(self) -> None:
         """Start the gathers of the next ones."""
