@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ringdp.comm import Communicator
+from ringdp.parallel.backward import Backwards
 from ringdp.parallel.formula import formula, traffic
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.memory import Ledger, Memory, state_bytes
@@ -26,6 +27,7 @@ class Accounts:
     roots: Sequence[int]
     gathering: Gathering
     reducing: Reducing
+    backwards: Backwards
     yields: bool  # see Note [gathers yield to reductions]
 
     @property

@@ -8,7 +8,6 @@ those take the hooks over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import UsageError
-from ringdp.parallel.underway import leaves_some_out
 from ringdp.parallel.unit import FlatUnit
 
 
@@ -30,18 +28,18 @@ class Waits(Protocol):
 
 class Arrivals:
     """Of one unit. `who` is told before a gradient is put into .grad, and after it. It must not
-    hold the unit: torch keeps it where no garbage collector looks.
+    hold the unit: torch keeps it where no garbage collector looks. `handles`: what ends it.
     """
 
-    def __init__(self, unit: FlatUnit, who: Waits) -> None:
-        self.unit, self.who = unit, who
+    def __init__(self, unit: FlatUnit, who: Waits, handles: list[Any]) -> None:
+        self.unit, self.who, self._handles = unit, who, handles
         self._made: dict[int, Any] = {}  # our hooks, of the parameters that are heard
         self.owed: set[int] = set()  # gradients that the unit's backward has yet to make
+        self.hear()
 
-    def hear(self) -> list[Any]:
-        """From now on, of the parameters that train by now: until the new handles are removed."""
+    def hear(self) -> None:
+        """From now on, of the parameters that train by now."""
         unit, who, index = self.unit, self.who, self.unit.index
-        handles: list[Any] = []
         for at in [at for at in range(len(unit.parameters)) if at not in self._made]:
             p, master = unit.computed[at], unit.parameters[at]
             if not p.requires_grad:
@@ -53,11 +51,11 @@ class Arrivals:
             self._made[at] = p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, at=at: who.gradient_made(index, at)
             )
-            handles += [before, self._made[at]]
+            self._handles += [before, self._made[at]]
             if p is not master:
                 refuse = partial(_refuse, unit.plan.entries[at].name)
-                handles.append(master.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
-        return handles
+                handle = master.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def expect(self) -> None:
         """The unit's backward starts."""
@@ -99,14 +97,6 @@ class Arrivals:
             for hook in list(hooks.values()):
                 if getattr(hook, "func", None) is not _refuse:
                     hook(p)
-
-
-def trained(every: Sequence[Arrivals]) -> list[FlatUnit]:
-    """The units whose gradients the backward under way hands out: none if it was told to make
-    others."""
-    if not any(arrivals.any_comes() for arrivals in every) and leaves_some_out():
-        return []
-    return [arrivals.unit for arrivals in every if arrivals.unit.trainable]
 
 
 def _refuse(name: str, _: object) -> None:

@@ -13,13 +13,8 @@ It hangs on the model's hooks:
 
 The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
 their own, so that neither queues behind the other (but see Note [gathers yield to reductions], in
-`prefetch`). Nothing here looks at the stage's number: what differs is data (`stages.STAGES`).
-
-Every backward reduces, and shards add up, but within `no_sync`. A parameter that got no gradient in
-a backward counts as zero there. A backward that raises loses the gradients accumulated so far; the
-next forward or backward starts afresh. Stage 3 refuses `create_graph`. The hooks that tell when a
-unit's backward starts hang on what it returns or leaves in attributes (see `made`); without these
-it starts when a gradient of a parameter comes, for which stage 3 has no weights.
+`prefetch`). Nothing here looks at the stage's number: what differs is data (`stages.STAGES`). What
+concerns backwards is in `backward`.
 """
 
 from __future__ import annotations
@@ -34,21 +29,19 @@ import torch
 from torch import nn
 
 from ringdp.comm import Communicator
-from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.around import Watched
-from ringdp.parallel.arrivals import Arrivals, trained
+from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.given import Given
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.moving import move_inputs
-from ringdp.parallel.outside import unguarded
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.taped import Watcher
-from ringdp.parallel.underway import Backward, in_backward, transformed
+from ringdp.parallel.underway import in_backward, transformed
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.tape import recorder
 
@@ -85,14 +78,12 @@ class Engine(Accounts, Watched):
         self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, turns)
         self._given = Given(model, units)
 
-        self._backward: Backward | None = None  # the one under way, or that raised
         self._writes = True  # whether what is written to whole parameters is kept
         self.closed = False
-        self.sync = True
-        me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
-        self._arrivals = [Arrivals(unit, me) for unit in units]
-        self._handles: list[Any] = steps.listen(me)
+        # Weakly, for what torch holds where no garbage collector looks.
+        self._handles: list[Any] = steps.listen(weakref.proxy(self))
         weakref.finalize(self, _remove, self._handles)
+        self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
         def whole() -> bool:
             return self._summoned or stage.optimizer is Keep.FULL
@@ -122,23 +113,22 @@ class Engine(Accounts, Watched):
             module.register_forward_hook(after, with_kwargs=True),
             module.register_forward_hook(end, always_call=True),
         ]
-        for index in indices:
-            self._handles += self._arrivals[index].hear()
 
     def _before_forward(self, indices: list[int]) -> None:
         if transformed(self._is_whole):
             return
         for index in indices if not self._summoned else ():
-            if in_backward():  # a recomputation
-                self._reduce_through(index)
+            if in_backward():
+                self.backwards.recompute(index)
             else:
-                self._settle()
+                self.backwards.settle()
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
                     self._given.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)
-            self._use(index)
+                self.gathering.use(index)
+                self.backwards.hear(index)
         self._made[indices[0]].begin()
 
     def _after_forward(self, indices: list[int], args: Any, named: Any, output: Any) -> Any:
@@ -147,10 +137,10 @@ class Engine(Accounts, Watched):
         output, starts = self._made[indices[0]].returned(output, (*args, *named.values()))
         if not self._summoned:
             for index in indices:
-                free = index not in self.roots and not self._backward
+                free = index not in self.roots and not self.backwards.running
                 self.gathering.done_with(index, free=free)
         for t in starts:
-            t.register_hook(lambda _: self._before_backward(indices))  # type: ignore[no-untyped-call]
+            t.register_hook(lambda _: self.backwards.reach(indices))  # type: ignore[no-untyped-call]
         ends = indices is self.roots or self._is_alone()
         if ends and not (starts or self._summoned or self.gathering.again):
             self.gathering.end(learn=False)
@@ -167,123 +157,13 @@ class Engine(Accounts, Watched):
     def _is_whole(self) -> bool:
         return self._summoned or all(u.static for u in self.units)
 
-    def _use(self, index: int) -> None:
-        self.gathering.prefetch_deferred(wait=True)
-        if self._backward:
-            self.gathering.free_before(index)
-        self.gathering.use(index)
-        self._handles += self._arrivals[index].hear()  # of what was frozen before
-
-    # ---- backward
-
-    def _before_backward(self, indices: list[int]) -> None:
-        self._settle()
-        for index in indices:
-            self._reduce_through(index)
-            self._prepare_backward(index)
-
-    def gradient_comes(self, index: int, at: int) -> None:
-        """A parameter's, for which its unit may not be prepared: that of a penalty of gradients
-        need not come by outputs, and that of a weight which autocast has cast comes late."""
-        self._settle()
-        if self._has_begun(index) or self._arrivals[index].will_come(at):
-            self._prepare_backward(index)
-
-    def _has_begun(self, index: int) -> bool:
-        return self._backward is not None and index in self._backward.begun
-
-    @unguarded
-    def _prepare_backward(self, index: int) -> None:
-        if self._has_begun(index):
-            if self.units[index].state is not State.UNSHARDED:
-                self._use(index)
-            return
-        if self.stage.parameters is Keep.SHARD and torch.is_grad_enabled():
-            raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
-        if self._summoned:
-            raise UsageError("backward within full_parameters(), which is for reading only")
-        self._backward = backward = self._backward or self._begin_backward()
-        backward.begun.add(index)
-        self._use(index)
-        if index in backward.trained:
-            self._arrivals[index].expect()
-            self.reducing.open(self.units[index], keep=not self.sync)
-
-    def _begin_backward(self) -> Backward:
-        units = {unit.index: unit for unit in trained(self._arrivals)}
-        self.gathering.begin_backward(amid=not units, again=not units and torch.is_grad_enabled())
-        end = partial(self._after_backward)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        return Backward(units, set(), weakref.ref(end))
-
-    def gradient_made(self, index: int, at: int) -> None:
-        """It is in the .grad of the unit's parameter `at`."""
-        unit = self.units[index]
-        self.reducing.check_open(unit, at)
-        self._arrivals[index].relay(at)
-        self.reducing.take(unit, at)
-        self.gathering.prefetch_deferred(wait=False)
-        if not self._arrivals[index].owed and index not in self.roots:
-            self._reduce(index)
-
-    def _reduce_through(self, index: int) -> None:
-        """The backward of this unit starts: reduce those before that have not all gradients on this
-        rank, as of experts that others use. So all ranks reduce in one order. Experts that differ
-        by rank lie in one unit: ranks that use different units raise CollectiveMismatch."""
-        for unit in self.reducing.opened():
-            other = unit.index
-            nested = self.gathering.are_nested(index, other)
-            if not (nested or self._arrivals[other].may_come()):
-                self._reduce(other)
-
-    def _reduce(self, index: int) -> None:
-        """After those inside it, which on other ranks may have been whole before it was."""
-        for unit in self.reducing.opened():
-            inner = unit.index
-            called = index in self.gathering.callers[inner]
-            within = inner > index and called  # a module may call itself
-            if within and not self._arrivals[inner].may_come():
-                self._reduce(inner)
-        if self.reducing.is_open(self.units[index]):
-            self.gathering.prefetch_deferred(wait=True)
-            self.reducing.close(self.units[index])
-
-    def _after_backward(self) -> None:
-        # Units that got some gradients or none, in one order on every rank: the root is last.
-        assert self._backward is not None
-        units, begun, _ = self._backward
-        for index, unit in reversed(units.items()):
-            if index not in begun:
-                self.reducing.open(unit, keep=not self.sync)
-            if self.reducing.is_open(unit):
-                self._reduce(index)
-        self._end_backward(learn=True)
-        for unit in units.values():
-            self.reducing.hand_out(unit)
-
-    def _settle(self) -> None:
-        """Clear what a backward that raised has left, once all it started has ended."""
-        if self._backward is None or (in_backward() and self._backward.alive()):
-            return
-        self.gathering.prefetch_deferred(wait=True)
-        self._end_backward(learn=False)
-        self.reducing.drop()
-        for unit in self.units:
-            for p in (*unit.parameters, *unit.computed):
-                p.grad = None
-
-    def _end_backward(self, *, learn: bool) -> None:
-        self.reducing.finish()
-        self._backward = None
-        self.gathering.end_backward(learn=learn)
-
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer's. A forward may be left open: by an exception, or without its backward."""
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it: what is gathered must not depend on it
         steps.check(optimizer, self.stage, summoned=self._summoned)
         self.check_reduced("the optimizer steps")
-        self._settle()
+        self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
         steps.release(self.units, self.stage)
@@ -306,11 +186,11 @@ class Engine(Accounts, Watched):
         in torch's DDP (torch's FSDP2 keeps them); an optimizer's step, clipping, or a change of
         p.grad before they are reduced raises UsageError.
         """
-        before, self.sync = self.sync, False
+        before, self.backwards.sync = self.backwards.sync, False
         try:
             yield
         finally:
-            self.sync = before
+            self.backwards.sync = before
 
     @contextmanager
     def full_parameters(self, *, write: bool = False) -> Iterator[None]:
@@ -325,7 +205,7 @@ class Engine(Accounts, Watched):
             self._writes |= write
             yield
             return
-        self._settle()
+        self.backwards.settle()
         self.gathering.summon_all()
         self._writes = write
         try:
@@ -352,7 +232,7 @@ class Engine(Accounts, Watched):
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):
             if not (self.reducing.comm.ended or self.gathering.comm.ended):
-                self._settle()
+                self.backwards.settle()
                 self.gathering.end(learn=False)
 
 

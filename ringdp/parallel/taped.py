@@ -44,8 +44,8 @@ class Watcher:
         self._around = around = Around()
         around.after(engine, "_before_forward", self._forward_begins)
         around.before(engine, "_after_forward", self._forward_ends)
-        around.after(engine, "_before_backward", self._backward_begins)
-        around.before(engine, "_reduce", self._unit_through)
+        around.after(engine.backwards, "reach", self._backward_begins)
+        around.before(engine.backwards, "reduce", self._unit_through)
         around.before(engine, "before_step", self._steps)
         around.after(engine, "after_step", self._stepped)
         for unit in engine.units:
@@ -135,7 +135,7 @@ class Watcher:
             finally:
                 self.recorder.span("wait for reductions", "finish", since)
 
-        self._around.put(self.engine, "_after_backward", after_backward)
+        self._around.put(self.engine.backwards, "end", after_backward)
 
     # --- units
 

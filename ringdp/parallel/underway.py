@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from ringdp.errors import UsageError
-from ringdp.parallel.unit import FlatUnit
-
-
-class Backward(NamedTuple):
-    """One that has come to an engine's units."""
-
-    trained: dict[int, FlatUnit]  # those whose gradients it hands out
-    begun: set[int]  # those whose own backward has
-    alive: Callable[[], object]  # a weak reference to what torch drops with it, raised or not
 
 
 def in_backward() -> bool:

@@ -83,12 +83,12 @@ def test_gradients_are_kept_of_a_whole_model_only(comm: Communicator) -> None:
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)
     model[1].set_requires_gradient_sync(False)  # it is all that is sharded as yet
-    assert not model[1].engine.sync
+    assert not model[1].engine.backwards.sync
     fronts.fully_shard(model, comm=comm)
     for module, how in ((model[1], {}), (model, {"recurse": False})):
         with pytest.raises(UsageError, match="set_requires_gradient_sync"):
             module.set_requires_gradient_sync(False, **how)
-    assert model.engine.sync
+    assert model.engine.backwards.sync
     model.engine.close()
 
 

@@ -108,8 +108,8 @@ def peak(comm: Communicator, kind: type[Net], stage: int, prefetch: int | None) 
 
     for owner, name in (
         (engine, "_before_forward"),
-        (engine, "_before_backward"),
-        (engine, "gradient_made"),
+        (engine.backwards, "reach"),
+        (engine.backwards, "gradient_made"),
         (engine.reducing, "start"),
     ):
         look_after(owner, name, look)

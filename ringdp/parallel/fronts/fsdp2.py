@@ -67,7 +67,7 @@ class FSDPModule:
                 "set_requires_gradient_sync is not implemented for a part of a model; allowed: on "
                 "the module that fully_shard was called on last, for all of it"
             )
-        self._ringdp_engine.sync = requires_gradient_sync
+        self._ringdp_engine.backwards.sync = requires_gradient_sync
 
     def to_empty(self, **_: object) -> NoReturn:
         """Where torch's makes real what it sharded on the meta device; here that has values."""
