@@ -95,10 +95,16 @@ class Backwards:
         return _Backward(units, set(), weakref.ref(end))
 
     def _trained(self) -> list[FlatUnit]:
-        """None if the backward was told to make other gradients."""
+        """None if the backward was told to make other gradients. A unit that is frozen by now is
+        reduced only if gradients of no_sync wait in it."""
         if not any(arrivals.any_comes() for arrivals in self._arrivals) and leaves_some_out():
             return []
-        return [unit for unit in self.units if unit.trainable]
+        return [
+            unit
+            for unit in self.units
+            if unit in self.reducing.kept
+            or (unit.trainable and any(p.requires_grad for p in unit.parameters))
+        ]
 
     def _has_reached(self, index: int) -> bool:
         return self._now is not None and index in self._now.reached
@@ -113,6 +119,8 @@ class Backwards:
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
         unit = self.units[index]
+        if not unit.computed[at].requires_grad:
+            return  # it was frozen after the forward: torch calls, but has made none
         self.reducing.check_open(unit, at)
         self._arrivals[index].relay(at)
         self.reducing.take(unit, at)

@@ -91,6 +91,18 @@ def freezes_with_gradients(model: nn.Module, optimizer: Any) -> None:
         first.requires_grad_(step != 1)
 
 
+def freezes_behind_forwards(model: nn.Module, optimizer: Any) -> None:
+    block = model.get_submodule("1")
+    for step in range(4):
+        block.requires_grad_(True)
+        value = loss(model, step)
+        block.requires_grad_(step != 1)
+        block.get_parameter("0.bias").requires_grad_(step != 2)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 LOOPS: list[Loop] = [
     clears_late,
     puts_into_data,
@@ -98,6 +110,7 @@ LOOPS: list[Loop] = [
     calls_blocks,
     freezes_for_a_while,
     freezes_with_gradients,
+    freezes_behind_forwards,
 ]
 
 
@@ -115,6 +128,29 @@ def test_a_loop_trains_as_one_process_does(
         assert_equal(engine, twin)
         assert len(engine.gathering._seen) <= 2 * len(engine.units)
         engine.close()
+
+
+@plain_and_apart
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_is_frozen_for_a_while_is_not_reduced(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """Of three blocks, so many are frozen for the forward, and for the backward."""
+    engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
+    sent = []
+    for frozen in ((0, 0), (1, 1), (0, 1), (3, 3), (3, 2)):
+        before = engine.reducing.comm.sent_bytes()
+        model.requires_grad_(True)
+        model[: frozen[0]].requires_grad_(False)
+        value = model(batch().requires_grad_()).square().mean()
+        model.requires_grad_(True)
+        model[: frozen[1]].requires_grad_(False)
+        value.backward()
+        sent.append(engine.reducing.comm.sent_bytes() - before)
+    engine.close()
+    each = sent[0] // 3
+    assert sent == [3 * each, 2 * each, 2 * each, 0, each]
 
 
 @plain_and_apart
