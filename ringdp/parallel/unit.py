@@ -107,13 +107,10 @@ class FlatUnit:
         self.versions = list[int]()  # for `written`
         self.work: Work | None = None
         self.reader: torch.cuda.Stream | None = None  # of the master on the host, by a gather
-        self._homes = [] if self.static else [t.data_ptr() for t in self.rest]
-        if self.static:
-            self._point(parameters, self.views)
-        else:
+        self._settle_in(self.views if self.static else self.rest)
+        if not self.static:
             if self.freed:
                 ledger.take("gathered", self.bytes)
-            self._point(parameters, self.rest)
             self.reshard()
 
     @property
@@ -129,8 +126,7 @@ class FlatUnit:
     def gather(self, comm: Communicator) -> None:
         """SHARDED -> GATHERING: start to fill the full buffer."""
         assert self.state is State.SHARDED
-        if self._has_moved():
-            self.settle()
+        self.settle()
         if self.freed:
             self.ledger.take("gathered", self.bytes)
             self.ledger.spare.fill(self.full.untyped_storage(), self.bytes)
@@ -193,7 +189,7 @@ class FlatUnit:
             comm.all_gather(self.summoned, self.master, tag=self.index)
         else:
             _copy(views, self.rested)
-        self._point(self.parameters, views)
+        self._settle_in(views)
         self.state = State.SUMMONED
 
     def dismiss(self, *, write: bool) -> None:
@@ -201,7 +197,7 @@ class FlatUnit:
         assert self.state is State.SUMMONED
         if write:
             _copy(self.rested, self.at_rest(self.summoned))
-        self._point(self.parameters, self.rested)
+        self._settle_in(self.rested)
         if self.slices:
             outside.guard(self.parameters)
         del self.summoned, self.rested
@@ -211,22 +207,14 @@ class FlatUnit:
         """At rest or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
         its values belong (of a static one at rest, anywhere). That is other memory then, as the
         user may have kept what was there. Raises UsageError for another shape or dtype."""
-        summoned = self.state is State.SUMMONED
-        if self.static and not summoned:
+        if self.static and self.state is not State.SUMMONED:
             self.check(self.views)
-            return
-        tensors = self._views(self.summoned) if summoned else self.rest
-        if not self._has_moved(tensors if summoned else None):
-            return
-        self.check(tensors)
-        given = [p.data for p in self.parameters]
-        if summoned:
-            self.summoned = self.summoned.clone()
-        else:
+        elif self._has_moved():
+            self.check(self._held())
+            given = [p.data for p in self.parameters]
             self._move()
-        tensors = self._views(self.summoned) if summoned else self.rest
-        _copy(tensors, given)
-        self._point(self.parameters, tensors)
+            _copy(self._held(), given)
+            self._settle_in(self._held())
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises UsageError for a parameter that has another shape or dtype than its tensor."""
@@ -240,8 +228,10 @@ class FlatUnit:
 
     @torch.inference_mode(False)  # what is made in it cannot train
     def _move(self) -> None:
-        """The masters go to other memory."""
-        if self.apart:
+        """What the parameters are views of goes to other memory."""
+        if self.state is State.SUMMONED:
+            self.summoned = self.summoned.clone()
+        elif self.apart:
             was = self.master
             self.master = torch.empty_like(was, pin_memory=was.is_pinned()).copy_(was)
         elif self.freed:
@@ -251,17 +241,24 @@ class FlatUnit:
             self.full = self.full.clone()
             self.views = self._views(self.full)
             self.master = self.shard = self.full[self.part]
-        self._homes = [t.data_ptr() for t in self.rest]
+
+    def _settle_in(self, tensors: Sequence[Tensor]) -> None:
+        """The parameters are these, at rest or SUMMONED."""
+        self._point(self.parameters, tensors)
+        self._homes = [t.data_ptr() for t in tensors]
 
     @outside.unguarded
-    def _has_moved(self, tensors: Sequence[Tensor] | None = None) -> bool:
-        """Whether parameters are no longer those, or what they rest in. Every gather asks."""
-        homes = self._homes if tensors is None else [t.data_ptr() for t in tensors]
+    def _has_moved(self) -> bool:
+        """Whether they are others by now. Every gather asks."""
         dtype = self.dtypes.master
         return any(
             p.data_ptr() != home or p.dtype != dtype
-            for p, home in zip(self.parameters, homes, strict=True)
+            for p, home in zip(self.parameters, self._homes, strict=True)
         )
+
+    def _held(self) -> list[Tensor]:
+        """What they are to be, at rest or SUMMONED."""
+        return self._views(self.summoned) if self.state is State.SUMMONED else self.rest
 
     @property
     def rest(self) -> list[Tensor]:

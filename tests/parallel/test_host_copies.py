@@ -59,7 +59,7 @@ def gathered_from_the_host() -> Any:
     copied = SimpleNamespace(copy_=lambda _, non_blocking: None)
     unit: Any = SimpleNamespace(
         state=State.SHARDED,
-        _has_moved=lambda: False,
+        settle=lambda: None,
         freed=False,
         slices=True,
         apart=True,
