@@ -79,6 +79,7 @@ class Engine(Accounts, Watched):
         self._given = Given(model, units)
 
         self._writes = True  # whether what is written to whole parameters is kept
+        self._emptied: sliced.Emptied = []  # while an optimizer steps
         self.closed = False
         # Weakly, for what torch holds where no garbage collector looks.
         self._handles: list[Any] = steps.listen(weakref.proxy(self))
@@ -166,14 +167,15 @@ class Engine(Accounts, Watched):
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        steps.release(self.units, self.stage)
+        sliced.restore(self._emptied)  # after a step that has raised
+        self._emptied = steps.release(self.units)
 
     def check_reduced(self, what: str) -> None:
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""
         self.reducing.kept.check_none_waits(self.units, what)
 
     def after_step(self) -> None:
-        steps.restore(self.units, self.stage)
+        steps.restore(self.units, self._emptied)
 
     # ---- for the user
 

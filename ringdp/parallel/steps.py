@@ -105,18 +105,16 @@ def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
         )
 
 
-def release(units: Sequence[FlatUnit], stage: Stage) -> None:
-    """An optimizer is about to step them."""
+def release(units: Sequence[FlatUnit]) -> sliced.Emptied:
+    """An optimizer is about to step them. Returns what is taken off for that."""
     for unit in units:
-        sliced.restore(unit.emptied)  # after a step that has raised
         outside.release(unit.parameters)
-        if stage.optimizer is Keep.SHARD:
-            unit.emptied = sliced.release(unit.parameters)
+    return sliced.release(p for u in units if u.slices for p in u.parameters)
 
 
-def restore(units: Sequence[FlatUnit], stage: Stage) -> None:
-    """An optimizer, theirs or another, has stepped."""
+def restore(units: Sequence[FlatUnit], emptied: sliced.Emptied) -> None:
+    """An optimizer, theirs or another, has stepped. `emptied`: what `release` returned."""
+    sliced.restore(emptied)
     for unit in units:
-        sliced.restore(unit.emptied)
-        if unit.state is State.SHARDED and stage.optimizer is Keep.SHARD:
+        if unit.state is State.SHARDED and unit.slices:
             outside.guard(unit.parameters)

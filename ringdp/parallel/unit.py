@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
-from ringdp.parallel import layout, outside, sliced
+from ringdp.parallel import layout, outside
 from ringdp.parallel.computed import Computed, Gathered, follow, set_data
 from ringdp.parallel.memory import Ledger, Widths, holders, widths_of
 from ringdp.parallel.offload import Offload, on_host
@@ -101,7 +101,6 @@ class FlatUnit:
         if self.apart:
             self.computed = [Computed.of(p, v) for p, v in zip(parameters, self.views, strict=True)]
         self._make_gradients()
-        self.emptied: sliced.Emptied = []  # while an optimizer steps
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
         self.versions = list[int]()  # for `written`
