@@ -14,8 +14,7 @@ import torch
 
 from ringdp.errors import UsageError
 from ringdp.kernels import squared_norm, unscale
-from ringdp.parallel.engine import Engine
-from ringdp.parallel.expected import check_engine
+from ringdp.parallel.engine import Engine, check_engine
 from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import FlatUnit
 

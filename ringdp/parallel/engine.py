@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ringdp.comm import Communicator
+from ringdp.errors import UsageError
 from ringdp.parallel import copies, made, sliced, state_dict, steps
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.around import Watched
@@ -236,6 +237,16 @@ class Engine(Accounts, Watched):
             if not (self.reducing.comm.ended or self.gathering.comm.ended):
                 self.backwards.settle()
                 self.gathering.end(learn=False)
+
+
+def check_engine(function: str, given: object) -> None:
+    """Raise UsageError for anything else, such as what torch's functions of that name take."""
+    if not isinstance(given, Engine):
+        found = type(given).__name__
+        raise UsageError(
+            f"{function}: engine is a {found}; allowed: what ringdp.shard returns, or the .engine "
+            "of what another library's name returns"
+        )
 
 
 def _remove(handles: Sequence[Any]) -> None:

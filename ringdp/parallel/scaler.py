@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.parallel.clip import unscale_gradients
-from ringdp.parallel.engine import Engine
-from ringdp.parallel.expected import check_engine
+from ringdp.parallel.engine import Engine, check_engine
 
 
 class LossScaler:

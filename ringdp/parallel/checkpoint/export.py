@@ -11,8 +11,7 @@ from torch import Tensor
 from ringdp.parallel.checkpoint import tensorfile
 from ringdp.parallel.checkpoint.index import sync_directory
 from ringdp.parallel.checkpoint.together import together
-from ringdp.parallel.engine import Engine
-from ringdp.parallel.expected import check_engine
+from ringdp.parallel.engine import Engine, check_engine
 
 
 def export(path: str | os.PathLike[str], engine: Engine) -> None:

@@ -20,8 +20,7 @@ from ringdp.parallel.checkpoint.plan import Read, planned
 from ringdp.parallel.checkpoint.spans import pieces
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
-from ringdp.parallel.engine import Engine
-from ringdp.parallel.expected import check_engine
+from ringdp.parallel.engine import Engine, check_engine
 
 
 def load(

@@ -28,8 +28,7 @@ from ringdp.parallel.checkpoint.index import (
 from ringdp.parallel.checkpoint.plan import planned
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, pieces
 from ringdp.parallel.checkpoint.together import together
-from ringdp.parallel.engine import Engine
-from ringdp.parallel.expected import check_engine
+from ringdp.parallel.engine import Engine, check_engine
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"
