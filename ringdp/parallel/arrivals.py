@@ -77,11 +77,11 @@ class Arrivals:
     def will_come(self, at: int) -> bool:
         """Whether the backward under way has yet to make this gradient. One of `autograd.grad`
         makes none."""
-        with torch._C.DisableTorchFunctionSubclass():
-            node = get_gradient_edge(self.unit.computed[at]).node
         try:
+            with torch._C.DisableTorchFunctionSubclass():
+                node = get_gradient_edge(self.unit.computed[at]).node
             return bool(torch._C._will_engine_execute_node(node))
-        except RuntimeError:  # autograd.grad, of this one
+        except RuntimeError:  # frozen meanwhile; or autograd.grad, of this one
             return False
 
     def any_comes(self) -> bool:

@@ -118,14 +118,15 @@ class Backwards:
 
     def gradient_made(self, index: int, at: int) -> None:
         """It is in the .grad of the unit's parameter `at`."""
-        unit = self.units[index]
-        if not unit.computed[at].requires_grad:
-            return  # it was frozen after the forward: torch calls, but has made none
-        self.reducing.check_open(unit, at)
-        self._arrivals[index].relay(at)
-        self.reducing.take(unit, at)
+        unit, arrivals = self.units[index], self._arrivals[index]
+        if unit.computed[at].requires_grad:
+            self.reducing.check_open(unit, at)
+            arrivals.relay(at)
+            self.reducing.take(unit, at)
+        else:  # frozen since the forward: torch calls, but has made none
+            arrivals.owed.discard(at)
         self.gathering.prefetch_deferred(wait=False)
-        if not (self._arrivals[index].owed or index in self.gathering.groups[0]):
+        if not (arrivals.owed or index in self.gathering.groups[0]):
             self.reduce(index)
 
     def _reduce_through(self, index: int) -> None:

@@ -103,6 +103,23 @@ def freezes_behind_forwards(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
+def freezes_amid_backwards(model: nn.Module, optimizer: Any) -> None:
+    layer = model.get_submodule("1.0")
+
+    def freeze(*_: object) -> None:
+        layer.get_parameter("weight").requires_grad_(False)
+
+    for step in range(STEPS):
+        layer.requires_grad_(True)
+        handle = layer.register_forward_hook(
+            lambda *given: given[-1].register_hook(freeze) and None
+        )
+        loss(model, step).backward()
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 LOOPS: list[Loop] = [
     clears_late,
     puts_into_data,
@@ -111,6 +128,7 @@ LOOPS: list[Loop] = [
     freezes_for_a_while,
     freezes_with_gradients,
     freezes_behind_forwards,
+    freezes_amid_backwards,
 ]
 
 
