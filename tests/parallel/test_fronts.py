@@ -328,8 +328,8 @@ def test_initialize(comm: Communicator) -> None:
     assert configured(comm, 1, dict(half))[0] == configured(comm, 3, dict(half))[0]
     base = {"train_micro_batch_size_per_gpu": 1}
     for wrong, word in (
-        ({"amp": {}}, "config: amp is not implemented"),
-        ({"zero_optimization": {"sub_group_size": 1}}, "sub_group_size is not implemented"),
+        ({"data_types": {}}, "config: data_types is not implemented"),
+        ({"zero_optimization": {"elastic_checkpoint": 1}}, "elastic_checkpoint is not implemented"),
         ({"zero_optimization": {"contiguous_gradients": False}}, "contiguous_gradients"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "'nvme'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,52 @@ def test_the_configs_optimizer_is_deepspeeds(section, kind, decay):
     (group,) = optimizer.param_groups
     assert group["weight_decay"] == decay
     assert [id(p) for p in group["params"]] == [id(model[1][0].weight)]
+    engine.engine.close()
+
+
+# Of DeepSpeed's tutorials, with what they say of what is not on.
+TUTORIAL: dict[str, Any] = {
+    "steps_per_print": 2,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16": {"enabled": False},
+    "fp16": {
+        "enabled": True,
+        "auto_cast": False,
+        "fp16_master_weights_and_grads": False,
+        "loss_scale": 0,
+        "initial_scale_power": 15,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 1,
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,
+        "cpu_offload": False,
+        "sub_group_size": 1e9,
+        "stage3_max_reuse_distance": 1000000000,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "tensorboard": {"enabled": False, "output_path": "runs"},
+    "flops_profiler": {},
+}
+
+
+def test_what_a_config_says_beside_what_is_done_may_be_there(capsys):
+    engine, *_ = fronts.initialize(model=net(), config=NAMED | TUTORIAL, comm=ringdp.init())
+    assert (engine.scaler.current, engine.scaler.hysteresis) == (2.0**15, 3)
+    for number in range(4):
+        engine.backward(engine(batch(number)).float().mean() * (math.inf if number == 1 else 1.0))
+        engine.step()
+    lines = [f"step={step}, skipped=1, lr=[{LR}]" for step in (2, 4)]
+    assert capsys.readouterr().out.splitlines() == lines
     engine.engine.close()
 
 

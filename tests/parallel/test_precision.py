@@ -104,6 +104,25 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ranks, stage):
         assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0)]
 
 
+def test_the_scale_falls_from_the_overflow_on_that_hysteresis_says():
+    """As DeepSpeed's: counted since the scale grew, good steps between them or not."""
+    with ringdp.init() as comm:
+        model = net()
+        engine = ringdp.shard(model, stage=0, comm=comm)
+        scaler = LossScaler(engine, scale=2.0**8, interval=2, hysteresis=2)
+        scales = []
+        for overflows in (1, 0, 1, 1, 0, 0, 1, 1):
+            model.zero_grad()
+            scaler.scale(model(batch(0)).mean() * (math.inf if overflows else 1.0)).backward()
+            scaler.unscale_()
+            scales.append(scaler.current)
+            other = LossScaler(engine, scale=2.0**8, interval=2, hysteresis=2)
+            other.load_state_dict(scaler.state_dict())
+            scaler = other
+        assert scales == [256, 256, 128, 64, 64, 128, 128, 64]
+        engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_gradients_are_unscaled_once_whoever_steps(comm: Communicator, stage: int) -> None:
@@ -176,6 +195,7 @@ def test_scaling_by_powers_of_two_is_exact(comm: Communicator) -> None:
         {"interval": -1},
         {"interval": 2.5},
         {"minimum": 0.0},
+        {"hysteresis": 0},
     ],
 )
 def test_a_wrong_scaler_is_told(options):

@@ -20,16 +20,22 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Key(NamedTuple):
-    """What may be said: true or false, a device, an optimizer's name, its options, or a number,
-    whole or not, of at least `least` and less than `below`."""
+    """What may be said: true or false, a device, an optimizer's name, its options, a number, whole
+    or not, of at least `least` and less than `below`; only the default, where that is what is done
+    in any case; or a section that is not enabled, and so asks for nothing."""
 
     default: Any
-    kind: Literal["bool", "device", "optimizer", "options", "whole", "number"]
+    kind: Literal["bool", "device", "optimizer", "options", "whole", "number", "only", "off"]
     least: float = 0
     below: float = math.inf
 
 
-_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
+_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "only")}
+_OFF = (
+    "amp", "autotuning", "comet", "comms_logger", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine",
+    "progressive_layer_drop", "quantize_training", "tensorboard", "wandb",
+)  # fmt: skip
 
 # Every key that is implemented; a dict is a section.
 KEYS: dict[str, Any] = {
@@ -37,19 +43,37 @@ KEYS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
     "gradient_accumulation_steps": Key(None, "whole", 1),
     "gradient_clipping": Key(0.0, "number"),
+    "prescale_gradients": Key(False, "only"),
+    "gradient_predivide_factor": Key(1.0, "only"),
+    "steps_per_print": Key(None, "whole", 1),
+    "wall_clock_breakdown": Key(False, "only"),
+    "memory_breakdown": Key(False, "only"),
+    "dump_state": Key(False, "only"),
+    "sparse_gradients": Key(False, "only"),
+    # Tested or not, and DeepSpeed's or not: what steps element by element is taken.
+    "zero_allow_untested_optimizer": Key(True, "bool"),
+    "zero_force_ds_cpu_optimizer": Key(False, "only"),
     "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
     "fp16": {
         "enabled": Key(False, "bool"),
         "loss_scale": Key(0, "number"),  # 0: dynamic
         "initial_scale_power": Key(16, "whole", below=128),  # what float32 holds
         "loss_scale_window": Key(1000, "whole", 1),
+        "hysteresis": Key(2, "whole", 1),
+        "consecutive_hysteresis": Key(False, "only"),
         "min_loss_scale": Key(1, "number"),
+        "auto_cast": Key(False, "only"),
+        "fp16_master_weights_and_grads": Key(False, "only"),
     },
     "bf16": {"enabled": Key(False, "bool")},
     "zero_optimization": {
         "stage": Key(0, "whole"),
         "overlap_comm": Key(True, "bool"),
-        "contiguous_gradients": Key(True, "bool"),
+        "contiguous_gradients": Key(True, "only"),
+        "reduce_scatter": Key(True, "only"),
+        "allgather_partitions": Key(True, "only"),
+        "round_robin_gradients": Key(False, "only"),
+        "cpu_offload": Key(False, "only"),
         "reduce_bucket_size": Key(None, "whole", 1),
         "allgather_bucket_size": Key(None, "whole", 1),
         "offload_optimizer": _OFFLOAD,
@@ -57,7 +81,11 @@ KEYS: dict[str, Any] = {
         "stage3_prefetch_bucket_size": Key(None, "whole"),
         "stage3_param_persistence_threshold": Key(0, "whole"),
         "stage3_max_live_parameters": Key(None, "whole"),
+        "stage3_max_reuse_distance": Key(1e9, "only"),
+        "stage3_gather_16bit_weights_on_model_save": Key(False, "bool"),  # of save_16bit_model
+        "sub_group_size": Key(1e9, "only"),
     },
+    **dict.fromkeys(_OFF, Key({}, "off")),
 }
 ADAMS = ("adam", "adamw")  # in any case
 
@@ -157,6 +185,8 @@ def _value(where: str, value: Any, key: Key) -> Any:
         "bool": (isinstance(value, bool), "true, false"),
         "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
         "options": (isinstance(value, Mapping), "the optimizer's keyword arguments"),
+        "only": (_is(value, key.default), json.dumps(key.default)),
+        "off": (_is_off(value), "a section that does not say that it is enabled"),
         "number": (number and key.least <= value < key.below, "a number"),
         "whole": (number and key.least <= value < key.below and value % 1 == 0, "a whole number"),
     }[key.kind]
@@ -166,6 +196,15 @@ def _value(where: str, value: Any, key: Key) -> Any:
     if not fits:
         raise UsageError(f"{where} is {value!r}; allowed: {allowed}")
     return int(value) if key.kind == "whole" else value
+
+
+def _is(value: object, default: object) -> bool:
+    """1 is not true."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _is_off(section: object) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled", False) is False
 
 
 def _is_optimizer(name: object) -> bool:

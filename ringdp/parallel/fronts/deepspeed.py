@@ -69,13 +69,10 @@ def initialize(
     zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]
     if half["enabled"] and brain["enabled"]:
         raise UsageError("config: fp16 and bf16 are both enabled; allowed: one of them")
-    if not zero["contiguous_gradients"]:
-        raise UsageError("config: contiguous_gradients=false is not implemented: they always are")
     param = torch.float16 if half["enabled"] else torch.bfloat16 if brain["enabled"] else None
     itemsize = (param or next(model.parameters(), torch.empty(0)).dtype).itemsize
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch = zero["stage3_prefetch_bucket_size"]
-    offloads = [_offload(zero, key) for key in ("offload_param", "offload_optimizer")]
     batches = configs.batches(said, comm.size)
     make = _maker(
         model, configs.optimizer(said) if optimizer is None else optimizer, model_parameters
@@ -87,7 +84,10 @@ def initialize(
         stage=zero["stage"],
         unit=unit if unit is not None or not sizes else min(sizes),
         precision=Precision(param),
-        offload=Offload(*offloads),
+        offload=Offload(
+            parameters=zero["offload_param"]["device"] == "cpu",
+            optimizer=zero["offload_optimizer"]["device"] == "cpu",
+        ),
         prefetch_bytes=None if prefetch is None else prefetch * itemsize,
         persist_below=zero["stage3_param_persistence_threshold"],
         overlap=zero["overlap_comm"],
@@ -105,8 +105,7 @@ def initialize(
         with engine.full_parameters():
             engine.close()  # the model is as it was
         raise
-    clipping = float(said["gradient_clipping"])
-    trainer = Trainer(model, engine, made, batches, clipping, scaler, loader, scheduler)
+    trainer = Trainer(model, engine, made, said, batches, scaler, loader, scheduler)
     return trainer, made, loader, scheduler
 
 
@@ -186,15 +185,9 @@ def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
         growth=2.0 if dynamic else 1.0,
         backoff=0.5 if dynamic else 1.0,
         interval=half["loss_scale_window"],
+        hysteresis=half["hysteresis"],
         minimum=float(half["min_loss_scale"]),
     )
-
-
-def _offload(zero: dict[str, Any], key: str) -> bool:
-    said = zero[key]
-    if not said["pin_memory"]:
-        raise UsageError(f"config: {key}.pin_memory=false is not implemented: it is pinned")
-    return bool(said["device"] == "cpu")
 
 
 def _check_buckets(engine: Engine, most: int) -> None:

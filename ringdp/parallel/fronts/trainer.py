@@ -46,14 +46,15 @@ class Trainer:
         model: nn.Module,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
+        said: dict[str, Any],
         batches: Batches,
-        clipping: float,
         scaler: LossScaler,
         training_dataloader: DataLoader[Any] | None,
         lr_scheduler: Scheduler | None,
     ) -> None:
+        """`said`: by the config."""
         self.module, self.engine, self.optimizer = model, engine, optimizer
-        self.batches, self.clipping, self.scaler = batches, clipping, scaler
+        self.said, self.batches, self.scaler = said, batches, scaler
         self.training_dataloader, self.lr_scheduler = training_dataloader, lr_scheduler
         self.micro_steps = 0  # calls of step() so far
         self.global_steps = 0  # and the optimizer's steps, those that overflowed too
@@ -86,12 +87,15 @@ class Trainer:
         self.micro_steps += 1
         if not last:
             return
-        if self.scaler.unscale_() and self.clipping > 0:
-            self._norm = clip_grad_norm_(self.engine, self.clipping)
+        if self.scaler.unscale_() and (most := self.gradient_clipping()) > 0:
+            self._norm = clip_grad_norm_(self.engine, most)
         if self.scaler.step(self.optimizer) and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.optimizer.zero_grad()
         self.global_steps += 1
+        every = self.said["steps_per_print"]
+        if self.engine.comm.rank == 0 and every and self.global_steps % every == 0:
+            print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}")
 
     # ---- read
 
@@ -105,7 +109,7 @@ class Trainer:
         return self.batches.accumulation
 
     def gradient_clipping(self) -> float:
-        return self.clipping
+        return float(self.said["gradient_clipping"])
 
     def zero_optimization_stage(self) -> int:
         return self.engine.stage.number
