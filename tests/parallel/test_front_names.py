@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ def test_deepspeeds_engine_is_read_saved_and_loaded(comm: Communicator, tmp_path
     assert engine.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
     assert engine.device == torch.device("cpu")
+    assert (engine.global_rank, engine.world_size) == (comm.rank, comm.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "7")
+        assert engine.local_rank == 7
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (True, False)
     with pytest.raises(CheckpointError, match=r"nothing was loaded; .*latest"):
         engine.load_checkpoint(tmp_path)
     assert engine.save_checkpoint(tmp_path)
@@ -80,6 +86,41 @@ def test_deepspeeds_engine_is_read_saved_and_loaded(comm: Communicator, tmp_path
         other.engine.close()
     assert (tmp_path / "latest").read_text(encoding="utf-8") == "named"
     engine.engine.close()
+
+
+@on_ranks(2)
+def test_checkpoints_are_saved_and_loaded_as_deepspeeds_arguments_say(
+    comm: Communicator, tmp_path: Path
+) -> None:
+    """A checkpoint that is not to be the latest, and one that is loaded without all that it has."""
+    engine, scheduled = (
+        fronts.initialize(
+            model=net(), optimizer=ringdp.AdamW, comm=comm,
+            config=CONFIG | {"zero_optimization": {"stage": 3}},
+            lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1),
+        )[0]
+        for _ in range(2)
+    )  # fmt: skip
+    said = steps(engine, 0, 1, 2)
+    engine.save_checkpoint(tmp_path, "aside", save_latest=False)
+    assert not (tmp_path / "latest").exists()
+    scheduled.load_checkpoint(
+        tmp_path, "aside", load_optimizer_states=False, load_lr_scheduler_states=False
+    )
+    assert all(map(torch.equal, whole(scheduled.engine), said))
+    assert (scheduled.scaler.current, scheduled.lr_scheduler.last_epoch) == (16, 0)
+    assert not scheduled.optimizer.state
+    assert scheduled.get_lr() == scheduled.lr_scheduler.base_lrs
+    assert scheduled.global_steps == 3
+    assert torch.equal(scheduled.forward(batch(1)), engine(batch(1)))  # gathered, cast
+    for call, name in (
+        (partial(engine.save_checkpoint, tmp_path), "exclude_frozen_parameters"),
+        (partial(engine.load_checkpoint, tmp_path), "load_module_only"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}=True is not implemented; allowed: False"):
+            call(**{name: True})
+    for each in (engine, scheduled):
+        each.engine.close()
 
 
 def test_names_that_are_not_there_are_told():

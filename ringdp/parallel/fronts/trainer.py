@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -18,14 +19,14 @@ from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.fronts.config import Batches
-from ringdp.parallel.refuse import NotHere
+from ringdp.parallel.refuse import NotHere, refuse
 from ringdp.parallel.scaler import LossScaler
 
 # Of DeepSpeed's engine, and of no module.
 ABSENT = (
     "allreduce_gradients", "deepspeed_io", "destroy", "eval_batch", "load_universal_checkpoint",
-    "local_rank", "no_sync", "offload_states", "reload_states", "save_16bit_model",
-    "save_fp16_model", "set_gradient_accumulation_boundary", "set_lr", "set_train_batch_size",
+    "no_sync", "offload_states", "reload_states", "save_16bit_model", "save_fp16_model",
+    "set_gradient_accumulation_boundary", "set_lr", "set_train_batch_size",
     "set_train_micro_batch_size", "train_batch",
 )  # fmt: skip
 
@@ -63,6 +64,8 @@ class Trainer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    forward = __call__  # the module's own would run without the engine's hooks
+
     def __getattr__(self, name: str) -> Any:
         """What it has not, the module may have: train() and eval(), for instance."""
         if name == "module":  # which a copy has not yet
@@ -94,13 +97,32 @@ class Trainer:
         self.optimizer.zero_grad()
         self.global_steps += 1
         every = self.said["steps_per_print"]
-        if self.engine.comm.rank == 0 and every and self.global_steps % every == 0:
+        if self.global_rank == 0 and every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}")
 
     # ---- read
 
+    @property
+    def global_rank(self) -> int:
+        return self.engine.comm.rank
+
+    @property
+    def local_rank(self) -> int:
+        """On its host, as torchrun says it in LOCAL_RANK."""
+        return dist.get_node_local_rank(0 if self.world_size == 1 else None)
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.comm.size
+
+    def fp16_enabled(self) -> bool:
+        return bool(self.said["fp16"]["enabled"])
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self.said["bf16"]["enabled"])
+
     def train_batch_size(self) -> int:
-        return self.batches.micro * self.batches.accumulation * self.engine.comm.size
+        return self.batches.micro * self.batches.accumulation * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.batches.micro
@@ -137,10 +159,13 @@ class Trainer:
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write all to save_dir/tag, by default global_step and its number, and then the tag to
-        save_dir/latest. What an accumulation has so far is left out. client_state and the
-        scheduler's state: JSON. Collective; see `ringdp.save`."""
+        """Write all to save_dir/tag, by default global_step and its number, and then, if it is to
+        be the latest, the tag to save_dir/latest. What an accumulation has so far is left out.
+        client_state and the scheduler's state: JSON. Collective; see `ringdp.save`."""
+        refuse("save_checkpoint", exclude_frozen_parameters=(exclude_frozen_parameters, False))
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         extra = {
             "global_steps": self.global_steps,
@@ -150,30 +175,46 @@ class Trainer:
         }
         save(Path(save_dir) / tag, self.engine, self.optimizer, extra=extra)
         with together(self.engine.comm, f"{tag} is written, but not named as the latest"):
-            if self.engine.comm.rank == 0:
+            if save_latest and self.global_rank == 0:
                 aside = Path(save_dir) / "latest.new"
                 aside.write_text(tag, encoding="utf-8")
                 aside.replace(Path(save_dir) / "latest")
         return True
 
     def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], tag: str | None = None
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
     ) -> tuple[str, dict[str, Any]]:
         """Load load_dir/tag, by default that which was saved last: its path and client_state.
+        Without the optimizer's state its options and the loss's scale stay, too.
         Collective. Raises CheckpointError, as `ringdp.load`, also where there is none."""
+        refuse(
+            "load_checkpoint",
+            load_module_strict=(load_module_strict, True),
+            load_module_only=(load_module_only, False),
+            custom_load_fn=(custom_load_fn, None),
+        )
         with together(self.engine.comm, "nothing was loaded"):
             if tag is None:
                 tag = (Path(load_dir) / "latest").read_text(encoding="utf-8").strip()
         path = Path(load_dir) / str(tag)
-        extra = load(path, self.engine, self.optimizer)
+        extra = load(path, self.engine, self.optimizer if load_optimizer_states else None)
         if "global_steps" not in extra:
             raise CheckpointError(f"{path} was loaded, but is not of save_checkpoint: no steps")
         self.global_steps = extra["global_steps"]
         self.micro_steps = self.global_steps * self.batches.accumulation
-        self.scaler.load_state_dict(extra["scaler"])
-        if self.lr_scheduler is not None and (saved := extra.get("lr_scheduler")):
-            here = self.lr_scheduler.state_dict()
-            self.lr_scheduler.load_state_dict(
+        if load_optimizer_states:
+            self.scaler.load_state_dict(extra["scaler"])
+        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
+        if scheduler is not None and (saved := extra.get("lr_scheduler")):
+            here = scheduler.state_dict()
+            scheduler.load_state_dict(
                 {k: Counter(v) if isinstance(here.get(k), Counter) else v for k, v in saved.items()}
             )
         return str(path), extra["client_state"]
