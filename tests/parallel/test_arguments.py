@@ -193,7 +193,7 @@ def test_a_model_without_parameters_is_told(comm):
         ({"cpu_offload": True}, "cpu_offload=True"),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16"),
-        ({"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffer_dtype"),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision"),
         ({"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy"),
         ({"process_group": 3}, "allowed: a ringdp.Communicator"),
         pytest.param(

@@ -28,12 +28,12 @@ ABSENT = (
     "check_is_root", "flatten_sharded_optim_state_dict", "fsdp_modules", "full_optim_state_dict",
     "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load", "register_comm_hook",
     "rekey_optim_state_dict", "scatter_full_optim_state_dict", "set_state_dict_type",
-    "shard_full_optim_state_dict", "sharded_optim_state_dict", "state_dict_type",
+    "shard_full_optim_state_dict", "sharded_optim_state_dict",
 )  # fmt: skip
 
 
 def _absent(name: str) -> NotHere:
-    instead = "ringdp.save and ringdp.load, or state_dict() within summon_full_params()"
+    instead = "ringdp.save and ringdp.load, or state_dict(), which is whole"
     return NotHere("FullyShardedDataParallel", name, instead)
 
 
@@ -102,16 +102,19 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         offloads = cpu_offload is not None and _field("cpu_offload", cpu_offload, "offload_params")
         units = _wrapped(module, auto_wrap_policy) if auto_wrap_policy else set()
         self.module = module
+        self._state_config: Any = None
+        wraps = auto_wrap_policy is not None
         self.engine = shard(
             module,
             stage=stage,
             unit=units.__contains__ if units else WHOLE,
-            precision=_precision(mixed_precision, wraps=auto_wrap_policy is not None),
+            precision=_precision(mixed_precision, wraps=wraps),
             offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
             init=param_init_fn,
             comm=_moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
         )
-
+        if mixed_precision is not None:
+            _cast_buffers(module, mixed_precision, wraps=wraps)
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
@@ -135,6 +138,41 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         """Of the module alone; see `copies`."""
         return copy.deepcopy(self.module, memo)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """A whole one, which the model does not change: torch's FULL_STATE_DICT, its default. See
+        state_dict_type. Collective."""
+        with self.engine.full_parameters():
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if getattr(self._state_config, "rank0_only", False) and self.engine.comm.rank > 0:
+            state.clear()
+        if getattr(self._state_config, "offload_to_cpu", False):
+            state.update({k: v.cpu() for k, v in state.items() if isinstance(v, torch.Tensor)})
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """A whole one, the same on every rank. Collective."""
+        with self.engine.full_parameters(write=True):
+            return super().load_state_dict(*args, **kwargs)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: object = None,
+    ) -> Iterator[None]:
+        """Within it state_dict() is as the config of torch's FULL_STATE_DICT says; that of an
+        optimizer's is for methods that are not there."""
+        wrapper = _wrapper("state_dict_type", module)
+        kind = getattr(state_dict_type, "name", state_dict_type)
+        refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
+        before, wrapper._state_config = wrapper._state_config, state_dict_config
+        try:
+            yield
+        finally:
+            wrapper._state_config = before
+
     def no_sync(self) -> AbstractContextManager[None]:
         """See Engine.no_sync."""
         return self.engine.no_sync()
@@ -155,8 +193,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         with_grads: bool = False,
     ) -> Iterator[None]:
         """Every parameter whole; with `writeback`, what all ranks write there alike is kept."""
-        if not isinstance(module, FullyShardedDataParallel):
-            raise UsageError(f"summon_full_params: {type(module).__name__} is not wrapped")
+        wrapper = _wrapper("summon_full_params", module)
         refuse(
             "summon_full_params",
             recurse=(recurse, True),
@@ -164,8 +201,14 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload_to_cpu=(offload_to_cpu, False),
             with_grads=(with_grads, False),
         )
-        with module.engine.full_parameters(write=writeback):
+        with wrapper.engine.full_parameters(write=writeback):
             yield
+
+
+def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
+    if not isinstance(module, FullyShardedDataParallel):
+        raise UsageError(f"{caller}: {type(module).__name__} is not wrapped")
+    return module
 
 
 def _moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:
@@ -240,7 +283,6 @@ def _precision(policy: Any, *, wraps: bool) -> Precision | None:
     root = _field("mixed_precision", policy, "cast_root_forward_inputs")
     refuse(
         "MixedPrecision",
-        buffer_dtype=(policy.buffer_dtype, None),
         keep_low_precision_grads=(policy.keep_low_precision_grads, False),
     )
     return Precision(
@@ -249,3 +291,14 @@ def _precision(policy: Any, *, wraps: bool) -> Precision | None:
         keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
         cast_inputs=inner or root,
     )
+
+
+def _cast_buffers(module: nn.Module, policy: Any, *, wraps: bool) -> None:
+    """But those of modules that compute in float32."""
+    if policy.buffer_dtype is None:
+        return
+    ignored = tuple(policy._module_classes_to_ignore) if wraps else ()
+    kept = {b for m in module.modules() if isinstance(m, ignored) for b in m.buffers()}
+    for buffer in module.buffers():
+        if buffer.is_floating_point() and buffer not in kept:
+            buffer.data = buffer.to(policy.buffer_dtype)

@@ -1,0 +1,101 @@
+"""`FullyShardedDataParallel` beside training, which is in test_fronts: states, buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import ringdp
+from ringdp import Communicator, UsageError
+from ringdp.parallel.fronts import FullyShardedDataParallel
+from tests.parallel.small import batch, loss, net
+
+pytestmark = pytest.mark.process
+
+BF16 = torch.bfloat16
+
+
+def same(found: dict[str, Tensor], model: nn.Module) -> bool:
+    exact = model.state_dict()
+    return list(found) == list(exact) and all(torch.equal(found[k], v) for k, v in exact.items())
+
+
+def states(comm: Communicator, strategy: str) -> None:
+    """Whole, with torch's keys, and as they were."""
+    wrap = ModuleWrapPolicy({nn.Sequential})
+    model = FullyShardedDataParallel(net(), comm, ShardingStrategy[strategy], auto_wrap_policy=wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first = model.state_dict()
+    loss(model).backward()
+    amid = model.state_dict()
+    optimizer.step()
+    assert same(first, net())
+    assert same(amid, net())
+    assert not same(model.state_dict(), net())
+    model.load_state_dict(net(1).state_dict())
+    assert same(model.state_dict(), net(1))
+    assert loss(model) == loss(net(1))
+    one = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, one):
+        found = model.state_dict()
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            assert same(model.state_dict(), net(1))
+    assert same(found, net(1)) if comm.rank == 0 else found == {}
+    assert same(model.state_dict(), net(1))
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        with (
+            pytest.raises(UsageError, match=f"state_dict_type='{kind.name}' is not implemented"),
+            FullyShardedDataParallel.state_dict_type(model, kind),
+        ):
+            pass
+    with (
+        pytest.raises(UsageError, match="state_dict_type: Sequential is not wrapped"),
+        FullyShardedDataParallel.state_dict_type(net(), StateDictType.FULL_STATE_DICT),
+    ):
+        pass
+    model.engine.close()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_its_state_is_whole(ranks, strategy: str):
+    ranks(2)(states, strategy)
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(net(), nn.BatchNorm1d(6))
+        self.register_buffer("scale", torch.full((6,), 1.01))
+        self.register_buffer("count", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * self.scale) * self.count
+        return out
+
+
+def test_buffers_have_the_dtype_that_mixed_precision_says():
+    comm, policy = ringdp.init(), MixedPrecision(BF16, BF16, buffer_dtype=BF16)
+    wrap = ModuleWrapPolicy({nn.Linear})
+    model = FullyShardedDataParallel(
+        Buffered(), comm, auto_wrap_policy=wrap, mixed_precision=policy
+    )
+    seen = {name: b.dtype for name, b in model.module.named_buffers()}
+    kept = {name: b.dtype for name, b in Buffered().named_buffers()}
+    assert seen == kept | {"scale": BF16}  # a norm over a batch computes in float32
+    twin = Buffered()
+    twin.scale = twin.scale.to(BF16)
+    twin.inner[0].to(BF16)
+    low = twin.inner[0](batch().to(BF16) * twin.scale)
+    assert torch.equal(model(batch()), (twin.inner[1](low.float()).to(BF16) * twin.count))
+    model.engine.close()
+    alone = FullyShardedDataParallel(nn.BatchNorm1d(6), comm, mixed_precision=policy)
+    assert {b.dtype for b in alone.module.buffers()} == {BF16, torch.int64}  # as of torch's
+    alone.engine.close()
