@@ -72,6 +72,7 @@ def test_shard(comm, wrong, said):
 SECTIONS = (
     (),
     ("optimizer",),
+    ("scheduler",),
     ("fp16",),
     ("bf16",),
     ("zero_optimization",),

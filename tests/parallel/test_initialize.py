@@ -189,6 +189,33 @@ def test_a_scheduler_steps_with_the_optimizer_and_is_saved(
         each.engine.close()
 
 
+def rates(name: str, steps: int, **params: Any) -> list[float]:
+    config = NAMED | {"scheduler": {"type": name, "params": params}}
+    engine, optimizer, _, scheduler = fronts.initialize(
+        model=net(), config=config, comm=ringdp.init()
+    )
+    assert scheduler is engine.lr_scheduler
+    assert scheduler.optimizer is optimizer
+    found = []
+    for step in range(steps):
+        found += engine.get_lr()  # by which the next step is taken
+        trained(engine, step)
+    engine.engine.close()
+    return found
+
+
+def test_a_configs_scheduler_is_deepspeeds_or_torchs():
+    warm: dict[str, Any] = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4}
+    logs = [0.1 + 0.4 * math.log(n) / math.log(4) for n in (1, 1, 2, 3, 4)]
+    assert rates("WarmupLR", 6, **warm) == pytest.approx([*logs, 0.5])
+    line = [0.1, 0.1, 0.2, 0.3, 0.4]
+    assert rates("WarmupLR", 7, **warm, warmup_type="linear") == pytest.approx([*line, 0.5, 0.5])
+    falls = rates("WarmupDecayLR", 9, **warm, warmup_type="linear", total_num_steps=6)
+    assert falls == pytest.approx([*line, 0.5, 0.3, 0.1, 0.1])
+    assert rates("WarmupLR", 4, warmup_num_steps=1) == pytest.approx([0, 0, LR, LR])  # to its own
+    assert rates("StepLR", 3, step_size=2, gamma=0.5) == pytest.approx([LR, LR, LR / 2])
+
+
 def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
     model = net()
     optimizer = ADAM(model.parameters())
@@ -253,6 +280,19 @@ def stepped() -> tuple[Any, torch.optim.Optimizer]:
         (
             {"config": SIZED | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}},
             "params .*'auto'.* do not fit AdamW: ",
+        ),
+        (
+            {"config": NAMED | {"scheduler": {"type": "StepLR"}}, "lr_scheduler": falling},
+            "a lr_scheduler and config.scheduler; allowed: one",
+        ),
+        ({"config": NAMED | {"scheduler": {"type": "OneCycle"}}}, "'OneCycle'; allowed: WarmupLR,"),
+        (
+            {"config": NAMED | {"scheduler": {"type": "WarmupDecayLR"}}},
+            "config.scheduler.params {} do not fit WarmupDecayLR: .*total_num_steps",
+        ),
+        (
+            {"config": NAMED | {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": 3}}}},
+            "do not fit WarmupLR: allowed: warmup_type 'log' or 'linear'",
         ),
         (
             {"config": SIZED | {"optimizer": {"type": "SGD", "params": {"eps": 1}}}},

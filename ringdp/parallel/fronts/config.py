@@ -7,25 +7,30 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ringdp.errors import UsageError
+from ringdp.parallel.fronts import schedules
 from ringdp.parallel.optim import AdamW
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Key(NamedTuple):
-    """What may be said: true or false, a device, an optimizer's name, its options, a number, whole
-    or not, of at least `least` and less than `below`; only the default, where that is what is done
-    in any case; or a section that is not enabled, and so asks for nothing."""
+    """What may be said: true or false, a device, an optimizer's name or a scheduler's, options of
+    one, a number, whole or not, of at least `least` and less than `below`; only the default, where
+    that is what is done in any case; or a section that is not enabled, and so asks for nothing."""
 
     default: Any
-    kind: Literal["bool", "device", "optimizer", "options", "whole", "number", "only", "off"]
+    kind: Literal[
+        "bool", "device", "optimizer", "scheduler", "options", "whole", "number", "only", "off"
+    ]  # fmt: skip
     least: float = 0
     below: float = math.inf
 
@@ -54,6 +59,7 @@ KEYS: dict[str, Any] = {
     "zero_allow_untested_optimizer": Key(True, "bool"),
     "zero_force_ds_cpu_optimizer": Key(False, "only"),
     "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
+    "scheduler": {"type": Key(None, "scheduler"), "params": Key({}, "options")},
     "fp16": {
         "enabled": Key(False, "bool"),
         "loss_scale": Key(0, "number"),  # 0: dynamic
@@ -152,13 +158,20 @@ def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
     else:
         made_by = getattr(torch.optim, name)
 
-    def make(parameters: Any) -> Optimizer:
-        try:
-            return made_by(parameters, **options)
-        except (TypeError, ValueError) as e:
-            raise UsageError(f"config.optimizer.params {options} do not fit {name}: {e}") from e
+    return partial(_made, "optimizer", name, made_by, options)
 
-    return make
+
+def scheduler(said: dict[str, Any]) -> Callable[[Optimizer], LRScheduler] | None:
+    """What makes the one that the config names, if it does."""
+    name, options = said["scheduler"]["type"], said["scheduler"]["params"]
+    return name and partial(_made, "scheduler", name, schedules.named(name), options)
+
+
+def _made(section: str, name: str, made_by: Any, options: dict[str, Any], of: Any) -> Any:
+    try:
+        return made_by(of, **options)
+    except (TypeError, ValueError) as e:
+        raise UsageError(f"config.{section}.params {options} do not fit {name}: {e}") from e
 
 
 def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +197,11 @@ def _value(where: str, value: Any, key: Key) -> Any:
         "device": (value in ("none", "cpu"), "'none', 'cpu'"),
         "bool": (isinstance(value, bool), "true, false"),
         "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
-        "options": (isinstance(value, Mapping), "the optimizer's keyword arguments"),
+        "scheduler": (
+            isinstance(value, str) and schedules.named(value) is not None,
+            "WarmupLR, WarmupDecayLR, and torch.optim.lr_scheduler's names",
+        ),
+        "options": (isinstance(value, Mapping), "keyword arguments"),
         "only": (_is(value, key.default), json.dumps(key.default)),
         "off": (_is_off(value), "a section that does not say that it is enabled"),
         "number": (number and key.least <= value < key.below, "a number"),

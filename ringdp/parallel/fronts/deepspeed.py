@@ -49,11 +49,11 @@ def initialize(
     config: its keys, or the path of a JSON file; else args.deepspeed_config, which is all that is
     read of args. optimizer: makes one of the parameters, as a class does, or is one that has not
     stepped yet; by default the config's. model_parameters: what it is made of, by default all.
-    lr_scheduler: of that optimizer, or what makes one of it; the returned engine steps it after
-    every step that did not overflow. training_data: loaded in micro batches, with collate_fn, each
-    rank's own part of every epoch. unit: as for `shard`; else the bucket sizes bound the units,
-    which are both gathered and reduced in one piece. Raises UsageError for a key or an argument
-    that is not implemented: config.KEYS has the keys that are.
+    lr_scheduler: of that optimizer, or what makes one of it; by default the config's. The returned
+    engine steps it after every step that did not overflow. training_data: loaded in micro batches,
+    with collate_fn, each rank's own part of every epoch. unit: as for `shard`; else the bucket
+    sizes bound the units, which are both gathered and reduced in one piece. Raises UsageError for a
+    key or an argument that is not implemented: config.KEYS has the keys that are.
     """
     refuse(
         "initialize",
@@ -77,6 +77,9 @@ def initialize(
     make = _maker(
         model, configs.optimizer(said) if optimizer is None else optimizer, model_parameters
     )
+    if (named := configs.scheduler(said)) and lr_scheduler is not None:
+        raise UsageError("initialize: there is a lr_scheduler and config.scheduler; allowed: one")
+    lr_scheduler = named or lr_scheduler
     _check_scheduler(lr_scheduler, optimizer)
     loader = _loader(training_data, batches.micro, collate_fn, comm)
     engine = shard(
