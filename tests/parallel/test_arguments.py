@@ -69,6 +69,18 @@ def test_shard(comm, wrong, said):
     ringdp.shard(model, stage=3, comm=comm).close()
 
 
+def test_what_a_file_says_is_told_as_what_a_mapping_says(comm, tmp_path):
+    file = tmp_path / "ds.json"
+    for text, said in (
+        ('{"nothing": 1}', "^config: nothing is not implemented"),
+        ("[]", r"^config is \[\]; allowed: a section with"),
+        ("{", "^config '.*ds.json' cannot be read as JSON: Expecting"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=said):
+            fronts.initialize(model=net(), config=file, optimizer=ringdp.AdamW, comm=comm)
+
+
 SECTIONS = (
     (),
     ("optimizer",),

@@ -113,13 +113,13 @@ def read(*given: Config | None) -> dict[str, Any]:
             f"initialize was given {len(configs)} configs; allowed: one, as config or as "
             "args.deepspeed_config"
         )
-    (config,) = configs
-    if not isinstance(config, str | os.PathLike):
-        return _filled("config", config, KEYS)
-    try:
-        return _filled("config", json.loads(Path(config).read_bytes()), KEYS)
-    except (OSError, ValueError) as e:  # no JSON, or not even UTF-8
-        raise UsageError(f"config {os.fspath(config)!r} cannot be read as JSON: {e}") from e
+    said: Any = configs[0]
+    if isinstance(said, str | os.PathLike):
+        try:
+            said = json.loads(Path(said).read_bytes())
+        except (OSError, ValueError) as e:  # no JSON, or not even UTF-8
+            raise UsageError(f"config {os.fspath(said)!r} cannot be read as JSON: {e}") from e
+    return _filled("config", said, KEYS)
 
 
 def batches(said: dict[str, Any], ranks: int) -> Batches:
