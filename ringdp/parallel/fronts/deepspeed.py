@@ -180,13 +180,12 @@ def _loader(
 
 
 def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
-    dynamic = half["enabled"] and half["loss_scale"] == 0
-    fixed = half["loss_scale"] if half["enabled"] and not dynamic else 1
+    fixed = float(half["loss_scale"]) if half["enabled"] else 1.0
     return LossScaler(
         engine,
-        scale=2.0 ** half["initial_scale_power"] if dynamic else float(fixed),
-        growth=2.0 if dynamic else 1.0,
-        backoff=0.5 if dynamic else 1.0,
+        scale=fixed or 2.0 ** half["initial_scale_power"],
+        growth=1.0 if fixed else 2.0,
+        backoff=1.0 if fixed else 0.5,
         interval=half["loss_scale_window"],
         hysteresis=half["hysteresis"],
         minimum=float(half["min_loss_scale"]),
