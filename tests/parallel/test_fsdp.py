@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,49 @@ def states(comm: Communicator, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_its_state_is_whole(ranks, strategy: str):
     ranks(2)(states, strategy)
+
+
+def by_hand(comm: Communicator) -> None:
+    """Wrappers within a wrapper are its units."""
+
+    def wrapped(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, comm, **options)
+
+    twin, model = net(), net()
+    linear = ModuleWrapPolicy({nn.Linear})
+    model[0], model[2] = wrapped(model[0], auto_wrap_policy=linear), wrapped(model[2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model)]
+    whole = wrapped(model)
+    assert [u.plan.name for u in whole.engine.units] == ["", "0.module.0", "2.module"]
+    for step in range(2):
+        for m, optimizer in zip((twin, whole), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(m, step).backward()
+            optimizer.step()
+    state = whole.state_dict()
+    assert list(state) == list(twin.state_dict())
+    torch.testing.assert_close(state, dict(twin.state_dict()))
+    assert same(model[2].state_dict(), net()[2]) is False
+    for call in (model[2].no_sync, lambda: model[2].clip_grad_norm_(1.0)):
+        with pytest.raises(UsageError, match="is not implemented for a part of a model"):
+            call()
+    with whole.no_sync():
+        assert not model[0].engine.sync
+    whole.engine.close()
+    for options in (
+        {"auto_wrap_policy": linear},
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"mixed_precision": MixedPrecision(BF16)},
+    ):
+        model = net()
+        model[1] = wrapped(model[1])
+        with pytest.raises(UsageError, match="modules within are wrapped already; allowed around"):
+            wrapped(model, **options)
+        model[1].engine.close()
+
+
+def test_modules_may_be_wrapped_by_hand(ranks):
+    ranks(2)(by_hand)
 
 
 class Buffered(nn.Module):

@@ -1,4 +1,7 @@
-"""`FullyShardedDataParallel` with torch's signature: a wrapper around a module."""
+"""`FullyShardedDataParallel` with torch's signature: a wrapper around a module.
+
+One around a module that holds others takes what they wrap as its units, as `fully_shard` does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
-from ringdp.parallel.fronts.fsdp2 import WHOLE
+from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.mesh import device_of, of_mesh
 from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
@@ -51,13 +54,16 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
 
     sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
     auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy, or None for one
-    unit. mixed_precision, cpu_offload: torch's classes; with a policy, norms over a batch and what
-    else mixed_precision names compute in float32, as in torch. device_mesh: of one dimension.
-    device_id: the GPU that a model on the CPU is moved to, by default that of the ranks.
+    unit, but for modules that are wrapped by hand. mixed_precision, cpu_offload: torch's classes;
+    with a policy, norms over a batch and what else mixed_precision names compute in float32, as in
+    torch. device_mesh: of one dimension. device_id: the GPU that a model on the CPU is moved to, by
+    default that of the ranks.
     Parameters and buffers take rank 0's values, whatever sync_module_states says, and stay the
     model's own, whatever use_orig_params says. The other arguments tune what is always on here, or
     are errors where they ask for more.
     """
+
+    module: nn.Module
 
     def __init__(
         self,
@@ -100,21 +106,34 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             )
         stage = STAGES[name]
         offloads = cpu_offload is not None and _field("cpu_offload", cpu_offload, "offload_params")
-        units = _wrapped(module, auto_wrap_policy) if auto_wrap_policy else set()
+        precision = _precision(mixed_precision, wraps=auto_wrap_policy is not None)
+        offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
+        self._asked = (stage, precision, offload)
+        inner = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if any(auto_wrap_policy or m._asked != self._asked for m in inner):
+            raise UsageError(
+                "FullyShardedDataParallel: modules within are wrapped already; allowed around them:"
+                " the same sharding_strategy, cpu_offload and mixed_precision, no auto_wrap_policy"
+            )
+        take_in(inner)
+        self._units: set[nn.Module] = {m.module for m in inner}.union(*(m._units for m in inner))
+        if auto_wrap_policy:
+            self._units = _wrapped(module, auto_wrap_policy)
         self.module = module
         self._state_config: Any = None
-        wraps = auto_wrap_policy is not None
         self.engine = shard(
             module,
             stage=stage,
-            unit=units.__contains__ if units else WHOLE,
-            precision=_precision(mixed_precision, wraps=wraps),
-            offload=Offload(parameters=stage == 3, optimizer=True) if offloads else None,
+            unit=self._units.__contains__ if self._units else WHOLE,
+            precision=precision,
+            offload=offload,
             init=param_init_fn,
             comm=_moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
         )
         if mixed_precision is not None:
-            _cast_buffers(module, mixed_precision, wraps=wraps)
+            _cast_buffers(module, mixed_precision, wraps=auto_wrap_policy is not None)
+        for m in inner:
+            m.engine = self.engine
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
@@ -175,12 +194,19 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See Engine.no_sync."""
+        self._check_outermost("no_sync")
         return self.engine.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients over all ranks, before they were clipped. Collective."""
+        self._check_outermost("clip_grad_norm_")
         refuse("clip_grad_norm_", norm_type=(norm_type, 2.0))
         return torch.tensor(clip_grad_norm_(self.engine, max_norm))
+
+    def _check_outermost(self, what: str) -> None:
+        whole: object = self.engine.model
+        if whole is not self.module:
+            raise UsageError(f"{what} is not implemented for a part of a model; allowed: for all")
 
     @staticmethod
     @contextmanager

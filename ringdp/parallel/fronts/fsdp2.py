@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -146,7 +147,8 @@ def fully_shard(
         kind if kind == "CPUOffloadPolicy" else None,
     )
     stage = 3 if _agreed(module, asked, reshard_after_forward) else 2
-    units = _taken_in(module)
+    units: list[Any] = [*_within(module).values()]
+    take_in(units)
     engine = shard(
         module,
         stage=stage,
@@ -160,7 +162,7 @@ def fully_shard(
         module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     type(module)._ringdp_asked = asked  # type: ignore[attr-defined]
     for m in (module, *units):
-        m._ringdp_engine = engine  # type: ignore[assignment]
+        m._ringdp_engine = engine
     return module
 
 
@@ -195,14 +197,12 @@ def _agreed(module: nn.Module, asked: Asked, reshard: bool | None) -> bool:
     return asked.reshard_after_forward
 
 
-def _taken_in(module: nn.Module) -> set[nn.Module]:
-    """The modules within that were sharded before, whole again."""
-    inner: list[Any] = list(_within(module).values())  # on every rank in one order
+def take_in(inner: Iterable[Any]) -> None:
+    """Make whole again what was sharded before, and has an engine; on every rank in one order."""
     for m in inner:
         if not m.engine.closed:
             with m.engine.full_parameters():
                 m.engine.close()
-    return set(inner)
 
 
 def _precision(policy: Any) -> Precision:
