@@ -61,18 +61,16 @@ def reached(required: Required, time: Time, results: Path | None = None) -> Reac
     """None where the case has not been measured. `results`: of another machine."""
     file = (results or RESULTS) / f"{required.results}.json"
     rows = read(file).rows if file.exists() else []
-    return worst(
-        [r for r in rows if required.least <= r.bytes <= required.most],
-        lambda r: r.registered == required.registered,
-        lambda r: True,
-        time,
-    )
+    rows = [r for r in rows if required.least <= r.bytes <= required.most]
+    return _worst([r for r in rows if not r.ours or r.registered == required.registered], time)
 
 
 def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
     """Over every collective, size, dtype and number of ranks measured, private buffers."""
     found = [
-        worst(report.rows, lambda r: not r.registered, lambda r: r.transport == "gloo", time)
+        _worst(
+            [r for r in report.rows if not r.registered and (r.ours or r.transport == "gloo")], time
+        )
         for report in of_suite(results)
     ]
     return min((f for f in found if f is not None), default=None)
@@ -84,17 +82,11 @@ def of_suite(results: Path | None = None) -> Iterator[Report]:
             yield read(file)
 
 
-def worst(
-    rows: list[Row], ours: Callable[[Row], bool], peers: Callable[[Row], bool], time: Time
-) -> Reached | None:
-    return min(_ratios(rows, ours, peers, time), default=None)
-
-
-def _ratios(
-    rows: list[Row], ours: Callable[[Row], bool], peers: Callable[[Row], bool], time: Time
-) -> Iterator[Reached]:
-    for row in rows:
-        if row.ours and ours(row):
-            others = [time(r) for r in rows if r.bytes == row.bytes and not r.ours and peers(r)]
-            if others:
-                yield Reached(min(others) / time(row), row.bytes)
+def _worst(rows: list[Row], time: Time) -> Reached | None:
+    """Of ours among them, each beside the best of the others at its size."""
+    ratios = (
+        Reached(min(others) / time(row), row.bytes)
+        for row in rows
+        if row.ours and (others := [time(r) for r in rows if r.bytes == row.bytes and not r.ours])
+    )
+    return min(ratios, default=None)
