@@ -106,10 +106,9 @@ class _Group:
         worker = ["ringdp.cli.bench.worker", name, address, ",".join(map(str, cores))]
         python = [sys.executable, "-m", *worker]
         shared = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
-        self._launchers: list[subprocess.Popen[bytes]] = []
         if name in peers.MPIS:
             launch = peers.launch(name, ranks, len(cores))
-            self._start([*launch.command, *python], shared | launch.environment)
+            self._launcher = self._start([*launch.command, *python], shared | launch.environment)
             return
         self._store = loopback_store()
         shared |= environment(self._store.port, ranks)
@@ -117,23 +116,21 @@ class _Group:
         if name == "probe":
             descriptors = [probe.shared_file(ranks, largest)]
             shared[probe.FILE_VARIABLE] = str(descriptors[0])
-        self._start([*python, str(ranks)], shared, descriptors)
+        self._launcher = self._start([*python, str(ranks)], shared, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
     def _start(
         self, command: list[str], environment: dict[str, str], descriptors: Sequence[int] = ()
-    ) -> None:
-        self._launchers.append(
-            subprocess.Popen(
-                command,
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the controller alone, which ends the ranks
-                pass_fds=descriptors,
-            )
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the controller alone, which ends the ranks
+            pass_fds=descriptors,
         )
 
     def await_hello(self) -> None:
@@ -180,13 +177,11 @@ class _Group:
 
     def end(self, deadline: float) -> None:
         for signum in (signal.SIGTERM, signal.SIGKILL):
-            for launcher in self._launchers:
-                with suppress(subprocess.TimeoutExpired):
-                    launcher.wait(max(0.0, deadline - time.monotonic()))
+            with suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(max(0.0, deadline - time.monotonic()))
             self._signal(signum)
             deadline = time.monotonic() + LAST_WORDS
-        for launcher in self._launchers:
-            launcher.wait()
+        self._launcher.wait()
         for pipe in self._pipes.values():
             pipe.close()
         self._log.close()
@@ -197,15 +192,14 @@ class _Group:
                 pipe.send(command)
 
     def _signal(self, signum: int) -> None:
-        """To launchers that still run, with all they started, and to ranks in other sessions."""
-        running = [launcher.pid for launcher in self._launchers if launcher.poll() is None]
-        for pid in running:
+        """To a launcher that still runs, with all it started, and to ranks in other sessions."""
+        if self._launcher.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._launcher.pid, signum)
+        for pid in self._pids:
             with suppress(ProcessLookupError):
-                os.killpg(pid, signum)
-        if running:
-            for pid in self._pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signum)
+                os.kill(pid, signum)
 
     def _receive(self, pipe: Connection, what: str) -> Any:
         try:
@@ -217,9 +211,9 @@ class _Group:
         return found
 
     def _check_started(self, deadline: float) -> None:
-        ended = [launcher.returncode for launcher in self._launchers if launcher.poll() is not None]
-        if ended or time.monotonic() > deadline:
-            how = f"exited with {ended[0]}" if ended else f"said nothing for {START_TIMEOUT} s"
+        code = self._launcher.poll()
+        if code is not None or time.monotonic() > deadline:
+            how = f"said nothing for {START_TIMEOUT} s" if code is None else f"exited with {code}"
             raise RankError(f"{self._said()}ringdp: {self.name} did not start: it {how}")
 
     def _said(self) -> str:
