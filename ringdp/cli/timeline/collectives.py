@@ -2,7 +2,7 @@
 
 measured   from the last rank's begin to the last one's end
 late       from the first rank's begin to the last one's: somebody came late, or was busy
-predicted  by `schedule.cost`, with the α β γ of `Model`
+predicted  by `schedule.cost`, with the α β γ of a bench's file or of the run's own
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from ringdp.cli.plan.hardware import Network
 from ringdp.cli.timeline.read import Run
 from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule import Schedule, Transfer, verify
@@ -37,6 +38,11 @@ class Whole(NamedTuple):
     spans: dict[int, Event]
 
     @property
+    def begin(self) -> float:
+        """When the first rank began it."""
+        return min(float(e["ts"]) for e in self.spans.values())
+
+    @property
     def came(self) -> float:
         """When the last rank began it."""
         return max(float(e["ts"]) for e in self.spans.values())
@@ -47,19 +53,11 @@ class Whole(NamedTuple):
 
     @property
     def late(self) -> float:
-        return self.came - min(float(e["ts"]) for e in self.spans.values())
+        return self.came - self.begin
 
     @property
     def late_rank(self) -> int:
         return max(self.spans, key=lambda rank: float(self.spans[rank]["ts"]))
-
-
-class Model(NamedTuple):
-    """α β γ and the bus, and where they come from."""
-
-    machine: Machine
-    source: str
-    fitted: Mapping[str, Machine] = {}  # to a collective's own rows, where there are any
 
 
 def end(event: Event) -> float:
@@ -84,7 +82,7 @@ def match(run: Run) -> list[Whole]:
             kind = Kind(about["collective"], about["algorithm"], size, about["bytes"])
             found[key] = Whole(key, kind, {})
         found[key].spans[rank] = event
-    return sorted(found.values(), key=lambda w: min(float(e["ts"]) for e in w.spans.values()))
+    return sorted(found.values(), key=lambda w: w.begin)
 
 
 def schedules(run: Run) -> dict[tuple[str, str, int], Schedule]:
@@ -135,14 +133,14 @@ def medians(wholes: Sequence[Whole]) -> dict[Kind, float]:
     return {kind: median(found) for kind, found in times.items()}
 
 
-def model(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Model | None:
+def network(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Network | None:
     """Of the link that was emulated, where all communicators have the same; else fitted to the run
     itself, so good for its shape only."""
     comms = [c for part in run.parts.values() for c in part.get("communicators") or ()]
     link = comms[0].get("link") if comms else None
     if link and all(c.get("link") == link for c in comms):
         machine = Machine(link["latency"], 1 / link["bandwidth"], 0.0)
-        return Model(machine, "the emulated link's α and β")
+        return Network(machine, "the emulated link's α and β")
     rows = [
         (priced[kind], kind.bytes, us / 1e6)
         for kind, us in medians(wholes).items()
@@ -150,12 +148,13 @@ def model(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Mo
     ]
     if not rows:
         return None
-    return Model(fit(rows), "fitted to this run's own medians: it tells of odd ones, not of speed")
+    return Network(
+        fit(rows), "fitted to this run's own medians: it tells of odd ones, not of speed"
+    )
 
 
-def predicted(kind: Kind, model: Model | None, priced: Mapping[Kind, Price]) -> float | None:
+def predicted(kind: Kind, over: Network | None, priced: Mapping[Kind, Price]) -> float | None:
     """µs; None where there is no price."""
-    if model is None or kind not in priced:
+    if over is None or kind not in priced:
         return None
-    machine = model.fitted.get(kind.collective, model.machine)
-    return seconds(priced[kind], machine, kind.bytes) * 1e6
+    return seconds(priced[kind], over.of(kind.collective), kind.bytes) * 1e6

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ringdp.cli.plan.hardware import files, from_file
+from ringdp.cli.plan.hardware import Network, files, from_file
 from ringdp.cli.timeline import collectives
-from ringdp.cli.timeline.collectives import Key, Kind, Model, Whole, end
+from ringdp.cli.timeline.collectives import Key, Kind, Whole, end
 from ringdp.cli.timeline.read import Run
 from ringdp.cli.timeline.shapes import FORMULA, HELD
 from ringdp.cli.timeline.spans import Interval, length, overlap, union
 from ringdp.errors import UsageError
 from ringdp.schedule import Schedule, html, schedule
+from ringdp.schedule.cost import Price
 from ringdp.tape.chrome import Event
 
 COMPUTE = ("forward", "backward", "recompute", "step")
@@ -44,15 +45,12 @@ class Share(NamedTuple):
 
 
 def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str, Any]:
-    """`bench`: files with α β γ, instead of those that `collectives.model` finds."""
+    """`bench`: files with α β γ, instead of those that `collectives.network` finds."""
     tell("matching collectives")
     wholes = collectives.match(run)
     told = collectives.schedules(run)
     priced = collectives.prices({w.kind for w in wholes}, told)
-    model = collectives.model(run, wholes, priced)
-    if bench is not None:
-        measured = from_file(*files(bench))
-        model = Model(measured.machine, measured.source, measured.fitted)
+    over = from_file(*files(bench)) if bench else collectives.network(run, wholes, priced)
     names = Names()
     tell("laying out lanes")
     lanes = [*_lanes(run, names)]
@@ -66,9 +64,9 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
         "lanes": lanes,
         "shares": [share(rank, events[rank], came)._asdict() for rank in sorted(run.parts)],
         "memory": [*_memory(run, events)],
-        "collectives": [_collective(w, model, priced, run) for w in wholes],
+        "collectives": [_collective(w, over, priced) for w in wholes],
         "chunks": chunks,
-        "model": model and {**model.machine._asdict(), "source": model.source},
+        "model": over and {**over.machine._asdict(), "source": over.source},
         **_replays(wholes, told, tell),
     }
 
@@ -155,17 +153,16 @@ def _where(event: Event, names: Names) -> int:
     return names(event["args"]["at"]) if "at" in event["args"] else -1
 
 
-def _collective(
-    whole: Whole, model: Model | None, priced: Mapping[Kind, Any], run: Run
-) -> dict[str, Any]:
-    guess = collectives.predicted(whole.kind, model, priced)
+def _collective(whole: Whole, over: Network | None, priced: Mapping[Kind, Price]) -> dict[str, Any]:
+    guess = collectives.predicted(whole.kind, over, priced)
+    span = next(iter(whole.spans.values()))
     return {
         **whole.kind._asdict(),
         "comm": whole.key[0],
         "number": whole.key[1],
-        "name": next(iter(whole.spans.values()))["name"],
-        "at": next(iter(whole.spans.values()))["args"]["at"],
-        "begin": _us(min(e["ts"] for e in whole.spans.values())),
+        "name": span["name"],
+        "at": span["args"]["at"],
+        "begin": _us(whole.begin),
         "measured": _us(whole.measured),
         "late": _us(whole.late),
         "lateRank": whole.late_rank,

@@ -13,7 +13,7 @@ import pytest
 
 from ringdp.cli.main import main
 from ringdp.cli.plan.hardware import from_file
-from ringdp.cli.timeline.collectives import Model, match, medians, prices, schedules
+from ringdp.cli.timeline.collectives import match, medians, prices, schedules
 from ringdp.cli.timeline.digest import by_rank, digest, share
 from ringdp.cli.timeline.page import PARTS
 from ringdp.cli.timeline.read import read
@@ -100,8 +100,7 @@ def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
     assert priced == {kind: closed("all_reduce", "ring", 2)}
     found = digest(run, None, lambda _: None)
     assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)  # its own fit
-    model = Model(Machine(1e-6, 1e-9, 0.0), "")
-    assert seconds(priced[kind], model.machine, 4000) * 1e6 == pytest.approx(2 + 4)
+    assert seconds(priced[kind], Machine(1e-6, 1e-9, 0.0), 4000) * 1e6 == pytest.approx(2 + 4)
 
 
 def test_times_are_kept_to_the_ns(tmp_path: Path):
