@@ -21,11 +21,10 @@ from rich.console import Console
 from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
-from ringdp.cli.bench.options import Options, only
+from ringdp.cli.bench.options import Options, check_algorithms, only
 from ringdp.cli.console import say, say_written, show_table, table
 from ringdp.cli.options import check_writable, write_json
 from ringdp.comm.programs import program
-from ringdp.errors import UsageError
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.simulator import simulate
 
@@ -62,8 +61,7 @@ def check(options: Options) -> tuple[str, ...]:
         "for what is timed; bench error takes --algorithm and --json, and goes through "
         f"{', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks",
     )
-    if not options.algorithms:
-        raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
+    check_algorithms(options)
     if options.json is not None:
         check_writable(options.json)
     if options.algorithms == Options.algorithms:

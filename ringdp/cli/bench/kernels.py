@@ -38,9 +38,9 @@ from torch import Tensor
 
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe, free_memory, last_cache
-from ringdp.cli.bench.options import MOST_BYTES, Options, only
+from ringdp.cli.bench.options import Options, check_sizes, only
 from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.options import between, check_writable, write_json
+from ringdp.cli.options import check_writable, write_json
 
 NAME = "kernels"
 COPY = "copy_"
@@ -91,10 +91,7 @@ def check(options: Options) -> None:
         ("min", "max", "factor", "rounds", "json"),
         "for collectives; bench kernels takes --min, --max, --factor, --rounds and --json",
     )
-    between("--min", options.min, 4, MOST_BYTES)
-    between("--max", options.max, options.min, MOST_BYTES)
-    between("--factor", options.factor, 2, 1 << 20)
-    between("--rounds", options.rounds, 1, 10_000)
+    check_sizes(options, least=4)
     if options.json is not None:
         check_writable(options.json)
 
@@ -281,21 +278,20 @@ KEYS = ("size", "kernel", "way")  # columns
 
 def rows_shown(report: Report) -> Table:
     made = table(*KEYS, "µs", "min", "GB/s", "% of copy", "× ours", left=KEYS[1:])
-    rows = sorted(report.rows, key=lambda row: row.size)
-    for before, row in zip([None, *rows], rows, strict=False):
-        if before is not None and before.size != row.size:
-            made.add_section()
-        made.add_row(
-            f"{row.size:,}",
-            row.kernel,
-            row.way,
-            f"{row.p50_us:,.1f}",
-            f"{row.min_us:,.1f}",
-            f"{row.gb_s:,.1f}",
-            f"{row.percent_of_copy:.0f}",
-            "" if row.over_ours is None else f"{row.over_ours:.2f}",
-            style="" if row.way == OURS else "dim",
-        )
+    for size in sorted({row.size for row in report.rows}):
+        made.add_section()
+        for row in (row for row in report.rows if row.size == size):
+            made.add_row(
+                f"{size:,}",
+                row.kernel,
+                row.way,
+                f"{row.p50_us:,.1f}",
+                f"{row.min_us:,.1f}",
+                f"{row.gb_s:,.1f}",
+                f"{row.percent_of_copy:.0f}",
+                "" if row.over_ours is None else f"{row.over_ours:.2f}",
+                style="" if row.way == OURS else "dim",
+            )
     return made
 
 

@@ -75,10 +75,7 @@ def check(options: Options) -> None:
     one_of("--op", options.op, FOLDS)
     _check_transports(options)
     between("--ranks", options.ranks, 2, MOST_RANKS)
-    between("--min", options.min, 1, MOST_BYTES)
-    between("--max", options.max, options.min, MOST_BYTES)
-    between("--factor", options.factor, 2, 1 << 20)
-    between("--rounds", options.rounds, 1, 10_000)
+    check_sizes(options, least=1)
     case = CASES[options.collective]
     if options.op != Options.op and not case.reduces:
         adding = ", ".join(name for name in CASES if CASES[name].reduces)
@@ -88,8 +85,7 @@ def check(options: Options) -> None:
             f"--min is {options.min}; allowed: at least one {options.dtype} for each of "
             f"{options.ranks} ranks"
         )
-    if not options.algorithms:
-        raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
+    check_algorithms(options)
     for algorithm in options.algorithms:
         if algorithm != LIBRARYS or not any(map(has_own, options.transports)):
             priced(options.collective, algorithm, options.ranks)
@@ -97,6 +93,19 @@ def check(options: Options) -> None:
         peers.check(peer, options.dtype)
     if options.json is not None:
         check_writable(options.json)
+
+
+def check_sizes(options: Options, *, least: int) -> None:
+    """And how often each is measured. `least`: bytes."""
+    between("--min", options.min, least, MOST_BYTES)
+    between("--max", options.max, options.min, MOST_BYTES)
+    between("--factor", options.factor, 2, 1 << 20)
+    between("--rounds", options.rounds, 1, 10_000)
+
+
+def check_algorithms(options: Options) -> None:
+    if not options.algorithms:
+        raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
 
 
 def _check_transports(options: Options) -> None:
