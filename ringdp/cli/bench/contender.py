@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringdp.cli.bench.cases import Case, Task, torch_dtype
+from ringdp.cli.bench.cases import Task, torch_dtype
 
 
 class Buffers(NamedTuple):
@@ -16,21 +17,26 @@ class Buffers(NamedTuple):
     output: Tensor  # the input itself where the collective works in place
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """One library, as one of its ranks sees it."""
 
     rank: int
     ranks: int
     version: str
+    device = "cpu"
 
-    def buffers(self, task: Task, case: Case) -> Buffers: ...
+    def input(self, task: Task, count: int) -> Tensor:
+        """Room for so many elements."""
+        return torch.empty(count, dtype=torch_dtype(task.dtype), device=self.device)
 
+    @abstractmethod
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
-        """What is timed: one call as users write it."""
-        ...
+        """What is timed: one call as users write it, which on a GPU may end later."""
 
-    def barrier(self) -> None: ...
+    @abstractmethod
+    def barrier(self) -> object: ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -55,12 +61,3 @@ class Times(NamedTuple):
 
 class Failure(NamedTuple):
     traceback: str
-
-
-def plain_buffers(task: Task, case: Case, ranks: int, device: str = "cpu") -> Buffers:
-    dtype = torch_dtype(task.dtype)
-    taken = torch.empty(case.takes(task.count, ranks), dtype=dtype, device=device)
-    if case.gives is None:
-        return Buffers(taken, taken)
-    given = torch.empty(case.gives(task.count, ranks), dtype=dtype, device=device)
-    return Buffers(taken, given)

@@ -11,8 +11,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ringdp.cli.bench.cases import Case, Task
-from ringdp.cli.bench.contender import Buffers, plain_buffers
+from ringdp.cli.bench.cases import Task
+from ringdp.cli.bench.contender import Buffers, Contender
 
 OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 Array = Any  # numpy's, of any dtype
@@ -30,15 +30,12 @@ CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]
 }
 
 
-class Mpi:
+class Mpi(Contender):
     version = MPI.Get_library_version().partition("\n")[0].partition(",")[0]
 
     def __init__(self, _: str) -> None:
         self._comm = MPI.COMM_WORLD
         self.rank, self.ranks = self._comm.rank, self._comm.size
-
-    def buffers(self, task: Task, case: Case) -> Buffers:
-        return plain_buffers(task, case, self.ranks)
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         arrays = buffers.input.numpy(), buffers.output.numpy()

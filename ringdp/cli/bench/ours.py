@@ -7,10 +7,12 @@ from functools import partial
 from importlib import metadata
 from typing import cast
 
+from torch import Tensor
+
 import ringdp
 from ringdp.cli.bench import gpus
-from ringdp.cli.bench.cases import Case, Task, torch_dtype
-from ringdp.cli.bench.contender import Buffers, plain_buffers
+from ringdp.cli.bench.cases import Task, torch_dtype
+from ringdp.cli.bench.contender import Buffers, Contender
 from ringdp.comm import Communicator
 from ringdp.comm.rendezvous import TransportName
 from ringdp.transport.base import ReduceOp
@@ -27,34 +29,28 @@ CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., objec
 }
 
 
-class Ours:
+class Ours(Contender):
     def __init__(self, transport: str) -> None:
         self.version = f"ringdp {metadata.version('ringdp')}, {transport}"
-        self._device = "cpu"
         if transport in gpus.OURS:
-            self._device, among = gpus.take(transport)
+            self.device, among = gpus.take(transport)
             self.version += among
         self._comm = ringdp.init(transport=cast(TransportName, transport))
         self.rank, self.ranks = self._comm.rank, self._comm.size
 
-    def buffers(self, task: Task, case: Case) -> Buffers:
-        plain = plain_buffers(task, case, self.ranks, self._device)
+    def input(self, task: Task, count: int) -> Tensor:
         if not task.registered:
-            return plain
-        taken = self._comm.empty(plain.input.numel(), dtype=torch_dtype(task.dtype))
-        return Buffers(taken, taken if case.gives is None else plain.output)
+            return super().input(task, count)
+        return self._comm.empty(count, dtype=torch_dtype(task.dtype))
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         call = CALLS[task.collective](self._comm, buffers, cast(ReduceOp, task.op))
         if task.algorithm != "auto":
             call = partial(call, algorithm=task.algorithm)
-        return call if self._device == "cpu" else partial(gpus.ended, call)
+        return call
 
     def barrier(self) -> None:
-        if self._device == "cpu":
-            self._comm.barrier()
-        else:
-            gpus.ended(self._comm.barrier)
+        self._comm.barrier()
 
     def close(self) -> None:
         self._comm.close()

@@ -14,14 +14,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from ringdp.cli.bench.cases import Case, Task, torch_dtype
-from ringdp.cli.bench.contender import Buffers
+from ringdp.cli.bench.cases import Task, torch_dtype
+from ringdp.cli.bench.contender import Buffers, Contender
 
 FILE_VARIABLE = "RINGDP_PROBE_FILE"
 LINE = 8  # int64s between the flags of two ranks
 
 
-class Probe:
+class Probe(Contender):
     version = "copies and reads of this machine"
 
     def __init__(self, _: str) -> None:
@@ -30,11 +30,8 @@ class Probe:
         self._flags = np.frombuffer(self._shared, np.int64, self.ranks * LINE)[::LINE]
         self._passed = 0
 
-    def buffers(self, task: Task, case: Case) -> Buffers:
-        taken = self._part(task, self.rank)
-        if case.gives is None:
-            return Buffers(taken, taken)
-        return Buffers(taken, torch.empty_like(taken))
+    def input(self, task: Task, count: int) -> torch.Tensor:
+        return self._part(task, self.rank)
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         peer = self._part(task, (self.rank + 1) % self.ranks)

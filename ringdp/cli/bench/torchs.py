@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.cli.bench import gpus
-from ringdp.cli.bench.cases import Case, Task
-from ringdp.cli.bench.contender import Buffers, plain_buffers
+from ringdp.cli.bench.cases import Task
+from ringdp.cli.bench.contender import Buffers, Contender
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -35,12 +35,11 @@ def _at_root(whole: Tensor) -> list[Tensor] | None:
     return None if dist.get_rank() else list(whole.chunk(dist.get_world_size()))
 
 
-class Torchs:
+class Torchs(Contender):
     def __init__(self, name: str) -> None:
-        self._device = "cpu"
         if name == gpus.TORCHS:
-            self._device, among = gpus.take(name)
-            dist.init_process_group("nccl", device_id=torch.device(self._device))
+            self.device, among = gpus.take(name)
+            dist.init_process_group("nccl", device_id=torch.device(self.device))
             version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             self.version = f"NCCL {version} of torch {torch.__version__}{among}"
         else:
@@ -48,18 +47,11 @@ class Torchs:
             self.version = f"gloo of torch {torch.__version__}"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
-    def buffers(self, task: Task, case: Case) -> Buffers:
-        return plain_buffers(task, case, self.ranks, self._device)
-
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
-        call = CALLS[task.collective](buffers, task.op)
-        return call if self._device == "cpu" else partial(gpus.ended, call)
+        return CALLS[task.collective](buffers, task.op)
 
     def barrier(self) -> None:
-        if self._device == "cpu":
-            dist.barrier()
-        else:
-            gpus.ended(dist.barrier)
+        dist.barrier()
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
 
@@ -69,9 +70,7 @@ def _parent_of(ranks: int) -> bool:
 def be_rank(name: str, address: str, cores: str) -> None:
     rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
     choice = [int(core) for core in cores.split(",")]
-    if (
-        name not in gpus.CONTENDERS
-    ):  # whose own threads, where it goes over sockets, need cores beside ours
+    if name not in gpus.CONTENDERS:  # whose threads, over sockets, need cores beside ours
         os.sched_setaffinity(0, {choice[rank % len(choice)]})
     torch.set_num_threads(1)
     with Client(address, "AF_UNIX") as pipe:
@@ -103,8 +102,17 @@ def serve(contender: Contender, pipe: Connection) -> None:
         if any(key.count != other.count for other in prepared):
             prepared.clear()
         if key not in prepared:
-            prepared[key] = contender.buffers(command.task, case_of(command.task))
+            prepared[key] = buffers_of(contender, command.task)
         pipe.send(run(contender, command, prepared[key]))
+
+
+def buffers_of(contender: Contender, task: Task) -> Buffers:
+    case = case_of(task)
+    taken = contender.input(task, case.takes(task.count, contender.ranks))
+    if case.gives is None:
+        return Buffers(taken, taken)
+    count = case.gives(task.count, contender.ranks)
+    return Buffers(taken, torch.empty(count, dtype=taken.dtype, device=taken.device))
 
 
 def case_of(task: Task) -> Case:
@@ -118,21 +126,23 @@ def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
     """
     task, rank, ranks = command.task, contender.rank, contender.ranks
     case = case_of(task)
-    call = contender.call(task, buffers)
+    call, barrier = contender.call(task, buffers), contender.barrier
+    if contender.device != "cpu":
+        call, barrier = partial(gpus.ended, call), partial(gpus.ended, barrier)
     first = command.number * command.calls
     nanoseconds = []
     gc.collect()
     gc.disable()
     if command.number == 0:
         buffers.input.copy_(pattern(rank, len(buffers.input), task.dtype))
-    contender.barrier()
+    barrier()
     call()
     wrong = (
         wrong_pattern(case, buffers.output.cpu(), task, rank, ranks) if command.number == 0 else 0
     )
     for number in range(first, first + command.calls):
         buffers.input.fill_(constant(rank, number))
-        contender.barrier()
+        barrier()
         start = time.perf_counter_ns()
         call()
         nanoseconds.append(time.perf_counter_ns() - start)

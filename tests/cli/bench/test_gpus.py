@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ringdp.cli.bench import gpus, peers, worker
-from ringdp.cli.bench.cases import CASES, Task
+from ringdp.cli.bench.cases import Task
+from ringdp.cli.bench.contender import Buffers, Round
 from ringdp.cli.bench.torchs import Torchs
 from ringdp.errors import UsageError
 
@@ -63,12 +64,11 @@ def test_torchs_nccl_is_timed_to_its_end(asked: list[Any]) -> None:
     assert isinstance(contender, Torchs)
     assert contender.version == f"NCCL 2.28.9 of torch {torch.__version__}, 2 GPUs: through sockets"
     assert asked == [1, (("nccl",), {"device_id": torch.device("cuda:1")})]
-    contender._device = "meta"  # there is no other
-    buffers = contender.buffers(TASK, CASES["all_reduce"])
-    assert buffers.input.device.type == "meta"
-    contender.barrier()
-    contender.call(TASK, buffers)()
-    assert asked[2:] == ["barrier", "synchronize", "all_reduce", "synchronize"]
+    x = torch.empty(TASK.count)
+    worker.run(contender, Round(TASK, number=1, calls=2), Buffers(x, x))
+    assert asked[2:] == ["barrier", "synchronize", "all_reduce", "synchronize"] * 3
+    contender.device = "meta"  # there is no other
+    assert worker.buffers_of(contender, TASK).input.device.type == "meta"
 
 
 def test_torchs_nccl_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
