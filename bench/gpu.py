@@ -57,27 +57,18 @@ def pytested(name: str, limit: float, *where: str, needs: str = "") -> Part:
     return Part(name, command, limit, tests=True, needs=needs)
 
 
-def over_nccl(least: str, most: str, *beside: str) -> tuple[str, ...]:
-    options = ("--transport", "nccl", *beside, "--rounds", "2")
-    sizes = ("--min", least, "--max", most, "--json", "{out}")
-    return (*MAIN, "bench", "all_reduce", *options, *sizes)
+def benched(name: str, limit: float, least: str, most: str, *what: str, needs: str = "") -> Part:
+    command = (*MAIN, "bench", *what, "--min", least, "--max", most, "--json", "{out}")
+    return Part(name, command, limit, tests=False, needs=needs)
 
 
+OVER_NCCL = ("all_reduce", "--transport", "nccl", "--rounds", "2")
 MEETING = "two processes meet over NCCL"  # for which one GPU stands for two hosts
 
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 15, tests=False),
     pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
-    Part(
-        "bench of kernels",
-        (
-            *MAIN,
-            *("bench", "kernels"),
-            *("--min", "256K", "--max", "1G", "--json", "{out}"),
-        ),
-        70,
-        tests=False,
-    ),
+    benched("bench of kernels", 70, "256K", "1G", "kernels"),
     pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
     pytested("NCCL with virtual ranks", 45, "tests/transport/nccl/test_virtual.py"),
@@ -86,21 +77,23 @@ PARTS = (
     pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     pytested("processes over peer memory", 40, "tests/transport/test_peer_gpu.py"),
     *(  # two processes take turns on one GPU, so large sizes may take long
-        Part(
+        benched(
             f"bench of NCCL: our schedules beside its own, to {most}",
-            over_nccl(least, most, "--algorithm", "ring,direct,nccl"),
             25,
-            False,
-            MEETING,
+            least,
+            most,
+            *(*OVER_NCCL, "--algorithm", "ring,direct,nccl"),
+            needs=MEETING,
         )
         for least, most in (("64K", "1M"), ("4M", "16M"))
     ),
-    Part(
+    benched(
         "bench of NCCL: ours beside torch's",
-        over_nccl("64K", "1M", "--peer", "torch-nccl"),
         15,
-        False,
-        MEETING,
+        "64K",
+        "1M",
+        *(*OVER_NCCL, "--peer", "torch-nccl"),
+        needs=MEETING,
     ),
 )
 
