@@ -94,7 +94,7 @@ def train(
         return lambda: None
     if way != peer:
         heap.keep()
-    return stepper(wrapped(way, model), rank)
+    return stepper(wrapped(way, model), batch(rank))
 
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:
@@ -199,9 +199,8 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randint(gpt.VOCABULARY, (ROWS, TOKENS + 1), generator=seed)
 
 
-def stepper(model: nn.Module, rank: int) -> Callable[[], None]:
+def stepper(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = batch(rank)
 
     def step() -> None:
         optimizer.zero_grad()

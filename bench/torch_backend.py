@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
-from bench.ddp_step import KEPT, RANKS, SHAPE, stepper
+from bench.ddp_step import KEPT, RANKS, SHAPE, batch, stepper
 from bench.results import parser, write
 from bench.turns import ROUNDS, between_jobs, ratio, spread
 from ringdp.cli import gpt
@@ -54,34 +54,23 @@ class TorchRow:
     by_kept: float
 
 
-@dataclass(frozen=True)
-class Report:
-    """A file of results."""
-
-    machine: dict[str, str]
-    rows: list[TorchRow]
-
-
 def main() -> None:
     arguments = parser(__doc__, ROUNDS).parse_args()
     machine = describe(RANKS)
     times = between_jobs(RANKS, {case: partial(made, *case) for case in CASES}, arguments.rounds)
-    found = Report(
-        machine,
-        [
-            TorchRow(
-                case,
-                backend,
-                **spread(seconds, 1e6 / (CALLS if case == SMALL else 1)),
-                by_gloo=ratio(seconds, times[case, "gloo"]),
-                by_kept=ratio(seconds, times[case, f"gloo{KEPT}"]),
-            )
-            for (case, backend), seconds in times.items()
-        ],
-    )
-    for row in found.rows:
+    rows = [
+        TorchRow(
+            case,
+            backend,
+            **spread(seconds, 1e6 / (CALLS if case == SMALL else 1)),
+            by_gloo=ratio(seconds, times[case, "gloo"]),
+            by_kept=ratio(seconds, times[case, f"gloo{KEPT}"]),
+        )
+        for (case, backend), seconds in times.items()
+    ]
+    for row in rows:
         print(json.dumps(asdict(row)))
-    write(arguments.json, found)
+    write(arguments.json, {"machine": machine, "rows": rows})
 
 
 def made(case: str, backend: str) -> Callable[[], object]:
@@ -95,7 +84,7 @@ def made(case: str, backend: str) -> Callable[[], object]:
     net = fsdp2(model) if case.startswith("FSDP2") else DistributedDataParallel(model)
     if backend == NOTHING:
         net.register_comm_hook(None, keep)
-    return stepper(net, dist.get_rank())
+    return stepper(net, batch(dist.get_rank()))
 
 
 def calls(tensor: torch.Tensor) -> None:

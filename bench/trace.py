@@ -20,6 +20,7 @@ import torch
 
 import ringdp
 from bench import jobs
+from bench.ddp_step import stepper
 from bench.results import parser, write
 from ringdp.cli import gpt
 from ringdp.tape import recorder
@@ -41,24 +42,16 @@ def main() -> None:
 
 def measured(rounds: int) -> dict[str, dict[str, float]]:
     comm = ringdp.init()
-    work = {f"step of stage {stage}, ms": (stepper(stage, comm), STEPS, 1e3) for stage in STAGES}
+    work = {f"step of stage {stage}, ms": (sharded(stage, comm), STEPS, 1e3) for stage in STAGES}
     small = torch.ones(1024)
     work["all_reduce of 4 KiB, µs"] = (lambda: calls(comm, small), 1, 1e6 / CALLS)
     return compared(comm, work, rounds)
 
 
-def stepper(stage: int, comm: ringdp.Communicator) -> Callable[[], object]:
+def sharded(stage: int, comm: ringdp.Communicator) -> Callable[[], object]:
     model = gpt.build(SHAPE, seed=0)
     ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (ROWS, SHAPE.context + 1))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        gpt.next_byte_loss(model, tokens).backward()
-        optimizer.step()
-
-    return step
+    return stepper(model, torch.randint(gpt.VOCABULARY, (ROWS, SHAPE.context + 1)))
 
 
 def calls(comm: ringdp.Communicator, tensor: torch.Tensor) -> None:

@@ -30,13 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, report, slow, train
 from bench.lanes import Span
 from bench.results import parser, write
+from bench.torch_backend import fsdp2
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.parallel.replay import iteration
@@ -74,10 +74,7 @@ def main() -> None:
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:
     if way.startswith(FSDP2):
-        mesh = dist.init_device_mesh("cpu", (RANKS,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fsdp2(model)
     elif way.startswith("stage"):
         ringdp.init()
         ringdp.shard(model, stage=int(way[-1]), unit=gpt.Block)
