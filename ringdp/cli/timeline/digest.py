@@ -62,6 +62,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
         "notes": [*_notes(run)],
         "names": names.all,
         "lanes": lanes,
+        "waits": {rank: _waits(events[rank]) for rank in sorted({e["pid"] for e in run.events})},
         "shares": [share(rank, events[rank], came)._asdict() for rank in sorted(run.parts)],
         "memory": [*_memory(run, events)],
         "collectives": [_collective(w, over, priced) for w in wholes],
@@ -121,6 +122,12 @@ def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Shar
     compute = busy(*COMPUTE, *ENGINE) - engine
     hidden = length(moves) - exposed
     return Share(rank, total, compute, engine, length(moves), hidden, exposed, late)
+
+
+def _waits(events: Iterable[Event]) -> list[list[float]]:
+    """When the rank waits."""
+    waits = union((float(e["ts"]), end(e)) for e in events if e["ph"] == "X" and e["cat"] == "wait")
+    return [[_us(begin), _us(ended)] for begin, ended in waits]
 
 
 def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:

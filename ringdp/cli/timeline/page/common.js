@@ -26,7 +26,6 @@ function median(list) {
 let data, first = 0, last = 1; // µs of all
 let view = [0, 1]; // what the timeline shows
 let rows = [], tall = 0; // of the timeline: lanes and what they hang on; its height
-let waits = new Map(); // by rank
 let picked = null; // lane and index of the span that keys have come to
 
 const TIMES = [[1, "µs"], [1e3, "ms"], [1e6, "s"]];
@@ -53,6 +52,16 @@ function ticks(low, high, most, units) {
   return found;
 }
 
+// The place in a list from which on `holds` does.
+function firstOf(list, holds) {
+  let low = 0, high = list.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(list[middle])) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
 function make(tag, text, parent, kind) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
@@ -75,6 +84,14 @@ function table(id, head, lines, pick) {
       line.addEventListener("click", () => pick(i));
       line.addEventListener("keydown", (e) => { if (e.key === "Enter") pick(i); });
     }
+  });
+}
+
+// The first cell of each line, by a color.
+function mark(id, colors) {
+  byId(id).querySelectorAll("tbody td:first-child").forEach((cell, i) => {
+    cell.style.boxShadow = `inset 4px 0 ${colors[i]}`;
+    cell.style.paddingLeft = "9px";
   });
 }
 

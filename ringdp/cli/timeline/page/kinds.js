@@ -59,8 +59,5 @@ function drawKinds() {
     g.fillStyle = colorOfKind(k);
     g.fill();
   }
-  [...byId("kinds").querySelectorAll("tbody td:first-child")].forEach((cell, i) => {
-    cell.style.boxShadow = `inset 4px 0 ${colorOfKind(kinds[i])}`;
-    cell.style.paddingLeft = "9px";
-  });
+  mark("kinds", kinds.map(colorOfKind));
 }

@@ -53,8 +53,5 @@ function drawMemory() {
       formula[c] === null ? "" : peaks[c] === formula[c] ? "=" : "≠"]));
   byId("memorySays").textContent = "Colors are of what uses the bytes. The dashed line is the formula's sum: the peak that the plan allows" +
     (formula.includes(null) ? `. Of ${one.optimizers} there is no formula: its peak is taken.` : ".");
-  [...byId("bytes").querySelectorAll("tbody td:first-child")].forEach((cell, c) => {
-    cell.style.boxShadow = `inset 4px 0 ${colorOf(MEMORY[held[c]])}`;
-    cell.style.paddingLeft = "9px";
-  });
+  mark("bytes", held.map((name) => colorOf(MEMORY[name])));
 }

@@ -109,7 +109,6 @@ async function start() {
   byId("main").hidden = false;
   fillIn();
   layOut();
-  layOutWaits();
   groupKinds();
   listen();
   drawAll();

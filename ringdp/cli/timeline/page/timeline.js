@@ -26,46 +26,17 @@ function layOut() {
   tall = y;
 }
 
-// When a rank waits, as disjoint intervals in order.
-function layOutWaits() {
-  waits = new Map();
-  for (const lane of data.lanes) {
-    const found = waits.get(lane.rank) ?? [];
-    for (const [, category, begin, duration] of lane.spans) {
-      if (data.names[category] === "wait") found.push([begin, begin + duration]);
-    }
-    waits.set(lane.rank, found);
-  }
-  for (const [rank, found] of waits) {
-    const apart = [];
-    for (const [begin, end] of found.sort((a, b) => a[0] - b[0])) {
-      if (apart.length && begin <= apart.at(-1)[1]) apart.at(-1)[1] = Math.max(apart.at(-1)[1], end);
-      else apart.push([begin, end]);
-    }
-    waits.set(rank, apart);
-  }
-}
-
 // Of a collective what its rank waited for, as [begin, end].
 function* exposed(rank, begin, end) {
-  const all = waits.get(rank) ?? [];
-  let low = 0, high = all.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (all[middle][1] <= begin) low = middle + 1; else high = middle;
-  }
-  for (let i = low; i < all.length && all[i][0] < end; i++) {
+  const all = data.waits[rank];
+  for (let i = firstOf(all, (wait) => wait[1] > begin); i < all.length && all[i][0] < end; i++) {
     yield [Math.max(begin, all[i][0]), Math.min(end, all[i][1])];
   }
 }
 
 // The spans of a lane that show, by place: spans are in order of their begin.
 function* shown(lane) {
-  let low = 0, high = lane.spans.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (lane.spans[middle][2] < view[0] - lane.longest) low = middle + 1; else high = middle;
-  }
+  const low = firstOf(lane.spans, (span) => span[2] >= view[0] - lane.longest);
   for (let i = low; i < lane.spans.length && lane.spans[i][2] <= view[1]; i++) yield i;
 }
 
