@@ -55,7 +55,6 @@ class Loopback(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
         self._store = loopback_store()
-        self._rounds = 0
 
     @property
     def use_agent_store(self) -> bool:
@@ -68,8 +67,7 @@ class Loopback(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._rounds += 1
-        mine: Store = PrefixStore(f"launcher/{self._rounds}", self._store)
+        mine: Store = PrefixStore("launcher", self._store)
         return RendezvousInfo(mine, 0, 1, RendezvousStoreInfo(HOST, self._store.port))
 
     def is_closed(self) -> bool:
