@@ -55,11 +55,10 @@ class Display:
     def table(self) -> Table:
         """One row a run, the last one running. Bytes are those of rank 0. A terminal too narrow
         for all of it shows no memory, one narrower still no bar."""
-        made = self._table(memory=self._memory, bar=True)
-        if width_of(self._console, made) > self._console.width:
-            made = self._table(memory=False, bar=True)
-        if width_of(self._console, made) > self._console.width:
-            made = self._table(memory=False, bar=False)
+        for memory, bar in ((self._memory, True), (False, True), (False, False)):
+            made = self._table(memory=memory, bar=bar)
+            if width_of(self._console, made) <= self._console.width:
+                break
         return made
 
     def _table(self, *, memory: bool, bar: bool) -> Table:

@@ -37,8 +37,11 @@ function extent() {
   return [begin, Math.max(end, begin + 0.1)];
 }
 
+const ranksOf = (spans) => [...new Set(spans.map((s) => s[0]))].sort((a, b) => a - b);
+const margin = (width) => (width > 600 ? 56 : 26); // for ranks, left of their chunks
+
 function drawChunks() {
-  const spans = data.chunks[chosen], ranks = [...new Set(spans.map((s) => s[0]))].sort((a, b) => a - b);
+  const spans = data.chunks[chosen], ranks = ranksOf(spans);
   const [g, width] = surface("chunks", 34 + ranks.length * 30);
   g.fillStyle = ink("--soft");
   if (!spans.length) {
@@ -46,7 +49,7 @@ function drawChunks() {
       : "No chunks: nothing moved, or the transport tells only begin and end.", 0, 12);
     return;
   }
-  const [begin, end] = extent(), left = width > 600 ? 56 : 26, scale = (width - left) / (end - begin);
+  const [begin, end] = extent(), left = margin(width), scale = (width - left) / (end - begin);
   const rounds = 1 + Math.max(...spans.map((s) => s[4]));
   ranks.forEach((rank, i) => g.fillText(width > 600 ? `rank ${rank}` : rank, 0, 18 + i * 30));
   for (const [rank, name, from, duration, round, , waited] of spans) {
@@ -76,8 +79,8 @@ function drawChunks() {
 }
 
 function chunkAt(x, y) {
-  const spans = data.chunks[chosen], ranks = [...new Set(spans.map((s) => s[0]))].sort((a, b) => a - b);
-  const width = byId("chunks").clientWidth, left = width > 600 ? 56 : 26, [begin, end] = extent();
+  const spans = data.chunks[chosen], ranks = ranksOf(spans);
+  const width = byId("chunks").clientWidth, left = margin(width), [begin, end] = extent();
   const at = begin + ((x - left) / (width - left)) * (end - begin), near = (end - begin) / width;
   const rank = ranks[Math.floor((y - 3) / 30)];
   return spans.findLastIndex((s) => s[0] === rank && s[2] - near <= at && at <= s[2] + s[3] + near);
