@@ -9,9 +9,8 @@ contenders too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 from ringdp.cli.bench import gpus
@@ -71,19 +70,14 @@ def measure(
         for place, size in enumerate(options.sizes):
             count = elements(CASES[options.collective], options.dtype, size, options.ranks)
             entries = _entries(options, count, max(size, LEAST))
-            note = partial(_note, on_step, size, place, len(options.sizes))
-            samples = _interleave(groups, entries, options.rounds, note)
+            samples = {entry: Samples() for entry in entries}
+            for done, entry in _interleave(groups, samples, options.rounds):
+                on_step(Step((place + done) / len(options.sizes), size, _label(entry)))
             rows += _rows(options, count, len(cores), samples)
             machine["load after"] = load()
             report = Report(machine, contenders, predicted(rows), asked)
             keep(report)
     return report
-
-
-def _note(
-    on_step: Callable[[Step], None], size: int, place: int, sizes: int, done: float, label: str
-) -> None:
-    on_step(Step((place + done) / sizes, size, label))
 
 
 def _entries(options: Options, count: int, probed: int) -> list[Entry]:
@@ -104,14 +98,14 @@ def _entries(options: Options, count: int, probed: int) -> list[Entry]:
 
 
 def _interleave(
-    groups: Groups, entries: list[Entry], rounds: int, note: Callable[[float, str], None]
-) -> dict[Entry, Samples]:
-    samples = {entry: Samples() for entry in entries}
-    done = 0
+    groups: Groups, samples: dict[Entry, Samples], rounds: int
+) -> Iterator[tuple[float, Entry]]:
+    """Before each round, which share of them is over, and whose it is."""
+    entries, done = list(samples), 0
     for number in range(rounds + 1):
         turn = number % len(entries)
         for entry in entries[turn:] + entries[:turn]:
-            note(done / len(entries) / (rounds + 1), _label(entry))
+            yield done / len(entries) / (rounds + 1), entry
             done += 1
             found = samples[entry]
             ranks = groups.run(entry.group, Round(entry.task, number, found.calls))
@@ -123,7 +117,6 @@ def _interleave(
                 found.seconds += slowest
             else:  # the warm-up
                 found.calls = min(MOST, max(FEWEST, int(ROUND_SECONDS / min(slowest))))
-    return samples
 
 
 def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples]) -> Iterable[Row]:
