@@ -21,7 +21,7 @@ from ringdp.transport.peer.virtual import VirtualRanks
 from ringdp.transport.simulator import simulate
 from tests.builds import Build, Builds
 from tests.transport.peer_build import EXACT, SOURCE, WithoutRank, missing
-from tests.transport.test_sanitizers import run
+from tests.transport.test_sanitizers import OPTIONS, racing, run
 
 DEVICES = [
     "cpu",
@@ -191,12 +191,7 @@ def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         VirtualRanks(2)
 
 
-TSAN = (EXACT, "-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
-RELEASE = "__atomic_store_n(flag, value, __ATOMIC_RELEASE)"
-BUILDS = {
-    "peer": Build(SOURCE, TSAN),
-    "peer-relaxed": Build(SOURCE, TSAN, (("cuda/target.hpp", RELEASE),)),
-}
+BUILDS = {"peer": Build(SOURCE, (EXACT, *OPTIONS, "-fsanitize=thread"), relaxes=True)}
 
 
 def files(at: Path, algorithm: str, n: int) -> list[str]:
@@ -220,10 +215,7 @@ def test_no_race_and_every_wait_ends(tmp_path: Path, builds: Builds) -> None:
 @pytest.mark.process
 def test_a_release_made_relaxed_is_a_race(tmp_path: Path, builds: Builds) -> None:
     """Else the test above shows nothing."""
-    program = str(builds[BUILDS["peer-relaxed"]])
-    done = run([program, "sum", *files(tmp_path, "ring", 2)])
-    assert done.returncode != 0
-    assert "ThreadSanitizer: data race" in done.stderr
+    assert racing(builds[BUILDS["peer"]], "flag", ["sum", *files(tmp_path, "ring", 2)])
 
 
 def cuobjdump(*arguments: str) -> str:
