@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.base import DTYPES
 from ringdp.transport.peer import kernels as peer
-from ringdp.transport.peer.jobs import Job
+from ringdp.transport.peer.jobs import Job, kernel_name
 from ringdp.transport.peer.kernels import Launch
 from ringdp.transport.peer.virtual import VirtualRanks
 from tests.builds import ROOT
@@ -63,6 +64,7 @@ class Cupy:
     """What CuPy's documentation says of the names that are used of it; notes what is launched."""
 
     def __init__(self) -> None:
+        self.loaded: list[str] = []
         self.launched: list[tuple[object, ...]] = []
         self.devices: list[object] = []  # entered, by either library
         self.refuses: str | None = None  # to load, or to launch
@@ -81,6 +83,7 @@ class Cupy:
     def _get(self, name: str) -> partial[None]:
         if self.refuses == "load":
             raise Refused("CUDA_ERROR_NO_BINARY_FOR_GPU")
+        self.loaded.append(name)
         return partial(self._launch, name)
 
     def _launch(self, name: str, grid: object, block: object, args: object, *, shared_mem: int):
@@ -131,6 +134,7 @@ def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     kernels.launch(Launch("rows_int8", (3, 2), Jobs(), 400))
     assert cupy.devices[2:] == [Jobs.device, 1]
     assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0, 0, 0), 400, 77)]
+    assert cupy.loaded == list(map(kernel_name, DTYPES))  # before, and once
 
 
 def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:

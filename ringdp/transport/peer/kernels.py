@@ -73,11 +73,13 @@ class CudaKernels:
                 "one (pip install . finds it on PATH, in CUDA_HOME or in /usr/local/cuda)"
             )
         self._cupy = cupy
-        self._module: Any = cupy.RawModule(path=str(FATBIN), enable_cooperative_groups=True)
+        module = cupy.RawModule(path=str(FATBIN), enable_cooperative_groups=True)
         try:
             with on(cupy, resolve(device)):
-                for dtype in DTYPES:  # loading one while another spins would never end
-                    self._module.get_function(kernel_name(dtype))
+                # All of them now: loading one while another spins would never end. And kept, as
+                # CuPy's module asks the driver each time.
+                names = map(kernel_name, DTYPES)
+                self._kernels: dict[str, Any] = {name: module.get_function(name) for name in names}
         except cupy.cuda.driver.CUDADriverError as e:
             raise UsageError(
                 f"the driver of {device} does not take {FATBIN}: {e}. It holds code for sm_80 and "
@@ -90,8 +92,8 @@ class CudaKernels:
         name, grid, jobs, shared, *others = launch
         try:
             with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
-                kernel = self._module.get_function(name)
-                kernel(grid, (THREADS,), (jobs.data_ptr(), *others), shared_mem=shared)
+                at = jobs.data_ptr()
+                self._kernels[name](grid, (THREADS,), (at, *others), shared_mem=shared)
         except self._cupy.cuda.driver.CUDADriverError as e:
             raise CommunicationError(
                 f"the driver of {jobs.device} refused {grid[0]} channels of {grid[1]} ranks, a "
