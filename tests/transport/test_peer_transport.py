@@ -18,7 +18,7 @@ from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, schedule
 from ringdp.transport.device import under_way
-from ringdp.transport.peer.jobs import LINE, Shape
+from ringdp.transport.peer.jobs import LINE, SLAB
 from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, shape
 from ringdp.transport.peer.windows import Windows
@@ -183,8 +183,9 @@ def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(comm: Commun
 def test_a_window_is_no_larger_than_it_may_be(ranks: int):
     made = shape(ranks, channels=16)
     made.check()
-    assert made.window <= MOST or made.slab == LINE
-    assert Shape(ranks, 16, DEPTH, 2 * made.slab).window > MOST or ranks <= 8
+    held = ranks * 16 * DEPTH * made.slab
+    assert held <= MOST or made.slab == LINE
+    assert made.slab == SLAB if ranks <= 8 else 2 * held > MOST
 
 
 def apart(comm: Communicator) -> str:

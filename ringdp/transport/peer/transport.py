@@ -41,7 +41,7 @@ from ringdp.transport.told import own_connection
 
 DEPTH = 4  # slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
-MOST = 64 << 20  # bytes of a window
+MOST = 64 << 20  # bytes that a window's slots hold: those of 8 ranks are as large as can be
 KEPT = 512  # jobs
 LARGEST = 1 << 62  # of numbers
 FAULTS = {
@@ -236,8 +236,8 @@ class PeerTransport(DeviceTransport):
 
 
 def shape(ranks: int, channels: int) -> Shape:
-    """Of windows of MOST bytes at the most, if their slots need not be smaller than a line."""
+    """Of windows whose slots hold MOST bytes at the most, if none need be less than a line."""
     slab = SLAB
-    while slab > jobs.LINE and Shape(ranks, channels, DEPTH, slab).window > MOST:
+    while slab > jobs.LINE and ranks * channels * DEPTH * slab > MOST:
         slab //= 2
     return Shape(ranks, channels, DEPTH, slab)
