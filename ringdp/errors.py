@@ -26,7 +26,7 @@ class UsageError(RingdpError, ValueError):
 
 class ModelError(UsageError, RuntimeError):
     """DistributedDataParallel cannot serve this model, this training loop, or these arguments, and
-    torch's would raise RuntimeError."""
+    torch's would raise RuntimeError; or ranks gave `shard` different models."""
 
 
 class CheckpointError(RingdpError):

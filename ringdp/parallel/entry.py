@@ -18,7 +18,7 @@ from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import places
 from ringdp.parallel.precision import Dtypes, Kinds, Precision, kinds_of
-from ringdp.parallel.replicas import broadcast
+from ringdp.parallel.replicas import broadcast, check_equal
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import Found, UnitRule, find_units
@@ -42,17 +42,20 @@ def shard(
     stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
     reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
     precision: dtypes in forward, backward and reductions. offload: what rests in host memory.
-    comm: or a torch.distributed group; by default what `ringdp.init` made last, or
-    else torch's default group. prefetch_bytes: what stage 3 may gather
-    ahead of its use; by default one unit, the largest. persist_below: parameters of fewer elements
-    stay gathered from the model's forward to the end of its backward. overlap: without it nothing
-    is gathered ahead, and every reduction is waited for at once; the bits are the same. init: fills
-    the modules of a model on the meta device (see `meta`).
+    comm: a communicator or a torch.distributed group; by default what `ringdp.init` made last, or
+    else torch's default group. prefetch_bytes: what stage 3 may gather ahead of its use; by default
+    one unit, the largest. persist_below: parameters of fewer elements stay gathered from the
+    model's forward to the end of its backward. overlap: without it nothing is gathered ahead, and
+    every reduction is waited for at once; the bits are the same. init: fills the modules of a model
+    on the meta device (see `meta`).
 
-    Parameters and buffers take rank 0's values. From stage 1 on a parameter is, between steps, the
-    flat part of it that this rank owns, possibly empty: make the optimizer after this call, with
-    any element-wise optimizer on `model.parameters()`. After `loss.backward()` the gradients are
-    averaged over the ranks.
+    Parameters and buffers take rank 0's values; gradients that there were are dropped. From stage 1
+    on a parameter is, between steps, the flat part of it that this rank owns, possibly empty: make
+    the optimizer after this call, with any element-wise optimizer on `model.parameters()`. After
+    `loss.backward()` the gradients are averaged over the ranks.
+
+    Raises UsageError for an argument, or a model that cannot be sharded; ModelError where the
+    ranks' models differ.
 
     Stage 3 holds at most, beside its shards and activations: two gathered units (with
     `prefetch_bytes` the largest one and as much), one bucket of gradients, as large as a unit, and
@@ -82,6 +85,7 @@ def shard(
         persist_below=persist_below,
         kind=lambda m, p: (kinds[m, p], p.requires_grad),
     )
+    check_equal(comm, [named for f in found for named in f.parameters], "shard")
     ledger = Ledger(comm)
     units = _build(model, found, kinds, row, offload, comm, ledger, init)
     meta.fill_rest(model, init, comm.device)
@@ -127,6 +131,7 @@ def _build(
         meta.fill(model, parameters, init, comm.device)
         for name, p in found[index].parameters:
             outside.name(p, name)
+            p.grad = None  # from stage 1 on it would have another shape than the parameter
         first = at[parameters[0]][0].module if parameters else None
         units.append(
             FlatUnit(

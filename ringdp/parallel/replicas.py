@@ -18,10 +18,12 @@ PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goe
 Facts = Sequence[tuple[str, dict[str, Any]]]  # of every parameter: its name, what must be equal
 
 
-def check_equal(comm: Communicator, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def check_equal(
+    comm: Communicator, parameters: Iterable[tuple[str, Tensor]], who: str = "DDP"
+) -> None:
     """Raise ModelError, on every rank, unless all ranks have the same shapes, strides and dtypes.
 
-    Collective.
+    Collective. `who` expects it, as the error says.
     """
     mine = [
         (name, {"sizes": [*p.shape], "strides": [*p.stride()], "dtype": str(p.dtype)})
@@ -30,7 +32,7 @@ def check_equal(comm: Communicator, parameters: Iterable[tuple[str, Tensor]]) ->
     first, *others = gather_json(comm, mine)
     for rank, facts in enumerate(others, start=1):
         if problem := _difference(first, facts, rank):
-            raise ModelError(f"DDP expects same model across all ranks, but {problem}")
+            raise ModelError(f"{who} expects same model across all ranks, but {problem}")
 
 
 def check_places(tensors: Iterable[tuple[str, Tensor]]) -> None:

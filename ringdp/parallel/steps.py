@@ -85,14 +85,15 @@ def _refuse(*_: object) -> NoReturn:
 
 
 def _check_state(optimizer: Optimizer) -> None:
-    """Raises UsageError for state of whole parameters, as a load_state_dict has put there."""
+    """Raises UsageError for state of whole parameters, as of a step before they were sharded."""
     for p, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != p.shape:
                 raise UsageError(
                     f"the {type(optimizer).__name__} has state {name!r} of shape "
-                    f"{list(value.shape)} for a slice of {list(p.shape)}: load_state_dict has put "
-                    "there what is of whole parameters. Load what ringdp.save wrote, by ringdp.load"
+                    f"{list(value.shape)} for a slice of {list(p.shape)}: it is of the whole "
+                    "parameter, from a step before the model was sharded or a load_state_dict. "
+                    "Make the optimizer after shard, and load what ringdp.save wrote by ringdp.load"
                 )
 
 

@@ -103,3 +103,42 @@ def test_a_loss_of_parameters_at_rest_is_told(comm: Communicator, stage: int) ->
 def test_a_model_is_no_engine(call):
     with pytest.raises(UsageError, match=r"allowed: what ringdp\.shard returns"):
         call(nn.Linear(2, 2))
+
+
+def of_other_shapes(comm: Communicator, stage: int) -> str:
+    model = nn.Linear(8, 8 + comm.rank)  # padded, both are of one size
+    with pytest.raises(ringdp.ModelError) as caught:
+        ringdp.shard(model, stage=stage, comm=comm)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ranks_with_different_models_are_told(ranks, stage):
+    """They trained one that no rank had, without a word."""
+    for said in ranks(2)(of_other_shapes, stage):
+        assert "shard expects same model across all ranks" in said
+        assert "'weight' with sizes [9, 8] on rank 1" in said
+
+
+def trained_before(comm: Communicator, stage: int) -> None:
+    model, twin = net(), net()
+    early = torch.optim.Adam(model.parameters())
+    loss(model).backward()
+    early.step()
+    twin.load_state_dict(model.state_dict())
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    loss(model).backward()
+    if stage:
+        with pytest.raises(UsageError, match="from a step before the model was sharded"):
+            early.step()
+    loss(twin).backward()
+    for m in (model, twin):
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_and_states_of_before(ranks, stage):
+    """The first of them ended the backward in a RuntimeError of shapes, from stage 1 on."""
+    ranks(2)(trained_before, stage)
