@@ -9,12 +9,12 @@ check shapes only; `verify` proves what they build.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ringdp.errors import ScheduleError
+from ringdp.errors import ScheduleError, UsageError
 
 
 class Transfer(NamedTuple):
@@ -43,11 +43,17 @@ class Schedule:
     Within a round every read sees the slots as they were before it, and no slot is both read and
     written, so the order of transfers matters in one case only: several reduces into one slot are
     folded in the order in which they are listed.
+
+    Rounds may be given as other sequences. Raises UsageError for what is no sequence of sequences
+    of Transfers.
     """
 
     ranks: int
     chunks: int
     rounds: tuple[Round, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounds", _rounds(self.rounds))
 
     @property
     def scratch(self) -> int:
@@ -152,6 +158,32 @@ class Schedule:
     @property
     def _slots(self) -> int:
         return self.chunks + self.scratch
+
+
+def short(value: object) -> str:
+    """Its repr, in one line that fits into another."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _rounds(given: object) -> tuple[Round, ...]:
+    if isinstance(given, Transfer) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"Schedule(rounds={short(given)}): allowed: a tuple of rounds, each a tuple of "
+            "Transfers, as ((Transfer(...),),)"
+        )
+    return tuple(_round(r, transfers) for r, transfers in enumerate(given))
+
+
+def _round(r: int, given: object) -> Round:
+    if not isinstance(given, Transfer) and isinstance(given, Iterable):
+        transfers = tuple(given)
+        if all(isinstance(t, Transfer) for t in transfers):
+            return transfers
+    raise UsageError(
+        f"Schedule: round {r} is {short(given)}; allowed: a tuple of Transfers, one of them as "
+        "(Transfer(...),)"
+    )
 
 
 def _rename(transfers: Round, ranks: Sequence[int], chunks: Sequence[int]) -> Round:

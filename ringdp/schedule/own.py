@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule.algorithms import Collective, check_asked, rooted, schedule
 from ringdp.schedule.contracts import contract
-from ringdp.schedule.ir import Schedule, Transfer
+from ringdp.schedule.ir import Schedule, Transfer, short
 from ringdp.schedule.verify import verify
 
 Builder = Callable[[int], Schedule]
@@ -90,47 +90,38 @@ def name_of(algorithm: str | Builder) -> str:
 
 
 def _made(builder: Builder, name: str, n: int) -> Schedule:
-    """builder(n), with whatever sequences it used made tuples."""
+    """builder(n), with whatever it used for whole numbers made ints."""
     try:
         made = builder(n)
     except (Exception, SystemExit) as error:
         file = getattr(getattr(builder, "__code__", None), "co_filename", "")
         raise UsageError(f"{name}({n}) raised {said(error, file)}") from error
     if not isinstance(made, Schedule):
-        raise UsageError(
-            f"{name}({n}) returned {_short(made)}; allowed: a ringdp.schedule.Schedule"
-        )
+        raise UsageError(f"{name}({n}) returned {short(made)}; allowed: a ringdp.schedule.Schedule")
     if made.ranks != n:
         raise UsageError(f"{name}({n}) returned a schedule over {made.ranks} ranks; allowed: {n}")
     if not isinstance(made.chunks, int) or made.chunks < 1:
         raise UsageError(
-            f"{name}({n}) returned a schedule of {_short(made.chunks)} chunks; allowed: at least 1"
+            f"{name}({n}) returned a schedule of {short(made.chunks)} chunks; allowed: at least 1"
         )
-    try:
-        rounds = [list(transfers) for transfers in made.rounds]
-    except TypeError:
-        raise UsageError(
-            f"{name}({n}) returned rounds {_short(made.rounds)}; allowed: a tuple of rounds, each "
-            "a tuple of Transfers"
-        ) from None
     return Schedule(
         n,
         made.chunks,
-        tuple(tuple(_transfer(t, f"{name}({n})", r) for t in ts) for r, ts in enumerate(rounds)),
+        tuple(
+            tuple(_transfer(t, f"{name}({n})", r) for t in ts) for r, ts in enumerate(made.rounds)
+        ),
     )
 
 
-def _transfer(t: object, what: str, r: int) -> Transfer:
+def _transfer(t: Transfer, what: str, r: int) -> Transfer:
     try:
-        if isinstance(t, Transfer):
-            src, dst, read, write = (index(number) for number in t[:4])
-            return Transfer(src, dst, read, write, bool(t.reduce))
-    except TypeError:  # one of them is no whole number
-        pass
-    raise UsageError(
-        f"{what} returned {_short(t)} in round {r}; "
-        "allowed: Transfer(src, dst, read, write, reduce) of whole numbers"
-    )
+        src, dst, read, write = (index(number) for number in t[:4])
+    except TypeError:
+        raise UsageError(
+            f"{what} returned {short(t)} in round {r}; "
+            "allowed: Transfer(src, dst, read, write, reduce) of whole numbers"
+        ) from None
+    return Transfer(src, dst, read, write, bool(t.reduce))
 
 
 def said(error: BaseException, file: str) -> str:
@@ -139,8 +130,3 @@ def said(error: BaseException, file: str) -> str:
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     where = f" (line {lines[-1]})" if lines else ""
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -85,6 +85,9 @@ def test_a_chunk_too_many_is_named_as_the_scratch_that_it_is(reduce: bool):
         proved(lambda n: Schedule(n, 1, ((one,),)), "all_reduce", 2)
 
 
+ADDS = Transfer(0, 1, 0, 0, reduce=True)
+
+
 def transfers(*given: object):
     return lambda n: Schedule(n, 1, (given,))  # type: ignore[arg-type]
 
@@ -96,13 +99,14 @@ FUNCTIONS = {
     "other ranks": (lambda n: star(n + 1), "a schedule over 3 ranks; allowed: 2"),
     "no chunks": (lambda n: Schedule(n, 0, ()), "of 0 chunks; allowed: at least 1"),
     "half a chunk": (lambda n: Schedule(n, 0.5, ()), "of 0.5 chunks"),
-    "no rounds": (lambda n: Schedule(n, 1, None), "returned rounds None"),
-    "flat rounds": (lambda n: Schedule(n, 1, (3,)), r"returned rounds \(3,\)"),
+    "no rounds": (lambda n: Schedule(n, 1, None), r"Schedule\(rounds=None\): allowed: a tuple of"),
+    "rounds of one": (lambda n: Schedule(n, 1, ADDS), r"Schedule\(rounds=Transfer\(src=0, .*"),
+    "flat rounds": (lambda n: Schedule(n, 1, (3,)), "round 0 is 3; allowed: a tuple of Transfers"),
     "one transfer deep": (
-        lambda n: Schedule(n, 1, (Transfer(0, 1, 0, 0, reduce=True),)),
-        "returned 0 in round 0",
+        lambda n: Schedule(n, 1, ((ADDS,), ADDS)).transpose(),
+        r"round 1 is Transfer\(src=0, .*reduce=True\); allowed: .* as \(Transfer.* \(line \d+\)",
     ),
-    "tuples": (transfers((0, 1, 0, 0, True)), r"returned \(0, 1, 0, 0, True\) in round 0"),
+    "tuples": (transfers((0, 1, 0, 0, True)), r"round 0 is \(\(0, 1, 0, 0, True\),\)"),
     "half a rank": (transfers(Transfer(0.5, 1, 0, 0, reduce=True)), "of whole numbers"),
 }
 
