@@ -31,7 +31,7 @@ def verify(schedule: Schedule, promise: Contract | Collective) -> None:
         if state.get(slot) != wanted:
             here, last = _last_write(schedule, slot)
             raise ScheduleError(
-                f"after all {len(schedule.rounds)} rounds rank {slot[0]} chunk {slot[1]} holds "
+                f"at the end rank {slot[0]} chunk {slot[1]} holds "
                 f"{_text(state.get(slot))}, the contract asks for {_text(wanted)}; {last}\n"
                 f"{grid(schedule, here=here)}"
             )

@@ -67,9 +67,7 @@ def test_a_file_is_compiled_as_python_would(tmp_path: Path):
 
 
 def test_a_wrong_schedule_is_refused_with_its_proof(file: Path):
-    said = (
-        r"mine.py:silent is no all_reduce on 2 ranks: after all 0 rounds rank 0 chunk 0 holds 0\.0"
-    )
+    said = r"mine.py:silent is no all_reduce on 2 ranks: at the end rank 0 chunk 0 holds 0\.0"
     with pytest.raises(ScheduleError, match=said):
         proved(f"{file}:silent", "all_reduce", 2)
     with pytest.raises(ScheduleError, match=r"(?s)round 2, transfer 1.0 \+> 0.0: .*  <-- here"):
