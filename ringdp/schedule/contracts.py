@@ -42,7 +42,9 @@ def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Cont
         case "reduce":
             return Contract(own, {(root, c): total[c] for c in range(chunks)})
     if chunks % n:
-        raise ScheduleError(f"{collective} over {n} ranks needs a multiple of {n} chunks: {chunks}")
+        raise ScheduleError(
+            f"{collective} over {n} ranks needs a multiple of {n} chunks, not {chunks}"
+        )
     each = chunks // n
     shards = {(c // each, c): own[c // each, c] for c in range(chunks)}
     match collective:

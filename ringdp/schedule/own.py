@@ -40,9 +40,8 @@ def proved(algorithm: str | Builder, collective: Collective, n: int, root: int =
         builder = load(algorithm) if isinstance(algorithm, str) else algorithm
         made = _made(builder, name_of(algorithm), n)
         made = rooted(made, root)
-    promise = contract(collective, n, made.chunks, root)
     try:
-        verify(made, promise)
+        verify(made, contract(collective, n, made.chunks, root))
     except ScheduleError as error:
         raise ScheduleError(
             f"{name_of(algorithm)} is no {collective} on {n} ranks: {error}"
