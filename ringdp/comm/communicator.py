@@ -38,7 +38,8 @@ Connect = Callable[[str, Sequence[int], Arena | None], Transport]
 class Communicator(Reductions, Moves, Messages, Taped):
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`.
 
-    `closed`: whether it can be used no more.
+    What its collectives take and raise is in `ringdp.comm.job`; which `op` there is of which dtype,
+    in `ringdp.comm.reductions`. `closed`: whether it can be used no more.
     """
 
     def __init__(

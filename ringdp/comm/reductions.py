@@ -52,7 +52,11 @@ class Reductions(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place."""
+        """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place.
+
+        `ringdp.comm.reductions` has a table of ops and dtypes, `ringdp.comm.job` what all
+        collectives take and raise.
+        """
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor)
         program = self._program_or_exchange(how)
@@ -187,7 +191,10 @@ class Reductions(Issuer):
         return finish if left else out.settle
 
     def barrier(self) -> None:
-        """Return once every rank has called it, and collectives issued before have ended."""
+        """Return once every rank has called it, and collectives issued before have ended.
+
+        In errors and tables it is what it is made of: an all_reduce of one int32.
+        """
         self._transport.await_device()
         self.all_reduce(self._zero)
 

@@ -88,10 +88,9 @@ def _refusal(args: Any, kwargs: Any) -> UsageError:
     names = ", ".join(dict.fromkeys(getattr(t, "_ringdp_name", "a parameter") for t in used))
     return UsageError(
         f"{names} is used outside the forward of its unit, where it is only this rank's flat "
-        "slice. Use it within that forward; read it, or evaluate the model, within "
-        "full_parameters(), where it is whole; or choose units so that it lies in the one whose "
-        "forward uses it, or that the module which is called apart from the one around it is a "
-        "unit itself."
+        "slice. Read it, or evaluate the model, within full_parameters(); for an L2 term take the "
+        "optimizer's weight_decay; where a module uses another's weight, let both lie in one unit; "
+        "where it is called apart from the one around it, let it be a unit itself."
     )
 
 

@@ -21,7 +21,12 @@ from ringdp.parallel.engine import Engine, check_engine
 
 
 class LossScaler:
-    """scale(loss).backward(), then step(optimizer); to clip, unscale_() before clipping."""
+    """scale(loss).backward(), then step(optimizer); to clip, unscale_() before clipping.
+
+    scale: at first. backoff, minimum: an overflow multiplies it by `backoff`, to no less than
+    `minimum`. growth, interval: `interval` good backwards in a row multiply it by `growth`. Raises
+    UsageError for what is not allowed of these.
+    """
 
     def __init__(
         self,

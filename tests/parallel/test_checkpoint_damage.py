@@ -279,7 +279,7 @@ def fails(comm: Communicator, path: str) -> None:
     ):
         with pytest.raises(CheckpointError, match="was not written; rank 0: "):
             attempt()
-    with pytest.raises(CheckpointError, match=r"rank 1: extra, or the optimizer's, is not JSON"):
+    with pytest.raises(CheckpointError, match=r"rank 1: extra, or what .* is not JSON"):
         ringdp.save(path, engine, extra={"x": object()} if comm.rank == 1 else {})
     comm.barrier()
     after = sorted(os.listdir(path))

@@ -93,7 +93,9 @@ def _check_json(values: Any) -> None:
         json.dumps(values)
         _check_keys(values)
     except (TypeError, ValueError) as e:
-        raise CheckpointError(f"extra, or the optimizer's, is not JSON: {e}") from e
+        raise CheckpointError(
+            f"extra, or what the optimizer has beside tensors, is not JSON: {e}"
+        ) from e
 
 
 def _check_keys(value: Any) -> None:
