@@ -36,10 +36,10 @@ def grad_norm(engine: Engine) -> float:
 
 
 def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
-    """Scale all gradients so that their norm is at most `max_norm`. Collective.
+    """Scale all gradients so that their L2 norm is at most `max_norm`, above 0. Collective.
 
     Returns the norm that it was. As torch.nn.utils.clip_grad_norm_: by max_norm / (norm + 1e-6)
-    where that is below 1.
+    where that is below 1. Raises UsageError while gradients of no_sync wait.
     """
     check_engine("clip_grad_norm_", engine)
     if not max_norm > 0:

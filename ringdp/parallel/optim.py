@@ -20,7 +20,9 @@ from ringdp.kernels import adamw
 
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's arguments and state; float32 parameters (Precision lets them compute in
-    another dtype). Leaves out amsgrad and maximize."""
+    another dtype). Leaves out amsgrad and maximize. The formula is in `kernels.adamw`.
+
+    Raises UsageError for a number out of bounds; `step` does for what is not float32."""
 
     def __init__(
         self,

@@ -89,6 +89,7 @@ class LossScaler:
                 self.current = max(self.current * self.backoff, self.minimum)
 
     def state_dict(self) -> dict[str, float]:
+        """For `ringdp.save`'s extra: numbers alone, equal on all ranks."""
         return {
             "scale": self.current, "good": self.good, "skipped": self.skipped, "left": self.left
         }  # fmt: skip
