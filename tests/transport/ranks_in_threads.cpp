@@ -2,7 +2,7 @@
 // Arguments: all_reduce or broadcast, and files of its programs, one a rank: "chunks scratch rows",
 // then the rows. In a broadcast nothing comes back, so nothing but the tail orders a slot's reuse.
 // Or `direct` and a number of ranks: the collectives that need no program. Or `messages` and theirs.
-// Or `bells`: who sleeps is woken; and what is an error where descriptors are short.
+// Or `bells`: who sleeps is woken; and what is an error where descriptors are short. Or `tapes`.
 #include <sys/resource.h>
 
 #include <fstream>
@@ -201,8 +201,31 @@ void bells() {
   check(turns == 2000, "everybody had all turns");
 }
 
+// A tape is switched on while its thread writes, and read meanwhile: each cell again and again.
+void tapes() {
+  Tape tape;
+  std::atomic<bool> over{false};  // relaxed, so that the tape alone orders anything
+  auto writer = std::async(std::launch::async, [&] {
+    for (std::uint64_t k = 0; !over.load(std::memory_order_relaxed);)
+      if (tape.begin(), tape.active) tape.add(What::row, k++, 0, 0, -1, -1, -1, -1, 0);
+  });
+  tape.switch_on(8);
+  std::int64_t last = -1;
+  for (int read = 0; read < 200;) {
+    const std::string taken = tape.take();
+    for (std::size_t at = 0; at < taken.size(); at += sizeof(Entry), ++read) {
+      Entry entry;
+      std::memcpy(&entry, taken.data() + at, sizeof entry);
+      check(std::int64_t(entry.number) > std::exchange(last, entry.number), "entries in their order");
+    }
+  }
+  over.store(true, std::memory_order_relaxed);
+  writer.get();
+}
+
 int main(int count, char** arguments) {
   if (arguments[1] == std::string_view("bells")) return bells(), descriptors(), 0;
+  if (arguments[1] == std::string_view("tapes")) return tapes(), 0;
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), given_up(), 0;
   if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), queued(), 0;
   const int n = count - 2;
