@@ -2,7 +2,8 @@
 //
 // With it the code that drives NCCL runs on machines without a GPU, on buffers of the host; streams
 // are ignored, since a call has done its work when it returns. It is a tool to test and to study
-// with: strict where NCCL leaves things open, and able to fail on request (hostNcclFault).
+// with: strict where NCCL leaves things open, and able to fail on request (hostNcclFault). What is
+// atomic has the strictest order where none is named, as nobody asks it to be fast.
 #include "collectives.hpp"
 
 using namespace hostnccl;
