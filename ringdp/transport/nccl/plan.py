@@ -178,7 +178,7 @@ def _laid_out(making: _Making) -> Plan:
     chunks, steps = making.program.chunks, making.steps
     row: dict[int, int] = {c: c for c in range(chunks)}
     for fold in (f for step in steps for f in step.folds):
-        staged = [p for p in fold.parts if p >= chunks]
+        staged = {p: None for p in fold.parts if p >= chunks}  # one may be added twice
         if len(staged) > 1 and not any(p in row for p in staged):
             row |= {p: len(row) + i for i, p in enumerate(staged)}
     first = len(row)

@@ -103,6 +103,11 @@ def test_a_sum_in_scratch_may_be_copied_home_twice_at_once():
     check(Schedule(2, 2, rounds), 400, torch.float32)
 
 
+def test_scratch_may_be_added_twice_at_once():
+    twice = Transfer(1, 1, 1, 0, True)
+    check(Schedule(2, 1, ((Transfer(0, 1, 0, 1, False),), (twice, twice))), 400, torch.int32)
+
+
 @given(schedules())
 def test_a_plan_of_any_schedule_gives_the_simulators_bits(made: Schedule):
     check(made, 50 * made.chunks, torch.int32)
