@@ -96,7 +96,7 @@ def by_hand(comm: Communicator) -> None:
         with pytest.raises(UsageError, match="is not implemented for a part of a model"):
             call()
     with whole.no_sync():
-        assert not model[0].engine.sync
+        assert not model[0].engine.backwards.sync
     whole.engine.close()
     for options in (
         {"auto_wrap_policy": linear},
