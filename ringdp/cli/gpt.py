@@ -63,7 +63,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [rows, time] -> [rows, time, VOCABULARY]
-        places = torch.arange(tokens.shape[1])
+        places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(places)
         for block in self.blocks:
             x = block(x)
@@ -91,10 +91,10 @@ def next_byte_loss(model: nn.Module, rows: Tensor) -> Tensor:
 @torch.no_grad()
 def write(model: nn.Module, context: int, prompt: bytes, count: int, seed: int) -> bytes:
     """`count` bytes after the prompt, drawn at temperature 0.7; the same for the same bits."""
-    draw = torch.Generator().manual_seed(seed)
+    draw, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     written = list(prompt)
     for _ in range(count):
-        logits = model(torch.tensor([written[-context:]]))[0, -1]
+        logits = model(torch.tensor([written[-context:]], device=device))[0, -1].cpu()
         odds = torch.softmax(logits / 0.7, dim=0)
         written.append(int(torch.multinomial(odds, 1, generator=draw)))
     return bytes(written)

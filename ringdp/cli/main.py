@@ -69,6 +69,9 @@ def train(
             show_default=False,
         ),
     ] = None,
+    transport: Annotated[
+        str, typer.Option(help=f"how the ranks of a stage exchange bytes: {', '.join(OURS)}")
+    ] = Options.transport,
     steps: Annotated[int, typer.Option(help="optimizer steps of every run")] = Options.steps,
     seed: Annotated[int, typer.Option(help="fixes the model and the batches")] = Options.seed,
     batch: Annotated[
@@ -100,6 +103,7 @@ def train(
         ranks=ranks,
         stages=parse_stages("all" if stage is None else stage),
         modes=parse_modes(mode) if mode is not None else (),
+        transport=transport,
         steps=steps,
         seed=seed,
         batch=default_batch(ranks) if batch is None else batch,

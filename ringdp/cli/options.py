@@ -27,6 +27,7 @@ class Options:
     ranks: int = 2
     stages: tuple[int, ...] = STAGES
     modes: tuple[str, ...] = ()  # instead of the stages, where there are any
+    transport: str = "shm"  # of the stages
     steps: int = 120
     seed: int = 0
     batch: int = LEAST_BATCH
@@ -77,9 +78,10 @@ def check(options: Options) -> None:
         raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
     if options.json is not None:
         check_writable(options.json)
+    for option in ("transport", "trace") if options.modes else ():
+        if getattr(options, option) != getattr(Options, option):
+            raise UsageError(f"--{option} is given with --mode; allowed: with --stage")
     if options.trace is not None:
-        if options.modes:
-            raise UsageError("--trace is given with --mode; allowed: with --stage")
         if complaint := unwritable("--trace", options.trace):
             raise UsageError(complaint)
         if options.json is not None and options.json.resolve() == options.trace.resolve():

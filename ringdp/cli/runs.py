@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 
 import ringdp
-from ringdp.cli import gpt, text
+from ringdp.cli import gpt, gpus, text
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
 from ringdp.cli.training import Progress, Step, parameter_digest, train
+from ringdp.comm.rendezvous import TransportName
 
 REPORT_EVERY = 0.2  # s
 PROMPT = b"def "
@@ -71,11 +73,15 @@ def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) 
 def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
     """What each rank runs, on one thread: all stages, one after another."""
     torch.set_num_threads(1)
-    comm = ringdp.init()
+    transport = job.options.transport
+    device = gpus.take(transport)[0] if transport in gpus.OURS else "cpu"
+    comm = ringdp.init(transport=cast(TransportName, transport))
     data = load(job.options, job.text_digest)
     file = job.options.trace
     with nullcontext() if file is None else ringdp.trace(file):
-        records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
+        records = [
+            _run_stage(stage, job.options, data, comm, device, emit) for stage in job.options.stages
+        ]
     comm.close()
     return records
 
@@ -85,9 +91,10 @@ def _run_stage(
     options: Options,
     data: bytes,
     comm: ringdp.Communicator,
+    device: str,
     emit: Callable[[Progress], None],
 ) -> Record:
-    model = gpt.build(gpt.Shape(options.context), options.seed)
+    model = gpt.build(gpt.Shape(options.context), options.seed).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)

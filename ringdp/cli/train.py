@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ringdp.cli import mode_report, text
 from ringdp.cli.console import counted, say, say_written
+from ringdp.cli.gpus import check_transport
 from ringdp.cli.launch import Entry, launch, warm_up
 from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
@@ -28,12 +29,14 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     SignalError after everything has ended.
     """
     check(options)
+    check_transport(options.transport)
     learned = text.load(options.text, options.context + 1)
     say(
         console,
         f"Learning {len(learned.data):,} bytes of {learned.source} "
         f"({counted(learned.files, 'file')}): {counted(options.steps, 'step')} of "
-        f"{counted(options.batch, 'row')} × {counted(options.context, 'byte')}",
+        f"{counted(options.batch, 'row')} × {counted(options.context, 'byte')}"
+        f"{'' if options.transport == Options.transport else f', over {options.transport}'}",
     )
     if options.modes and options.ranks > 1:
         say(console, "While a mode runs, the loss is of one worker's rows; in the table, of all.")

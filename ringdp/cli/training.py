@@ -52,11 +52,12 @@ def train(
     mean: Callable[[Tensor], Tensor],
 ) -> Iterator[Step]:
     """Yield after every step. `rows` are this process's of each global batch."""
+    device = next(model.parameters()).device
     for index in range(options.steps):
         start = time.perf_counter()
         tokens = text.batch(data, options.seed, index, options.batch, options.context)
         optimizer.zero_grad()
-        loss = gpt.next_byte_loss(model, torch.from_numpy(tokens[rows]))
+        loss = gpt.next_byte_loss(model, torch.from_numpy(tokens[rows]).to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         value = mean(loss.detach()).item()
@@ -67,5 +68,5 @@ def parameter_digest(model: nn.Module) -> str:
     """Of the bits of all parameters, in order."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -28,6 +28,11 @@ REFUSED = {
     "trace nowhere": (["--trace", "/nowhere/run.json"], "--trace: cannot write /nowhere/run.json"),
     "trace the root": (["--trace", "/"], "--trace: cannot write /: it is a directory"),
     "trace of modes": (["--trace", "run.json", "--mode", "ddp"], "--trace is given with --mode"),
+    "transport": (["--transport", "mpi"], "--transport is 'mpi'; allowed: shm, c10d, nccl, nccl-h"),
+    "transport of modes": (
+        ["--transport", "c10d", "--mode", "ddp"],
+        "--transport is given with --mode; allowed: with --stage",
+    ),
     "trace a device": (["--trace", "/proc/self/fd/0"], "fd/0: it is a device or a pipe"),
     "trace and json": (
         ["--trace", "/tmp/ringdp-1", "--json", "/tmp/../tmp/ringdp-1"],

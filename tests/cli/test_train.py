@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from ringdp.cli import train
 from ringdp.cli.launch import SignalError
@@ -50,6 +51,24 @@ def test_one_stage_writes_an_object(tmp_path: Path) -> None:
     assert main([*SMALL, *arguments, "--json", str(out)]) == 0
     run = json.loads(out.read_bytes())
     assert (run["stage"], run["ranks"]) == (3, 3)
+
+
+def test_losses_are_the_same_over_every_transport(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    losses = {}
+    for transport in ("shm", "c10d", "nccl-host", "peer-host"):
+        out = tmp_path / f"{transport}.json"
+        arguments = ["--stage", "3", "--no-reference", "--no-sample", "--transport", transport]
+        assert main([*SMALL, *arguments, "--json", str(out)]) == 0
+        assert (f" bytes, over {transport}\n" in capfd.readouterr().out) == (transport != "shm")
+        losses[transport] = tuple(json.loads(out.read_bytes())["loss"])
+    assert len(set(losses.values())) == 1, losses
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_transport_over_gpus_needs_one(refused) -> None:
+    refused("train", "--transport", "nccl", says="needs a CUDA GPU, and torch")
 
 
 def test_a_traced_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.cli.bench.gpus import SOCKETS
+from ringdp.cli.gpus import SOCKETS
 from ringdp.comm import rendezvous
 from tests.forks import PATIENCE
 

@@ -10,9 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
-
-from ringdp.cli.bench import gpus, peers
+from ringdp.cli import gpus
+from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
 from ringdp.cli.options import MOST_RANKS, between, check_writable, one_of
@@ -112,15 +111,9 @@ def _check_transports(options: Options) -> None:
     if not options.transports:
         raise UsageError(f"--transport is empty; allowed: {', '.join(OURS)}, between commas")
     for transport in options.transports:
-        one_of("--transport", transport, OURS)
+        gpus.check_transport(transport)
     if any(options.registered) and options.transports != ("shm",):
         raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
-    for name in gpus.OURS if not torch.cuda.is_available() else ():
-        if name in options.transports:
-            raise UsageError(
-                f"--transport {name} needs a CUDA GPU, and torch {torch.__version__} finds none "
-                f"here; allowed: {name}-host, which is its code over host memory"
-            )
 
 
 def only(options: Options, taken: Collection[str], says: str) -> None:

@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor
 
 import ringdp
-from ringdp.cli.bench import gpus
+from ringdp.cli import gpus
 from ringdp.cli.bench.cases import Task, torch_dtype
 from ringdp.cli.bench.contender import Buffers, Contender
 from ringdp.comm import Communicator

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringdp.cli.bench.gpus import TORCHS
+from ringdp.cli.gpus import TORCHS
 from ringdp.errors import UsageError
 
 MPI_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")  # as numpy's

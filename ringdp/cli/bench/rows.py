@@ -11,16 +11,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
+from ringdp.comm.rendezvous import TransportName
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
 
 # Transports of ringdp; a peer's is its name.
-OURS = ("shm", "c10d", "nccl-host", "nccl", "peer-host", "peer")
+OURS: tuple[str, ...] = get_args(TransportName)
 LIBRARYS = "nccl"  # the algorithm that is NCCL's own, on its transports
 DEFAULT = "direct"  # what "auto" is priced as
 MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # what a file may say

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
-from ringdp.cli.bench import gpus
+from ringdp.cli import gpus
 from ringdp.cli.bench.bound import LEAST, Speeds, bound
 from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
 from ringdp.cli.bench.contender import Round

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.cli.bench import gpus
+from ringdp.cli import gpus
 from ringdp.cli.bench.cases import Task
 from ringdp.cli.bench.contender import Buffers, Contender
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Client, Connection
 
 import torch
 
-from ringdp.cli.bench import gpus
+from ringdp.cli import gpus
 from ringdp.cli.bench.cases import (
     CASES,
     PROBES,

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringdp.cli.bench import gpus, peers, worker
+from ringdp.cli import gpus
+from ringdp.cli.bench import peers, worker
 from ringdp.cli.bench.cases import Task
 from ringdp.cli.bench.contender import Buffers, Round
 from ringdp.cli.bench.torchs import Torchs

@@ -1,4 +1,4 @@
-"""GPUs for contenders: which one a rank takes, and calls that are over there.
+"""GPUs for ranks: which one each takes, what needs them, and calls that are over there.
 
 NCCL refuses two ranks of one host on one GPU. Where there are fewer GPUs than ranks, each rank says
 it is a host of its own; NCCL then goes over sockets: slow, and fair to all who are over it. There
@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import get_args
 
 import torch
+
+from ringdp.cli.options import one_of
+from ringdp.comm.rendezvous import TransportName
+from ringdp.errors import UsageError
 
 NCCL, PEER, TORCHS = "nccl", "peer", "torch-nccl"
 OURS = (NCCL, PEER)
@@ -24,6 +29,16 @@ SOCKETS = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
 }
+
+
+def check_transport(name: str) -> None:
+    """Raise UsageError where there is none of that name, or it needs a GPU and there is none."""
+    one_of("--transport", name, get_args(TransportName))
+    if name in OURS and not torch.cuda.is_available():
+        raise UsageError(
+            f"--transport {name} needs a CUDA GPU, and torch {torch.__version__} finds none here; "
+            f"allowed: {name}-host, which is its code over host memory"
+        )
 
 
 def take(contender: str) -> tuple[str, str]:
