@@ -33,7 +33,7 @@ from bench.overlay import SECONDS
 from bench.part import GRACE, ROOT, Outcome, Part, run
 from bench.results import RESULTS
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
-from ringdp.cli.options import write_json
+from ringdp.cli.files import write_json
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer.kernels import CudaKernels, Launch
 from ringdp.transport.peer.virtual import VirtualRanks

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ringdp.cli.options import check_writable, write_json
+from ringdp.cli.checks import check_writable
+from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"

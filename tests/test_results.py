@@ -9,7 +9,7 @@ from bench import predictions, required
 from bench.lanes import Span, apart
 from bench.required import Required, beside_gloo, median, minimum, reached
 from ringdp.cli.bench.rows import Report
-from ringdp.cli.options import write_json
+from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
 from tests.cli.bench.rows import peer, row
 

@@ -13,7 +13,7 @@ from typing import get_args
 
 import torch
 
-from ringdp.cli.options import one_of
+from ringdp.cli.checks import one_of
 from ringdp.comm.rendezvous import TransportName
 from ringdp.errors import UsageError
 

@@ -3,16 +3,13 @@
 Every refusal is a UsageError of one line: the option, what was given, what is allowed.
 """
 
-import json
 import math
-import os
-import shutil
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from ringdp.cli.checks import between, check_writable
 from ringdp.comm.tracing import unwritable
-from ringdp.errors import RingdpError, UsageError
+from ringdp.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
 MODES = ("naive", "parameter-server", "async", "ddp")
@@ -86,52 +83,3 @@ def check(options: Options) -> None:
             raise UsageError(complaint)
         if options.json is not None and options.json.resolve() == options.trace.resolve():
             raise UsageError(f"--json and --trace are both {options.trace}; allowed: two files")
-
-
-def between(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
-
-
-def one_of(name: str, given: str, allowed: Collection[str]) -> None:
-    if given not in allowed:
-        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
-
-
-def check_writable(path: Path, option: str = "--json") -> None:
-    """Open it as the end of the run will, and leave nothing behind that was not there."""
-    existed = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{option}: cannot write {path}: {os.strerror(error.errno or 0)}; "
-            "allowed: a file in a directory that exists and is writable"
-        ) from None
-    if not existed:
-        path.resolve().unlink()  # a link that led to no file stays, and leads to none
-
-
-def write(path: Path, text: str) -> None:
-    """In one step: who is killed on the way leaves what was there. Raises RingdpError, where
-    `check_writable` could still write."""
-    file = path.resolve()  # a link stays one
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
-        if path.exists() and not (path.is_file() and os.access(file.parent, os.W_OK)):
-            path.write_text(text, encoding="utf-8")  # a pipe, say, whose place no file can take
-        else:
-            aside.write_text(text, encoding="utf-8")
-            if path.exists():
-                shutil.copymode(file, aside)
-            aside.replace(file)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None
-
-
-def write_json(path: Path, found: object) -> None:
-    """`found`: what JSON has, and dataclasses."""
-    text = json.dumps(found, indent=1, ensure_ascii=False, default=asdict)
-    write(path, f"{text}\n")

@@ -11,8 +11,9 @@ from fractions import Fraction
 from math import inf
 from pathlib import Path
 
+from ringdp.cli.checks import between, check_writable
 from ringdp.cli.console import counted
-from ringdp.cli.options import between, check_writable, write
+from ringdp.cli.files import write
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
 from ringdp.schedule.contracts import contract

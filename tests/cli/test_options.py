@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.cli.options import Options, check, default_batch, parse_stages, write, write_json
+from ringdp.cli.files import write, write_json
+from ringdp.cli.options import Options, check, default_batch, parse_stages
 from ringdp.errors import RingdpError
 
 

@@ -17,8 +17,8 @@ from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
 from ringdp.cli.console import say, say_written
+from ringdp.cli.files import write_json
 from ringdp.cli.launch import SignalError
-from ringdp.cli.options import write_json
 
 BAR = 14  # characters
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, check_algorithms, only
+from ringdp.cli.checks import check_writable
 from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.options import check_writable, write_json
+from ringdp.cli.files import write_json
 from ringdp.comm.programs import program
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.simulator import simulate

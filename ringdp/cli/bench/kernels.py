@@ -39,8 +39,9 @@ from torch import Tensor
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe, free_memory, last_cache
 from ringdp.cli.bench.options import Options, check_sizes, only
+from ringdp.cli.checks import check_writable
 from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.options import check_writable, write_json
+from ringdp.cli.files import write_json
 
 NAME = "kernels"
 COPY = "copy_"

@@ -14,7 +14,8 @@ from ringdp.cli import gpus
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
-from ringdp.cli.options import MOST_RANKS, between, check_writable, one_of
+from ringdp.cli.checks import between, check_writable, one_of
+from ringdp.cli.options import MOST_RANKS
 from ringdp.errors import UsageError
 
 MOST_BYTES = 4 << 30

@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 
 from ringdp.cli.bench.options import parse_bytes
+from ringdp.cli.checks import between, check_writable, one_of
 from ringdp.cli.console import say_written
-from ringdp.cli.options import between, check_writable, one_of, write_json
+from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.options import UTILISATION, Options

@@ -7,8 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ringdp.cli.checks import check_writable
 from ringdp.cli.console import counted, say
-from ringdp.cli.options import check_writable, write
+from ringdp.cli.files import write
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.page import fill
 from ringdp.cli.timeline.read import read

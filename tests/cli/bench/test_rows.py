@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.bench.rows import Report, best_peer, measured, predicted, read
-from ringdp.cli.options import write_json
+from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
 from tests.cli.bench.rows import peer, row

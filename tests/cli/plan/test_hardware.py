@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.bench.rows import Report, measured
-from ringdp.cli.options import write_json
+from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import from_file, network
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds

@@ -1,0 +1,33 @@
+"""What all commands check of what they are asked. Every refusal is a UsageError of one line: the
+option, what was given, what is allowed."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from ringdp.errors import UsageError
+
+
+def between(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
+
+
+def one_of(name: str, given: str, allowed: Collection[str]) -> None:
+    if given not in allowed:
+        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
+
+
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Open it as the end of the run will, and leave nothing behind that was not there."""
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{option}: cannot write {path}: {os.strerror(error.errno or 0)}; "
+            "allowed: a file in a directory that exists and is writable"
+        ) from None
+    if not existed:
+        path.resolve().unlink()  # a link that led to no file stays, and leads to none
