@@ -35,9 +35,10 @@ from torch import nn
 
 import ringdp
 from bench import jobs
-from bench.results import parser, write
+from bench.results import parser
 from bench.turns import ROUNDS, STARTS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
+from ringdp.cli.files import write_json
 from ringdp.transport import heap
 from ringdp.transport.base import Link
 
@@ -71,7 +72,7 @@ def main() -> None:
     )
     links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
     overlaps = [typical(found) for found in zip(*links, strict=True)]
-    write(arguments.json, report(steps, overlaps))
+    write_json(arguments.json, report(steps, overlaps))
 
 
 def report(steps: Rows, overlaps: Sequence[object]) -> dict[str, object]:

@@ -22,7 +22,8 @@ from torch import Tensor
 import ringdp
 from bench import jobs
 from bench.program import compiled
-from bench.results import parser, write
+from bench.results import parser
+from ringdp.cli.files import write_json
 
 RANKS = 2
 BYTES = (4 << 10, 64 << 10, 1 << 20)
@@ -53,7 +54,7 @@ def main() -> None:
     rows = jobs.run(RANKS, measured)
     for row in rows:
         print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
-    write(arguments.json, rows)
+    write_json(arguments.json, rows)
 
 
 def measured() -> list[Row]:

@@ -16,9 +16,10 @@ import torch
 
 import ringdp
 from bench import jobs
-from bench.results import parser, write
+from bench.results import parser
 from bench.turns import ms, timed
 from ringdp.cli.bench.machine import describe
+from ringdp.cli.files import write_json
 from ringdp.schedule.cost import Machine, closed, seconds
 
 LINK = ringdp.Link(latency=2e-3, bandwidth=1e8)  # s, bytes/s
@@ -60,7 +61,7 @@ def main() -> None:
             )
     worst = max(rows, key=lambda row: abs(row.ratio - 1))
     print(f"median ratio {statistics.median(r.ratio for r in rows):.3f}, worst {worst.ratio:.3f}")
-    write(arguments.json, {"machine": machine, "link": LINK._asdict(), "rows": rows})
+    write_json(arguments.json, {"machine": machine, "link": LINK._asdict(), "rows": rows})
 
 
 def measured() -> list[LinkRow]:

@@ -24,11 +24,12 @@ from torch import nn
 
 import ringdp
 from bench import jobs
-from bench.results import parser, positive, write
+from bench.results import parser, positive
 from bench.turns import ms, timed
 from ringdp.cli import gpt
 from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.bench.machine import describe, load
+from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import of_module
 from ringdp.cli.plan.stages import FLOPS, Setting, row
@@ -110,7 +111,7 @@ def main() -> None:
         "collectives": collectives,
         "runs": runs,
     }
-    write(arguments.json, found)
+    write_json(arguments.json, found)
 
 
 def fitted(times: dict[Key, list[float]]) -> Machine:

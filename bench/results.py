@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ringdp.cli.checks import check_writable
-from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,9 +42,3 @@ def positive(given: str) -> int:
 def load(name: str) -> Any:
     """What a bench has left in results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_bytes())
-
-
-def write(path: Path | None, found: object) -> None:
-    """`found`: what JSON has, and dataclasses. Without a path, nothing is written."""
-    if path:
-        write_json(path, found)

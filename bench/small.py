@@ -20,7 +20,8 @@ import torch
 
 import ringdp
 from bench.program import compiled
-from bench.results import parser, write
+from bench.results import parser
+from ringdp.cli.files import write_json
 
 BYTES = (1 << 10, 4 << 10)
 ROUNDS, CALLS = 20, 50_000  # of what Python adds
@@ -68,7 +69,7 @@ def main() -> None:
     path = parser(__doc__).parse_args().json
     found = measured()
     print(found)
-    write(path, found)
+    write_json(path, found)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
 from bench.ddp_step import KEPT, RANKS, SHAPE, batch, stepper
-from bench.results import parser, write
+from bench.results import parser
 from bench.turns import ROUNDS, between_jobs, ratio, spread
 from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
+from ringdp.cli.files import write_json
 from ringdp.transport import heap
 
 NOTHING = "nothing"  # is reduced: less a backend cannot take
@@ -70,7 +71,7 @@ def main() -> None:
     ]
     for row in rows:
         print(json.dumps(asdict(row)))
-    write(arguments.json, {"machine": machine, "rows": rows})
+    write_json(arguments.json, {"machine": machine, "rows": rows})
 
 
 def made(case: str, backend: str) -> Callable[[], object]:

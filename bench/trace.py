@@ -21,8 +21,9 @@ import torch
 import ringdp
 from bench import jobs
 from bench.ddp_step import stepper
-from bench.results import parser, write
+from bench.results import parser
 from ringdp.cli import gpt
+from ringdp.cli.files import write_json
 from ringdp.tape import recorder
 
 RANKS = 2
@@ -37,7 +38,7 @@ def main() -> None:
     rows = jobs.run(RANKS, measured, arguments.rounds)
     for name, row in rows.items():
         print(name, json.dumps(row, ensure_ascii=False))
-    write(arguments.json, {"ranks": RANKS, "rounds": arguments.rounds, "rows": rows})
+    write_json(arguments.json, {"ranks": RANKS, "rounds": arguments.rounds, "rows": rows})
 
 
 def measured(rounds: int) -> dict[str, dict[str, float]]:

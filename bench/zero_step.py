@@ -35,10 +35,11 @@ import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, report, slow, train
 from bench.lanes import Span
-from bench.results import parser, write
+from bench.results import parser
 from bench.torch_backend import fsdp2
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
+from ringdp.cli.files import write_json
 from ringdp.parallel.replay import iteration
 from ringdp.transport.base import Link
 
@@ -69,7 +70,7 @@ def main() -> None:
     ways = {way: partial(train, way, FSDP2, wrapped) for way in WAYS}
     times = between_jobs(RANKS, ways, arguments.rounds)
     steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
-    write(arguments.json, report(steps, overlaps) | {"spans": spans})
+    write_json(arguments.json, report(steps, overlaps) | {"spans": spans})
 
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:

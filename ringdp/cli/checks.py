@@ -18,8 +18,11 @@ def one_of(name: str, given: str, allowed: Collection[str]) -> None:
         raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
 
 
-def check_writable(path: Path, option: str = "--json") -> None:
-    """Open it as the end of the run will, and leave nothing behind that was not there."""
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Open it as the end of the run will, and leave nothing behind that was not there. None: no
+    file is asked for."""
+    if path is None:
+        return
     existed = path.exists()
     try:
         with path.open("ab"):

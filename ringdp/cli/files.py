@@ -27,7 +27,9 @@ def write(path: Path, text: str) -> None:
         raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None
 
 
-def write_json(path: Path, found: object) -> None:
-    """`found`: what JSON has, and dataclasses."""
+def write_json(path: Path | None, found: object) -> None:
+    """`found`: what JSON has, and dataclasses. None: nothing is written."""
+    if path is None:
+        return
     text = json.dumps(found, indent=1, ensure_ascii=False, default=asdict)
     write(path, f"{text}\n")

@@ -73,8 +73,7 @@ def check(options: Options) -> None:
         )
     if not (math.isfinite(options.learning_rate) and 0 < options.learning_rate <= 1):
         raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
     for option in ("transport", "trace") if options.modes else ():
         if getattr(options, option) != getattr(Options, option):
             raise UsageError(f"--{option} is given with --mode; allowed: with --stage")

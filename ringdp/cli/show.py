@@ -79,8 +79,7 @@ def show(
     if collective not in COLLECTIVES:  # which is what tells mypy, too
         raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
     for option, file in (("--svg", svg_file), ("--html", html_file)):
-        if file is not None:
-            check_writable(file, option)
+        check_writable(file, option)
     if svg_file is not None and html_file is not None and svg_file.resolve() == html_file.resolve():
         raise UsageError(f"--svg and --html are both {html_file}; allowed: two files")
     schedule = proved(algorithm, collective, ranks)

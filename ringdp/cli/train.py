@@ -54,14 +54,12 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
                 ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:
         problems = mode_report.complaints(modes, reference, options)
-        if options.json is not None:
-            write_json(options.json, _whole([mode_report.to_json(run) for run in modes]))
+        write_json(options.json, _whole([mode_report.to_json(run) for run in modes]))
         mode_report.show(console, modes, reference, problems)
         say_written(console, options.json)
         return 1 if problems else 0
     problems = complaints(ranks, reference)
-    if options.json is not None:
-        write_json(options.json, _whole([to_json(run) for run in ranks[0]]))
+    write_json(options.json, _whole([to_json(run) for run in ranks[0]]))
     show(console, ranks[0], reference, problems)
     say_written(console, options.json)
     and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from rich.console import Console
@@ -27,13 +28,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def bench(options: Options, console: Console) -> int:
     """The exit code: 0 where every result is right, 1 where one is not."""
     check(options)
-
-    def keep(report: Report) -> None:
-        if options.json is not None:
-            write_json(options.json, report)
-
     with _signals_raised():
-        report = watch(options, console, keep)
+        report = watch(options, console, partial(write_json, options.json))
     show(console, report, options)
     say_written(console, options.json)
     return 1 if any(row.wrong for row in report.rows) else 0

@@ -63,8 +63,7 @@ def check(options: Options) -> tuple[str, ...]:
         f"{', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks",
     )
     check_algorithms(options)
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
     if options.algorithms == Options.algorithms:
         return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")
     named = tuple("direct" if name == "auto" else name for name in options.algorithms)
@@ -79,8 +78,7 @@ def bench(options: Options, console: Console) -> int:
     for algorithm in algorithms:
         say(console, f"adding by {algorithm}")
         rows += [row for n in RANKS for row in measure(algorithm, n)]
-    if options.json is not None:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
     show(rows, console)
     say_written(console, options.json)
     return 0

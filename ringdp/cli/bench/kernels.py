@@ -93,18 +93,12 @@ def check(options: Options) -> None:
         "for collectives; bench kernels takes --min, --max, --factor, --rounds and --json",
     )
     check_sizes(options, least=4)
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
 
 
 def bench(options: Options, console: Console) -> int:
     check(options)
-
-    def keep(report: Report) -> None:
-        if options.json is not None:
-            write_json(options.json, report)
-
-    report = measure(options, lambda says: say(console, says), keep)
+    report = measure(options, partial(say, console), partial(write_json, options.json))
     show(report, console)
     say_written(console, options.json)
     return 1 if report.failures else 0

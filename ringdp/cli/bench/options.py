@@ -91,8 +91,7 @@ def check(options: Options) -> None:
             priced(options.collective, algorithm, options.ranks)
     for peer in options.peers:
         peers.check(peer, options.dtype)
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
 
 
 def check_sizes(options: Options, *, least: int) -> None:

@@ -34,8 +34,7 @@ def plan(options: Options, console: Console) -> int:
     model = read(options.model, precision(options))
     rows = [row(model, stage, setting) for stage in options.stages]
     says = recommend(rows, model, setting)
-    if options.json is not None:
-        write_json(options.json, to_json(options, model, setting, rows, says))
+    write_json(options.json, to_json(options, model, setting, rows, says))
     show(console, options, model, setting, rows, says)
     say_written(console, options.json)
     return 0
@@ -71,8 +70,7 @@ def check(options: Options) -> Setting:
             f"--memory is {options.memory!r}, which is {memory:,} bytes; allowed: 1MB to "
             f"{MOST_MEMORY // 10**9:,}GB, with its unit, as in 80GB or 80GiB"
         )
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
     peak = has.fp32 if options.precision == "fp32" else has.bf16
     over = network(
         options.network,
