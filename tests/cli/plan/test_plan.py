@@ -107,15 +107,16 @@ def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
 
 
 def test_an_optimizer_in_a_hosts_memory_is_not_priced_at_a_gpus(tmp_path):
-    """30 bytes an element; 64 MiB, read and written in 5.36 ms, are 25 GB/s of each rank."""
+    """30 bytes an element, as fast as each rank reads and writes the longest registered buffer."""
     given = {"model": "gpt2", "ranks": 2, "flops": 1e11, "precision": "fp32"}
     model, _, rows, _ = planned(**given, network=str(BENCH))
-    whole = 30 * model.elements / 25.03e9
-    assert [r.step.optimizer for r in rows] == pytest.approx([whole, *[whole / 2] * 3], rel=0.01)
     path, report = tmp_path / "b.json", json.loads(BENCH.read_text(encoding="utf-8"))
+    longest = max((r for r in report["rows"] if r["registered"]), key=lambda r: r["bytes"])
+    whole = 30 * model.elements * longest["p50_us"] * 1e-6 / (2 * longest["bytes"])
+    assert [r.step.optimizer for r in rows] == pytest.approx([whole, *[whole / 2] * 3], rel=0.01)
     over = [r | {"transport": "nccl"} for r in report["rows"] if r["transport"] == "shm"]
     path.write_text(json.dumps(report | {"rows": over}), encoding="utf-8")
-    assert planned(**given, network=str(path))[2][0].step.optimizer < whole / 100
+    assert planned(**given, network=str(path))[2][0].step.optimizer < whole / 20
 
 
 def test_json_says_what_the_tables_say(tmp_path, capsys):
