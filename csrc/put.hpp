@@ -66,9 +66,9 @@ class Put {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Bytes. Of what is shorter only every so-and-so-many is timed, and of what is shorter still none: it
+  // Bytes. Each copy of kMeasured or more is timed, of kTimed or more one in kEvery, and none below: it
   // costs less than to find out. (Where two cores share no cache an all_reduce of 8 KiB took 4.7 us when
-  // none of it was timed, 2.2 like this; where they share one 1.5 both ways.)
+  // no copy of it was timed, 2.2 like this; where they share one, 1.5 both ways.)
   static constexpr std::size_t kTimed = 2 << 10, kMeasured = 16 << 10;
   static constexpr unsigned kEvery = 16;
   static constexpr double kSlow = 6e9;                          // bytes/s
@@ -77,7 +77,7 @@ class Put {
   static constexpr Clock::duration kLeast = std::chrono::microseconds(50);
   static constexpr Clock::duration kMost = std::chrono::milliseconds(5);
 
-  unsigned shorter_ = 0;  // how many copies were so far
+  unsigned shorter_ = 0;  // copies of kTimed to kMeasured bytes so far
   bool around_ = false;
   Clock::duration trust_ = kLeast;
   Clock::time_point again_{};

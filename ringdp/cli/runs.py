@@ -74,14 +74,13 @@ def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
     """What each rank runs, on one thread: all stages, one after another."""
     torch.set_num_threads(1)
     transport = job.options.transport
-    device = gpus.take(transport)[0] if transport in gpus.OURS else "cpu"
+    if transport in gpus.OURS:
+        gpus.take(transport)
     comm = ringdp.init(transport=cast(TransportName, transport))
     data = load(job.options, job.text_digest)
     file = job.options.trace
     with nullcontext() if file is None else ringdp.trace(file):
-        records = [
-            _run_stage(stage, job.options, data, comm, device, emit) for stage in job.options.stages
-        ]
+        records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
     comm.close()
     return records
 
@@ -91,10 +90,9 @@ def _run_stage(
     options: Options,
     data: bytes,
     comm: ringdp.Communicator,
-    device: str,
     emit: Callable[[Progress], None],
 ) -> Record:
-    model = gpt.build(gpt.Shape(options.context), options.seed).to(device)
+    model = gpt.build(gpt.Shape(options.context), options.seed).to(comm.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)

@@ -21,12 +21,13 @@ from ringdp.comm.rendezvous import over
 from ringdp.transport import told
 from ringdp.transport.base import Link
 from ringdp.transport.processes import process_state
-from tests.comm import test_forms, test_groups, test_messages
+from tests.comm import test_messages
 from tests.comm.failing import Heard, hear, held
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Ended, Forks, Say, store
 from tests.ports import unused_port
 from tests.ranks import on_ranks
+from tests.transport.offered import offered
 from tests.transport.test_conformance import ROWS, Case, agree
 
 pytestmark = pytest.mark.process
@@ -47,17 +48,9 @@ def test_every_algorithm_gives_the_simulators_bits(over_gloo, n: int):
 
 
 def calls(comm: Communicator) -> None:
-    """What the communicator's own tests ask of shared memory."""
-    test_forms.moved(comm, 10)
-    test_forms.added(comm, 10)
-    test_forms.begun_in_inference_mode(comm)
-    test_messages.exchange(comm)
+    offered(comm)
     test_messages.any_order(comm, 3)
     test_messages.short_ones_need_no_receiver(comm)
-    test_messages.anybody(comm)
-    test_messages.beside_collectives(comm)
-    test_groups.parts.__wrapped__(comm)
-    test_groups.together(comm)
     with pytest.raises(ringdp.UsageError, match="tags are 0"):
         comm.send(torch.zeros(1), (comm.rank + 1) % comm.size, tag=1 << 30)
     with pytest.raises(ringdp.UsageError, match="CPU"):

@@ -14,13 +14,13 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.transport import answers
-from tests.comm import test_forms, test_groups, test_messages
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE
 from tests.parallel.test_engine import equal, train
 from tests.ranks import on_ranks
 from tests.transport.device_bodies import Trained, clipped, ddp
 from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.offered import offered
 from tests.transport.over import over
 from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, agree
 
@@ -57,15 +57,7 @@ def test_every_algorithm_gives_the_simulators_bits(over_device, n: int):
 
 
 def calls(comm: Communicator) -> None:
-    """What the communicator's own tests ask of shared memory."""
-    test_forms.moved(comm, 10)
-    test_forms.added(comm, 10)
-    test_forms.begun_in_inference_mode(comm)
-    test_messages.exchange(comm)
-    test_messages.anybody(comm)
-    test_messages.beside_collectives(comm)
-    test_groups.parts.__wrapped__(comm)
-    test_groups.together(comm)
+    offered(comm)
     with comm.duplicate() as other, other.group():
         x = torch.ones(3)
         other.all_reduce(x)

@@ -1,0 +1,17 @@
+"""What a communicator offers over any transport, as its own tests ask it of shared memory."""
+
+from __future__ import annotations
+
+from ringdp import Communicator
+from tests.comm import test_forms, test_groups, test_messages
+
+
+def offered(comm: Communicator) -> None:
+    test_forms.moved(comm, 10)
+    test_forms.added(comm, 10)
+    test_forms.begun_in_inference_mode(comm)
+    test_messages.exchange(comm)
+    test_messages.anybody(comm)
+    test_messages.beside_collectives(comm)
+    test_groups.parts.__wrapped__(comm)
+    test_groups.together(comm)
