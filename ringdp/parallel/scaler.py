@@ -23,9 +23,10 @@ from ringdp.parallel.engine import Engine, check_engine
 class LossScaler:
     """scale(loss).backward(), then step(optimizer); to clip, unscale_() before clipping.
 
-    scale: at first. backoff, minimum: an overflow multiplies it by `backoff`, to no less than
-    `minimum`. growth, interval: `interval` good backwards in a row multiply it by `growth`. Raises
-    UsageError for what is not allowed of these.
+    scale: at first. backoff, minimum, hysteresis: the `hysteresis`-th overflow since it grew, and
+    each after that, multiplies it by `backoff`, to no less than `minimum`. growth, interval:
+    `interval` good backwards in a row multiply it by `growth`. Raises UsageError for what is not
+    allowed of these.
     """
 
     def __init__(
