@@ -190,7 +190,7 @@ def gather(engine: ringdp.Engine, unit: Any) -> None:
 
 def reduce(engine: ringdp.Engine, unit: Any) -> None:
     bucket = engine.comm.empty(unit.plan.padded)
-    engine.reducing.comm.reduce_scatter(bucket[unit.part], bucket, async_op=True).wait()
+    engine.reducing.comm.reduce_scatter(bucket[unit.cut.part], bucket, async_op=True).wait()
 
 
 def communicate(engine: ringdp.Engine) -> None:

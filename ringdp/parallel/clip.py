@@ -23,7 +23,7 @@ def grad_norm(engine: Engine) -> float:
     """The L2 norm of all gradients. A parameter without a gradient counts as zero. Collective."""
     whole = engine.stage.optimizer is Keep.FULL
     count = engine.comm.size if whole else 1
-    shards = [unit.gradient.view(count, -1) for unit in _settled(engine)]
+    shards = [unit.gradients.reduced.view(count, -1) for unit in _settled(engine)]
     sums = torch.stack([squared_norm([s[i] for s in shards]) for i in range(count)]).cpu()
     if not whole:
         every = torch.empty(engine.comm.size, dtype=torch.float64)
@@ -54,15 +54,15 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
 def scale_gradients(engine: Engine, factor: float) -> None:
     """Multiply what the optimizer will read."""
     for unit in _settled(engine):
-        unit.gradient.mul_(factor)
+        unit.gradients.reduced.mul_(factor)
 
 
 def unscale_gradients(engine: Engine, scale: float) -> bool:
     """Divide them by `scale`; whether all on all ranks are finite then. Collective."""
     units = _settled(engine)
-    found = torch.zeros(1, device=units[0].gradient.device if units else None)
+    found = torch.zeros(1, device=units[0].gradients.reduced.device if units else None)
     for unit in units:
-        unscale(unit.gradient, unit.gradient, found, scale=1 / scale)
+        unscale(unit.gradients.reduced, unit.gradients.reduced, found, scale=1 / scale)
     anywhere = found.cpu()
     engine.comm.all_reduce(anywhere, "max")
     return not anywhere.item()
@@ -73,7 +73,7 @@ def _settled(engine: Engine) -> list[FlatUnit]:
     engine.check_reduced("gradients are clipped or scaled")
     units = [u for u in engine.units if u.trainable]
     for unit in units:
-        for p, view in zip(unit.parameters, unit.gradient_views(), strict=True):
+        for p, view in zip(unit.parameters, unit.gradients.views(), strict=True):
             if p.grad is None:
                 view.zero_()
             elif p.grad.data_ptr() != view.data_ptr():  # the user has put another one there

@@ -50,7 +50,9 @@ class Kept:
 
     def show(self, unit: FlatUnit, shows: Sequence[bool], *, reduced: bool) -> None:
         """Set the .grad of those; `reduced`: to what backwards outside of no_sync came to."""
-        views = unit.gradient_views() if reduced else unit.at_rest(self._sums[unit.index].whole())
+        views = (
+            unit.gradients.views() if reduced else unit.cut.at_rest(self._sums[unit.index].whole())
+        )
         shown = []
         for p, view, show in zip(unit.parameters, views, shows, strict=True):
             gradient = view.data.to(p.device) if show else None  # a version of its own

@@ -38,8 +38,8 @@ class _Reduction(NamedTuple):
 class Reducing:
     """Over a communicator of its own. Without `overlap` every reduction is waited for at once.
 
-    A unit is opened, takes gradients, is closed, and handed out. Where its own gradient cannot
-    serve as its bucket, one other bucket is reduced at a time.
+    A unit is opened, takes gradients, is closed, and handed out. Where it keeps no
+    bucket, one is made, and one of these is reduced at a time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Reducing:
     def open(self, unit: FlatUnit, *, keep: bool) -> None:
         """The unit's gradients are about to come, to be averaged or, with `keep`, kept as they are.
 
-        What p.grad holds moves to the unit's own gradient.
+        What p.grad holds moves to the unit's gradients.
         """
         # A parameter frozen since its last gradient keeps that, as in torch.
         shows = [p.requires_grad or p.grad is not None for p in unit.parameters]
@@ -108,7 +108,7 @@ class Reducing:
         if unit in self.kept:
             self.kept.show(unit, turn.shows, reduced=turn.accumulate)
             return
-        views = unit.gradient_views()
+        views = unit.gradients.views()
         for p, gradient, show in zip(unit.parameters, views, turn.shows, strict=True):
             if show:
                 p.grad = gradient
@@ -118,7 +118,7 @@ class Reducing:
         """Average the unit's gradients over the ranks."""
         turn, bucket = self._turns[unit.index], self._open.pop(unit.index).whole()
         sums = self.kept.pop(unit)
-        if sums is not None or bucket is not unit.bucket:
+        if sums is not None or bucket is not unit.gradients.bucket:
             self._land()
         if sums is not None:
             bucket = self._bucket(unit, turn.accumulate)
@@ -127,7 +127,7 @@ class Reducing:
         if self.stage.reduction == "all_reduce":
             work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
         else:
-            own = bucket[unit.part]
+            own = bucket[unit.cut.part]
             work = self.comm.reduce_scatter(own, bucket, async_op=True, tag=unit.index)
         self._pending.append(_Reduction(turn, bucket, work))
         if not self.overlap:
@@ -157,12 +157,12 @@ class Reducing:
         self.kept.drop()
 
     def _bucket(self, unit: FlatUnit, accumulate: bool) -> Tensor:
-        if unit.bucket is not None and not (accumulate and unit.widths.own):
-            return unit.bucket
+        if unit.gradients.bucket is not None and not (accumulate and unit.widths.own):
+            return unit.gradients.bucket
         return self.ledger.empty("buckets", unit.plan.padded, unit.dtypes.reduce, unit.full.device)
 
     def _give(self, unit: FlatUnit, bucket: Tensor) -> None:
-        if bucket is not unit.bucket:
+        if bucket is not unit.gradients.bucket:
             self.ledger.give("buckets", bucket.nbytes)
 
     def _land(self) -> None:
@@ -174,26 +174,27 @@ class Reducing:
     def _finish(self, reduction: _Reduction) -> None:
         (unit, *_), bucket, work = reduction
         work.wait()
-        if bucket is unit.bucket and unit.widths.own:
+        if bucket is unit.gradients.bucket and unit.widths.own:
             return
-        result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.part]
+        result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.cut.part]
+        reduced = unit.gradients.reduced
         if reduction.turn.accumulate:
-            unit.gradient.add_(result.to(unit.gradient.device))
+            reduced.add_(result.to(reduced.device))
         else:
-            unit.gradient.copy_(result, non_blocking=True)
-            if result.is_cuda and not unit.gradient.is_cuda:
+            reduced.copy_(result, non_blocking=True)
+            if result.is_cuda and not reduced.is_cuda:
                 self._copying.add(torch.cuda.current_stream(result.device))
         self._give(unit, bucket)
 
 
 def _set_aside(unit: FlatUnit) -> bool:
-    """Move what p.grad holds to the unit's own gradient; whether there was any."""
+    """Move what p.grad holds to the unit's gradients; whether there was any."""
     before = [p.grad for p in unit.parameters]
     there = [gradient for gradient in before if gradient is not None]
-    unit.leave_held(there)
+    unit.gradients.leave_held(there)
     if not there:
         return False
-    for p, gradient, kept in zip(unit.parameters, before, unit.gradient_views(), strict=True):
+    for p, gradient, kept in zip(unit.parameters, before, unit.gradients.views(), strict=True):
         if gradient is None:
             kept.zero_()
         elif gradient.data_ptr() != kept.data_ptr():  # the user has put another one there

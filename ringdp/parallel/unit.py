@@ -13,7 +13,9 @@ from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout, outside
 from ringdp.parallel.computed import Computed, Gathered, follow, set_data
-from ringdp.parallel.memory import Ledger, Widths, holders, widths_of
+from ringdp.parallel.cut import Cut
+from ringdp.parallel.gradients import Gradients
+from ringdp.parallel.memory import Ledger, Widths, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
 from ringdp.parallel.precision import Dtypes
@@ -79,9 +81,7 @@ class FlatUnit:
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
         self.slices = stage.optimizer is Keep.SHARD  # are what parameters are between uses
-        self.part = slice(comm.rank * plan.shard, (comm.rank + 1) * plan.shard)
-        self.spans = [plan.local(e, comm.rank) for e in plan.entries]  # in that part
-        self.shapes = [p.shape for p in parameters]
+        self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
         ledger.spare.let_go()  # what the unit before has left
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
         flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
@@ -91,16 +91,16 @@ class FlatUnit:
         if self.apart:
             self.full = torch.empty(plan.padded, dtype=dtypes.compute, device=device)
         self.bytes = plan.padded * dtypes.compute.itemsize
-        self.shard = self.full[self.part]
+        self.shard = self.full[self.cut.part]
         if self.freed and not offload.parameters:
             self.shard = ledger.make(plan.shard, dtypes.compute, device)
-            self.shard.copy_(whole[self.part])
+            self.shard.copy_(whole[self.cut.part])
         self.master = self._master(whole)
-        self.views = self._views(self.full)
+        self.views = self.cut.whole(self.full)
         self.computed: Sequence[nn.Parameter] = parameters
         if self.apart:
             self.computed = [Computed.of(p, v) for p, v in zip(parameters, self.views, strict=True)]
-        self._make_gradients()
+        self.gradients = self._gradients()
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
         self.versions = list[int]()  # for `written`
@@ -183,7 +183,7 @@ class FlatUnit:
         outside.release(self.parameters)
         self.rested = self.rest
         self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
-        views = self._views(self.summoned)
+        views = self.cut.whole(self.summoned)
         if self.slices:
             comm.all_gather(self.summoned, self.master, tag=self.index)
         else:
@@ -195,7 +195,7 @@ class FlatUnit:
         """SUMMONED -> as before, with what was written meanwhile, or without."""
         assert self.state is State.SUMMONED
         if write:
-            _copy(self.rested, self.at_rest(self.summoned))
+            _copy(self.rested, self.cut.at_rest(self.summoned))
         self._settle_in(self.rested)
         if self.slices:
             outside.guard(self.parameters)
@@ -238,8 +238,8 @@ class FlatUnit:
             self.master = self.shard = made.copy_(self.master)
         else:
             self.full = self.full.clone()
-            self.views = self._views(self.full)
-            self.master = self.shard = self.full[self.part]
+            self.views = self.cut.whole(self.full)
+            self.master = self.shard = self.full[self.cut.part]
 
     def _settle_in(self, tensors: Sequence[Tensor]) -> None:
         """The parameters are these, at rest or SUMMONED."""
@@ -257,28 +257,14 @@ class FlatUnit:
 
     def _held(self) -> list[Tensor]:
         """What they are to be, at rest or SUMMONED."""
-        return self._views(self.summoned) if self.state is State.SUMMONED else self.rest
+        return self.cut.whole(self.summoned) if self.state is State.SUMMONED else self.rest
 
     @property
     def rest(self) -> list[Tensor]:
         """What the parameters are between uses: views of the master."""
         if self.static:
             return [p.data for p in self.parameters]  # which the user may have changed by `p.data`
-        return self._kept(self.master)
-
-    def at_rest(self, whole: Tensor) -> list[Tensor]:
-        """Of a padded buffer the part of every parameter that it has between steps, as views."""
-        return self._kept(whole[self.part] if self.slices else whole)
-
-    def gradient_views(self) -> list[Tensor]:
-        """The gradient of each parameter, in the shape that it has between steps."""
-        return self._kept(self.gradient)
-
-    def _kept(self, buffer: Tensor) -> list[Tensor]:
-        """Every parameter's part of what this rank keeps, as views: a slice, or in its shape."""
-        if not self.slices:
-            return self._views(buffer)
-        return [buffer[begin:end] for begin, end in self.spans]
+        return self.cut.kept(self.master)
 
     def _master(self, whole: Tensor) -> Tensor:
         """What the optimizer steps: all of it in stage 0, else this rank's shard."""
@@ -286,61 +272,34 @@ class FlatUnit:
             return whole
         if not self.apart:
             return self.shard
-        own = whole[self.part]
+        own = whole[self.cut.part]
         return on_host(own.numel(), own.dtype).copy_(own) if self.offload.any else own.clone()
 
-    def leave_held(self, own: Sequence[Tensor]) -> None:
-        """Take other memory for gradients where somebody holds some of these, beside the p.grad
-        that are `own`. See Note [gradients live in their bucket], in `ddp.bucket`."""
-        memory = self.gradient.untyped_storage()._cdata
-        here = sum(t.untyped_storage()._cdata == memory for t in own)
-        if holders(self.gradient) > self._alone + here:
-            self.ledger.give("gradients", self.widths.gradients(self.plan, self.stage))
-            self._make_gradients()
-
-    def _make_gradients(self) -> None:
-        """`bucket`: what is reduced, None where one is made each time. `gradient`: what the
-        optimizer reads. In stages 0 and 1 the latter may be (a part of) the former."""
-        stage, plan, width, device = self.stage, self.plan, self.widths, self.full.device
-        self.bucket: Tensor | None = None
-        shard = plan.shard if self.slices else plan.padded
-        if not self.trainable:
-            self.gradient = torch.empty(0, dtype=self.dtypes.master, device=device)
-            return
-        if width.keeps_bucket(stage):
-            self.bucket = self.ledger.empty("gradients", plan.padded, self.dtypes.reduce, device)
-        if self.bucket is not None and width.own:
-            self.gradient = self.bucket if shard == plan.padded else self.bucket[self.part]
-        elif self.offload.any:
-            self.gradient = on_host(shard, self.dtypes.master)
-            self.ledger.take("gradients", shard * self.dtypes.master.itemsize)
-        else:
-            self.gradient = self.ledger.empty("gradients", shard, self.dtypes.master, device)
-        begin = self.part.start if self.slices else 0
-        self.gradient[max(0, plan.elements - begin) :].zero_()  # the padding: norms are of all
-        self._alone = holders(self.gradient)
+    def _gradients(self) -> Gradients:
+        return Gradients(
+            self.cut,
+            self.stage,
+            self.dtypes,
+            self.widths,
+            self.offload,
+            self.ledger,
+            self.full.device,
+        )
 
     def thaw(self) -> None:
         """A parameter of it trains from now on: there is room for gradients."""
         if not self.trainable:
             self.trainable = True
-            self._make_gradients()
-
-    def _views(self, full: Tensor) -> list[Tensor]:
-        """The unit's parameters, in their shapes, as views of a flat buffer."""
-        return [
-            full[e.offset : e.offset + e.elements].view(shape)
-            for e, shape in zip(self.plan.entries, self.shapes, strict=True)
-        ]
+            self.gradients = self._gradients()
 
     def _free(self) -> None:
         """See Note [views outlive their memory]."""
         if not self.full.untyped_storage().resizable():  # somebody holds it as a numpy array
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
-            self.views = self._views(self.full)
+            self.views = self.cut.whole(self.full)
             if self.offload.parameters:
-                self.shard = self.full[self.part]
+                self.shard = self.full[self.cut.part]
         self.ledger.spare.empty(self.full.untyped_storage())
 
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:

@@ -234,7 +234,7 @@ def test_what_one_rank_steps_of_its_own_gathers_nothing(comm: Communicator, stag
     for step in range(2):
         loss(twin, step).backward()
     for unit in engine.units:
-        for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+        for entry, view in zip(unit.plan.entries, unit.gradients.views(), strict=True):
             exact = twin.get_parameter(entry.name).grad
             begin, end = unit.plan.local(entry, comm.rank)
             first = unit.rank * unit.plan.shard + begin - entry.offset

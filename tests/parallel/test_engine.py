@@ -62,11 +62,11 @@ def gathered(comm: Communicator, engine: ringdp.Engine) -> list[Tensor]:
     """Every parameter's full gradient, put together from the ranks' parts."""
     out = []
     for unit in engine.units:
-        full = unit.gradient
+        full = unit.gradients.reduced
         if unit.stage.number > 0:
-            full = torch.empty(unit.plan.padded, dtype=unit.gradient.dtype)
-            comm.all_gather(full, unit.gradient.clone())
-        for e, shape in zip(unit.plan.entries, unit.shapes, strict=True):
+            full = torch.empty(unit.plan.padded, dtype=unit.gradients.reduced.dtype)
+            comm.all_gather(full, unit.gradients.reduced.clone())
+        for e, shape in zip(unit.plan.entries, unit.cut.shapes, strict=True):
             out.append(full[e.offset : e.offset + e.elements].view(shape).clone())
     return out
 

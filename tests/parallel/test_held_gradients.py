@@ -59,10 +59,10 @@ def test_gradients_that_somebody_holds_keep_their_values(
             torch.testing.assert_close(gradients(1), expected)
             assert all(map(torch.equal, map(torch.as_tensor, kept), copied))
             del kept
-    memory = [u.gradient.data_ptr() for u in engine.units]
+    memory = [u.gradients.reduced.data_ptr() for u in engine.units]
     for seed in range(3):  # nobody holds them: no other memory is taken
         (model.zero_grad if seed else clear_some)()
         gradients(seed)
-        assert [u.gradient.data_ptr() for u in engine.units] == memory
+        assert [u.gradients.reduced.data_ptr() for u in engine.units] == memory
     assert engine.ledger.now["gradients"] == engine.memory_formula().gradients
     engine.close()

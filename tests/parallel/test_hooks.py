@@ -131,7 +131,7 @@ def test_gradients_are_those_of_one_process(
         loop(model, list(model.parameters()))
         loop(twin, list(twin.parameters()))
         for unit in engine.units:
-            for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+            for entry, view in zip(unit.plan.entries, unit.gradients.views(), strict=True):
                 whole = twin.get_parameter(entry.name)
                 exact = torch.zeros_like(whole) if whole.grad is None else whole.grad
                 if stage:

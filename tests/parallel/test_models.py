@@ -245,7 +245,7 @@ def lora(comm: Communicator, stage: int, prefetch_bytes: int | None = None) -> l
     assert engine.memory(optimizer) == engine.memory_formula()
     frozen = [u for u in engine.units if not u.trainable]
     assert [u.dtypes.compute for u in frozen if u.plan.entries] == [BF16, BF16]
-    assert all(u.gradient.numel() == 0 for u in frozen)
+    assert all(u.gradients.reduced.numel() == 0 for u in frozen)
     found = values(engine)
     engine.close()
     return found

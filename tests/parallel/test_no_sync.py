@@ -69,7 +69,7 @@ def test_zero_grad_clears_what_no_sync_keeps(comm: Communicator, stage: int, apa
         run(twin, None, loop)
         engine.check_reduced("gradients are read")
         for unit in engine.units:
-            for entry, view in zip(unit.plan.entries, unit.gradient_views(), strict=True):
+            for entry, view in zip(unit.plan.entries, unit.gradients.views(), strict=True):
                 exact = twin.get_parameter(entry.name).grad
                 if stage:
                     first = unit.rank * unit.plan.shard - entry.offset

@@ -259,7 +259,7 @@ def test_norms_may_be_taken_after_the_step(
 def test_a_closure_leaves_gradients_in_their_memory(comm: Communicator, stage: int) -> None:
     engine = ringdp.shard(model := nn.Linear(3, 3), stage=stage, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory = engine.units[0].gradient.data_ptr()
+    memory = engine.units[0].gradients.reduced.data_ptr()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -269,7 +269,7 @@ def test_a_closure_leaves_gradients_in_their_memory(comm: Communicator, stage: i
 
     for _ in range(2):
         optimizer.step(closure)
-        assert engine.units[0].gradient.data_ptr() == memory
+        assert engine.units[0].gradients.reduced.data_ptr() == memory
     engine.close()
 
 

@@ -41,7 +41,7 @@ def pieces(engine: Engine) -> list[Piece]:
         unit.settle()
         whole = unit.stage.optimizer is Keep.FULL
         for entry, p, shape, rest in zip(
-            unit.plan.entries, unit.parameters, unit.shapes, unit.rest, strict=True
+            unit.plan.entries, unit.parameters, unit.cut.shapes, unit.rest, strict=True
         ):
             part = unit.plan.part(entry, unit.rank)
             kept = (0, entry.elements) if whole else part
