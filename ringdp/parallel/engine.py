@@ -30,20 +30,21 @@ from torch import nn
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import copies, made, sliced, state_dict, steps
 from ringdp.parallel.accounts import Accounts
-from ringdp.parallel.around import Watched
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.given import Given
+from ringdp.parallel.guards import copies, sliced, state_dict, steps
+from ringdp.parallel.guards.given import Given
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.moving import move_inputs
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.taped import Watcher
+from ringdp.parallel.tracing.around import Watched
+from ringdp.parallel.tracing.taped import Watcher
 from ringdp.parallel.underway import in_backward, transformed
 from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.values import made
+from ringdp.parallel.values.moving import move_inputs
 from ringdp.tape import recorder
 
 

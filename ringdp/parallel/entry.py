@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
-from ringdp.parallel import copies, meta, outside
+from ringdp.parallel import meta
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.guards import copies, outside
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload

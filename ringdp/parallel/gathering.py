@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringdp.comm import Communicator
-from ringdp.parallel import written
+from ringdp.parallel.guards import written
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.unit import FlatUnit, State

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.parallel import sliced
 from ringdp.parallel.filling import Filling
+from ringdp.parallel.guards import sliced
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.unit import FlatUnit
 

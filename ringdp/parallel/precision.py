@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
-from ringdp.parallel.copies import Own
-from ringdp.parallel.outputs import map_tensors
-from ringdp.parallel.passed import change_inputs
+from ringdp.parallel.guards.copies import Own
 from ringdp.parallel.units import UnitRule, matches
+from ringdp.parallel.values.outputs import map_tensors
+from ringdp.parallel.values.passed import change_inputs
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
-from ringdp.parallel import sliced
 from ringdp.parallel.filling import Filling
+from ringdp.parallel.guards import sliced
+from ringdp.parallel.guards.outside import unguarded
 from ringdp.parallel.kept import Kept
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.outside import unguarded
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
-from ringdp.parallel import layout, outside
-from ringdp.parallel.computed import Computed, Gathered, follow, set_data
+from ringdp.parallel import layout
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
+from ringdp.parallel.guards import outside
+from ringdp.parallel.guards.computed import Computed, Gathered, follow, set_data
 from ringdp.parallel.memory import Ledger, Widths, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import UsageError
-from ringdp.parallel.moving import move, move_inputs
+from ringdp.parallel.values.moving import move, move_inputs
 from tests.parallel.small import batch, net
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
-from ringdp.parallel.outputs import DEEP, map_tensors, tensors
+from ringdp.parallel.values.outputs import DEEP, map_tensors, tensors
 
 
 def test_in_objects_within_objects():

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator, DistributedDataParallel, Precision
-from ringdp.parallel.passed import give_back
 from ringdp.parallel.precision import cast
+from ringdp.parallel.values.passed import give_back
 from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import APART, WIDTH, assert_equal, batch
 from tests.ranks import on_ranks

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.builtin import BuiltIn
-from ringdp.parallel.moving import moved
-from ringdp.parallel.passed import give_back
 from ringdp.parallel.precision import cast
+from ringdp.parallel.values.moving import moved
+from ringdp.parallel.values.passed import give_back
 
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 

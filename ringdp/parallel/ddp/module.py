@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.comm import communicator_of
 from ringdp.errors import ModelError
-from ringdp.parallel import copies, replicas
+from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments, unheard
 from ringdp.parallel.ddp.assign import MIB
 from ringdp.parallel.ddp.builtin import BuiltIn, built_in
@@ -30,10 +30,11 @@ from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
 from ringdp.parallel.ddp.uneven import Uneven
 from ringdp.parallel.ddp.words import Words
+from ringdp.parallel.guards import copies
 from ringdp.parallel.mesh import localize, of_mesh
-from ringdp.parallel.outputs import tensors
 from ringdp.parallel.refuse import refuse
 from ringdp.parallel.underway import in_backward
+from ringdp.parallel.values.outputs import tensors
 
 
 class DistributedDataParallel(nn.Module, Joining, Words):

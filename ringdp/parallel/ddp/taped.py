@@ -11,9 +11,9 @@ from time import monotonic_ns
 from torch.autograd import Variable
 
 from ringdp.comm import Communicator
-from ringdp.parallel.around import Around, Watched
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.state import RESTING, State
+from ringdp.parallel.tracing.around import Around, Watched
 from ringdp.tape.recorder import Recorder
 
 

@@ -16,12 +16,12 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import config as configs
 from ringdp.parallel.fronts.trainer import Scheduler, Trainer
-from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
 from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.units import UnitRule
+from ringdp.parallel.values.moving import move_to_ranks
 
 PORT = 29500  # DeepSpeed's default
 

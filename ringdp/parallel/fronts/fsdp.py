@@ -20,10 +20,10 @@ from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.mesh import device_of, of_mesh
-from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.values.moving import move_to_ranks
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.

@@ -23,10 +23,10 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.mesh import device_of, of_mesh
 from ringdp.parallel.meta import Init
-from ringdp.parallel.moving import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.values.moving import move_to_ranks
 
 # Of torch's FSDPModule.
 ABSENT = (

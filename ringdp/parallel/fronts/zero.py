@@ -18,10 +18,10 @@ from torch.distributed.algorithms.join import JoinHook
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel import replicas
+from ringdp.parallel.guards.steps import check_slices
 from ringdp.parallel.joins import Joins, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.refuse import refuse
-from ringdp.parallel.steps import check_slices
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):

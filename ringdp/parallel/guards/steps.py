@@ -14,8 +14,8 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.errors import UsageError
-from ringdp.parallel import outside, sliced
-from ringdp.parallel.computed import Computed
+from ringdp.parallel.guards import outside, sliced
+from ringdp.parallel.guards.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit, State

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringdp.parallel.outputs import Dying, lasting, tensors
 from ringdp.parallel.unit import FlatUnit
+from ringdp.parallel.values.outputs import Dying, lasting, tensors
 
 CONTAINERS = (list, dict, tuple)
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ringdp.parallel.copies import Own
+from ringdp.parallel.guards.copies import Own
 
 
 def change_inputs(

@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.parallel.accounts import Accounts
-from ringdp.parallel.around import Around, Method
-from ringdp.parallel.held import Held
+from ringdp.parallel.tracing.around import Around, Method
+from ringdp.parallel.tracing.held import Held
 from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit
 from ringdp.tape.recorder import Args, Recorder, join

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
-from ringdp.parallel.copies import Own
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.given import Given
+from ringdp.parallel.guards.copies import Own
+from ringdp.parallel.guards.given import Given
 from ringdp.parallel.unit import FlatUnit, State
 
 

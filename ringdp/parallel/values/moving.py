@@ -11,8 +11,8 @@ from torch.distributed.utils import _recursive_to
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator, communicator_of
-from ringdp.parallel.copies import Own
-from ringdp.parallel.passed import change_inputs
+from ringdp.parallel.guards.copies import Own
+from ringdp.parallel.values.passed import change_inputs
 
 
 def move(model: nn.Module, device: torch.device) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ringdp.errors import UsageError
-from ringdp.parallel import sliced
-from ringdp.parallel.computed import Gathered, computing
+from ringdp.parallel.guards import sliced
+from ringdp.parallel.guards.computed import Gathered, computing
 
 P = ParamSpec("P")
 R = TypeVar("R")

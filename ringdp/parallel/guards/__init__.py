@@ -1,0 +1,1 @@
+"""What guards an engine's parameters against what would go wrong without a word."""

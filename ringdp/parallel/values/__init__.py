@@ -1,0 +1,1 @@
+"""The tensors that a model's modules take, return and leave."""
