@@ -4,8 +4,8 @@ buckets, and all ranks reduce these in one order.
 Every backward reduces, and shards add up, but within `no_sync`. A parameter that got no gradient in
 a backward counts as zero there. A backward that raises loses the gradients accumulated so far; the
 next forward or backward starts afresh. Stage 3 refuses `create_graph`. The hooks that tell when a
-unit's backward starts hang on what it returns or leaves in attributes (see `made`); without these
-it starts when a gradient of a parameter comes, for which stage 3 has no weights.
+unit's backward starts hang on what it returns or leaves in attributes (see `values.made`);
+without these it starts when a gradient of a parameter comes, for which stage 3 has no weights.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     norm = √(Σ over ranks r, in order, of squared_norm of r's shards of all units), in float64
 
 In stage 0 a rank has every shard and adds them in that order by itself. `torch.nn.utils`' own
-clipping is right as well (see `sliced`), in other bits and with a collective for each parameter.
+clipping is right as well (see `guards.sliced`), in other bits and with a collective for each
+parameter.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The loss is multiplied by `scale`, the gradients by its inverse before the step. Where any gradient
 on any rank is not finite, no rank steps, and the scale falls, from the `hysteresis`-th time since
 it grew on; after `interval` good ones in a row it grows. Micikevicius et al. 2018; the defaults are
-torch.amp.GradScaler's, which works as well (see `sliced`).
+torch.amp.GradScaler's, which works as well (see `guards.sliced`).
 
 What a backward made is judged and unscaled once, whoever steps then: several optimizers, or none.
 """

@@ -76,7 +76,7 @@ class Mixed:
 
     @contextmanager
     def inputs(self, args: Any, kwargs: Any, device: torch.device | None) -> Iterator[Any]:
-        """What the module gets, on that device if there is one. See `passed`."""
+        """What the module gets, on that device if there is one. See `values.passed`."""
         given: Any = args, kwargs
         there = given if device is None else moved(given, device)
         passed = cast(there, self.dtype) if self.dtype else there

@@ -154,7 +154,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         return self.module[key]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Of the module alone; see `copies`."""
+        """Of the module alone; see `guards.copies`."""
         return copy.deepcopy(self.module, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

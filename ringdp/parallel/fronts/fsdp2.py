@@ -85,7 +85,7 @@ class FSDPModule:
         raise NotHere("fully_shard", name, "ringdp.shard, whose arguments tell what is done when")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of the class that it was; see `copies`."""
+        """Of the class that it was; see `guards.copies`."""
         kind, engine = type(self), vars(self).pop("_ringdp_engine")
         self.__class__ = kind.__bases__[1]
         try:
