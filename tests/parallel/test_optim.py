@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import AdamW, ZeroRedundancyOptimizer
 from ringdp.errors import UsageError
+from tests.parallel.small import batch, net
 
 SIZES = (5, 16, 1)
 Place = Callable[[Tensor], list[Tensor]]
@@ -123,3 +125,50 @@ def test_a_closure_makes_the_gradients_of_its_step(of: Callable[..., torch.optim
     twin.square().sum().backward()
     AdamW([twin]).step()
     assert torch.equal(p, twin)
+
+
+def steps(make, *, state=None) -> tuple[list[Tensor], dict[str, Any]]:
+    model = net()
+    optimizer = make(model.parameters())
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for i in range(3):
+        optimizer.zero_grad()
+        model(batch(i)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], optimizer.state_dict()
+
+
+def test_adamw_is_torchs_to_rounding_and_shares_its_state():
+    mine, state = steps(lambda p: AdamW(p, lr=0.01))
+    theirs, torch_state = steps(lambda p: torch.optim.AdamW(p, lr=0.01))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert state["state"].keys() == torch_state["state"].keys()
+    a, _ = steps(lambda p: AdamW(p, lr=0.01), state=torch_state)
+    b, _ = steps(lambda p: torch.optim.AdamW(p, lr=0.01), state=state)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_steps_neighbours_as_one_and_cuts_where_it_must(monkeypatch):
+    sizes = []
+    monkeypatch.setattr("ringdp.parallel.optim.adamw", lambda p, *_, **__: sizes.append(p.numel()))
+    flat, grads = torch.zeros(12), torch.ones(12)
+    parts = [nn.Parameter(x) for x in flat.split(3)]
+    for p, g in zip(parts, grads.split(3), strict=True):
+        p.grad = g
+    AdamW(parts).step()
+    optimizer = AdamW([{"params": parts[:1]}, {"params": parts[1:], "lr": 0.1}])
+    parts[2].grad = None
+    optimizer.step()
+    parts[2].grad = grads[6:9]
+    optimizer.step()  # the third is a step behind
+    assert sizes == [12, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_adamw_refuses_what_it_cannot_do():
+    with pytest.raises(UsageError, match="nothing below 0"):
+        AdamW([nn.Parameter(torch.ones(1))], lr=-1.0)
+    p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    p.grad = torch.ones(1, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="contiguous float32"):
+        AdamW([p]).step()

@@ -1,0 +1,82 @@
+"""The norm of all gradients, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import ringdp
+from ringdp import Communicator
+from tests.parallel.small import APART, assert_equal, batch, loss, net
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.process
+
+
+def norms(comm: Communicator, stage: int) -> tuple[float, float]:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    model(batch(comm.rank)).square().mean().backward()
+    norm = ringdp.clip_grad_norm_(engine, 0.01)
+    after = ringdp.clip_grad_norm_(engine, 1e9)
+    engine.close()
+    return norm, after
+
+
+def test_the_norm_is_that_of_all_gradients(ranks):
+    twin = net()
+    for rank in range(3):
+        (twin(batch(rank)).square().mean() / 3).backward()
+    exact = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1e9).item()
+    found = {pair for stage in range(4) for pair in ranks(3)(norms, stage)}
+    ((norm, after),) = found  # the same bits in all stages on all ranks
+    assert norm == pytest.approx(exact, rel=1e-5)
+    assert after == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_gradients_that_the_user_has_put_there_are_clipped(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    model(batch(comm.rank)).square().mean().backward()
+    first, *others = model.parameters()
+    first.grad = None
+    for p in others:
+        p.grad = torch.full_like(p.grad, 2.0)
+    elements = sum(p.numel() for p in list(net().parameters())[1:])
+    assert ringdp.clip_grad_norm_(engine, 1.0) == pytest.approx(2 * math.sqrt(elements))
+    assert all(p.grad.allclose(torch.tensor(elements**-0.5)) for p in others)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_gradients_that_are_put_behind_a_forward_are_stepped(
+    comm: Communicator, stage: int
+) -> None:
+    """That has no backward, and has left other parameters in their places."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=APART, comm=comm)
+    for m in (model, twin):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        loss(m).backward()
+        loss(m)
+        for p in m.parameters():
+            p.grad = p.grad * 0.5
+        optimizer.step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_norm_that_is_no_number_clips_as_torch_does(comm: Communicator, stage: int) -> None:
+    """Every gradient is NaN then."""
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    model(batch(comm.rank)).square().mean().backward()
+    next(model.parameters()).grad.fill_(float("nan"))
+    assert math.isnan(ringdp.clip_grad_norm_(engine, 1.0))
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    engine.close()
