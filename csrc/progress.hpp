@@ -78,9 +78,9 @@ class Progress final : public Records {
   }
 
   // Whether a job of so many bytes may be run by `dash`, if it seldom waits. Over a link none is short.
-  bool brief(std::size_t bytes) const { return bytes <= kBrief && !far_ && !peers_.crowded(); }
+  bool brief(std::size_t bytes) const { return bytes <= kBrief && !far_; }
 
-  // As `run`, but under the lock all the time, and only until it would have to yield: some tens of us.
+  // As `run`, but under the lock all the time, and only until it would have to sleep: some tens of us.
   std::uint64_t dash(const Job& job) {
     std::lock_guard lock(mutex_);
     if (!jobs_.empty() || running_ || failed_ || waits_.on()) return queue(job, false);
