@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -20,6 +21,7 @@ from torch.distributed import DistError
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.asking import PATIENCE, Asking
 
+LOOK_EVERY = 0.005  # s, for rank 0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _stores: dict[tuple[_Place, str], Store] = {}
 _alone: Store = HashStore()  # of a process without torchrun
@@ -130,15 +132,21 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
     return serve(master_listen_fd=listening.detach())
 
 
-def meeting(store: Store, rank: int, ranks: int) -> tuple[Store, int]:
-    """The part of a store for this coming together of so many ranks, and the how-many-th it is."""
+def meeting(
+    store: Store, rank: int, ranks: int, look: Callable[[], object] = bool
+) -> tuple[Store, int]:
+    """The part of a store for this coming together of so many ranks, and the how-many-th it is.
+
+    `look` is called now and then while rank 0 has not come, and may raise.
+    """
     store = PrefixStore(f"{ranks}", store)
-    times = generation(store, rank)
+    times = generation(store, rank, look)
     return PrefixStore(f"{times}", store), times
 
 
-def generation(store: Store, rank: int) -> int:
-    """The how-many-th coming together of all ranks this is; a number for all of them.
+def generation(store: Store, rank: int, look: Callable[[], object] = bool) -> int:
+    """The how-many-th coming together of all ranks this is; a number for all of them. `look`: see
+    `meeting`.
 
     Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
     come again after a failure find one another, whether they are the same processes or new ones.
@@ -151,7 +159,12 @@ def generation(store: Store, rank: int) -> int:
             return opened
         with Asking(lambda: store) as job:
             taken = job.ask(lambda s: s.add(f"seats/{rank}", 0), limit)
-            job.ask(lambda s: s.wait([f"open/{taken + 1}"]), limit)
+            until = monotonic() + limit
+            while not job.ask(lambda s: s.check([f"open/{taken + 1}"]), limit):
+                if monotonic() > until:
+                    raise DistError(f"it has not come in {limit:.0f} s")
+                look()
+                sleep(LOOK_EVERY)
             return job.ask(lambda s: s.add(f"seats/{rank}", 1), limit)
     except DistError as e:
         raise CommunicationError(f"rank {rank} did not meet rank 0: {e}") from e

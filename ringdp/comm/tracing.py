@@ -22,7 +22,7 @@ from ringdp.comm.rendezvous import TIMEOUT, last
 from ringdp.comm.store import host, job_store, meeting
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
-from ringdp.tape.meeting import Meeting
+from ringdp.tape.meeting import Meeting, lost
 from ringdp.transport.processes import has_ended, pid_of
 
 log = logging.getLogger("ringdp")
@@ -59,9 +59,14 @@ class Trace:
         if recorder.recording():
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store(TIMEOUT)
-        there, _ = meeting(PrefixStore("trace", store), rank, ranks)
-        before = PrefixStore(comm._name, store) if (comm := last()) else there
+        before = PrefixStore(comm._name, store) if (comm := last()) else store
         pids = cache(partial(pid_of, before))
+
+        def look() -> None:
+            if has_ended(pids(0)):
+                raise lost(0, rank, ranks)
+
+        there, _ = meeting(PrefixStore("trace", store), rank, ranks, look)
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
         complaint = unwritable("trace", self.path) if rank == 0 else None
         mine = str(self.path.absolute())

@@ -147,9 +147,7 @@ class Meeting:
         for rank in range(self.ranks):
             key = f"here/{rank}" if rank else "opened"
             if self._ended(self._pid_of(rank)) and not self._store.check([key]):
-                raise PeerLost(
-                    f"rank {self.rank} of {self.ranks} waited to trace; rank {rank} has ended"
-                )
+                raise lost(rank, self.rank, self.ranks)
 
     @property
     def shift(self) -> Shift:
@@ -238,6 +236,10 @@ class Meeting:
     def _lives(self, rank: int) -> bool:
         """As far as can be seen from here."""
         return rank in self.away or not self._ended(self.members[rank].pid)
+
+
+def lost(other: int, rank: int, ranks: int) -> PeerLost:
+    return PeerLost(f"rank {rank} of {ranks} waited to trace; rank {other} has ended")
 
 
 def _time(said: str | bytes | float) -> int:
