@@ -20,7 +20,17 @@
 namespace ringdp {
 
 // The methods of a communicator that repeat, in the order of transport.repeated.METHODS.
-enum class Method { all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather, scatter };
+enum class Method {
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  all_to_all,
+  broadcast,
+  reduce,
+  gather,
+  scatter,
+  barrier  // an all_reduce of a tensor that it is not given
+};
 
 // A call's tensors.
 struct Given {

@@ -47,10 +47,11 @@ class Ready {
     const auto gone = std::exchange(known_, {});  // what goes may call, as an algorithm's finalizer
   }
 
-  // For `Sites::learn`; what a call that has ended gives.
-  void learn(nb::object line, nb::bytes nowhere, nb::object ended) {
+  // For `Sites::learn`; what a call that has ended gives; the tensor of a barrier.
+  void learn(nb::object line, nb::bytes nowhere, nb::object ended, nb::object token) {
     sites_.learn(std::move(line), std::move(nowhere));
     ended_ = std::move(ended);
+    token_ = std::move(token);
   }
 
   std::uint64_t issued = 0;  // calls so far, those that were issued elsewhere too
@@ -59,8 +60,9 @@ class Ready {
 
   // The call of `comm`, if it was made before and its tensors are the buffers themselves. Else null, and
   // nothing is done.
-  nb::object again(nb::handle comm, Method method, const Asked& asked) {
+  nb::object again(nb::handle comm, Method method, Asked asked) {
     if (held) return {};
+    if (method == Method::barrier) asked.whole = token_.ptr();
     const auto letters = packed(nb::handle(asked.op));
     const auto root = number_of(asked.root), tag = number_of(asked.tag);
     const auto* const by = way(asked.algorithm);
@@ -193,7 +195,7 @@ class Ready {
   std::unordered_map<Key, Known, Hash> known_;
   std::array<std::pair<Key, const Known*>, kRecent> recent_{};
   Sites sites_;
-  nb::object ended_;
+  nb::object ended_, token_;
 };
 
 }  // namespace ringdp

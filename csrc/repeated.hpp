@@ -20,7 +20,7 @@ struct Places {
   int whole, part, op, root;
 };
 constexpr Places kArguments[] = {{1, 0, 2, 0}, {2, 1, 3, 0}, {1, 2, 0, 0}, {2, 1, 0, 0},
-                                 {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}};
+                                 {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}, {0, 0, 0, 0}};
 
 // What the call gives, or null: nothing is done.
 inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
@@ -32,7 +32,7 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
   static PyObject* const algorithm_name = PyUnicode_InternFromString("algorithm");
   static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
   const Places at = kArguments[self.method];
-  const int tensors = at.part ? 2 : 1;
+  const int tensors = (at.whole > 0) + (at.part > 0);
   if (count < 1 + tensors || count > 1 + std::max({tensors, at.op, at.root})) return {};
   const auto given = [&](int place) { return place && place < count ? args[place] : nullptr; };
   Asked asked{given(at.whole), given(at.part), given(at.op), given(at.root), nullptr, nullptr, false};

@@ -106,6 +106,7 @@ class Ready:
         line: Callable[[FrameType], bytes],
         nowhere: bytes,
         ended: object,
+        token: Tensor,
         /,
     ) -> None: ...
     def remember(

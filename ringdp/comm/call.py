@@ -27,7 +27,7 @@ TAGS = 1 << 31  # how many there are: with the codes around them they fit 63 bit
 ROOTS = 1 << 10  # and so many ranks may be roots
 
 MESSAGES = ("send", "recv")
-COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES)
+COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES, "barrier")
 BY = ("direct", "nccl", *sorted({a.name for a in ALGORITHMS} - {"direct"}))  # algorithms
 OWN = 255  # a user's, whatever each rank calls it
 ANYBODY = ROOTS - 1  # as the peer of a recv
@@ -81,6 +81,8 @@ def collective_of(kind: int) -> str:
 def named(number: int, kind: int) -> str:
     """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1, by ring)`."""
     name = collective_of(kind)
+    if name == "barrier":
+        return f"{name} #{number}"
     parts = [dtype_of(kind)]
     parts += [_name(REDUCE_OPS, kind & 15)] * (name in REDUCING)
     parts += [f"root {peer_of(kind)}"] * (name in ROOTED)
@@ -91,10 +93,17 @@ def named(number: int, kind: int) -> str:
     return f"{name} #{number} ({', '.join(parts)})"
 
 
+def counted(call: Call, unit: str = "") -> str:
+    """`all_reduce #12 (float32, sum) of 100`."""
+    number, kind, elements, _ = call
+    what = named(number, kind)
+    return what if collective_of(kind) == "barrier" else f"{what} of {elements}{unit}"
+
+
 def told(call: Call) -> str:
     """`all_reduce #12 (float32, sum) of 100 elements, tag 3, at train.py:40`."""
-    number, kind, elements, site = call
-    return f"{named(number, kind)} of {elements} elements, tag {tag_of(kind)}, at {place(site)}"
+    tag = tag_of(call[1])
+    return f"{counted(call, f' elements, tag {tag}')}, at {place(call[3])}"
 
 
 def place(site: bytes) -> str:

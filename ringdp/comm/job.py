@@ -64,11 +64,16 @@ class How(NamedTuple):
     """A call of a collective, but for its tensors and its op."""
 
     name: str  # of the method
-    collective: Collective  # the same without `_v`, but for all_to_all_v, which has its own rows
+    said: str  # the same without `_v`, but for all_to_all_v, which has its own rows
     algorithm: str | Builder
     async_op: bool
     tag: int
     root: int = 0  # of those that have one
+
+    @property
+    def collective(self) -> Collective:
+        """What it comes down to."""
+        return "all_reduce" if self.said == "barrier" else cast(Collective, self.said)
 
 
 class Job(NamedTuple):
@@ -106,7 +111,7 @@ class Job(NamedTuple):
     def told(self, how: How) -> tuple[int, int]:
         """The call's fingerprint and elements, as others are told."""
         dtype, elements = self.one.dtype, self.elements
-        kind = fingerprint(how.collective, dtype, self.op, how.root, how.algorithm, how.tag)
+        kind = fingerprint(how.said, dtype, self.op, how.root, how.algorithm, how.tag)
         return kind, self.bounds[-1] if elements is None else elements
 
 
@@ -130,12 +135,12 @@ class Issuer:
     def __init__(self, transport: Transport, guard: Guard) -> None:
         self.rank, self.size = transport.rank, transport.ranks
         self._transport, self._guard, self.closed = transport, guard, False
+        # A barrier's, on the host: a GPU's collectives do not wait for their ends.
+        self._zero = torch.zeros(1, dtype=torch.int32)
         self._ready = transport.ready  # None: every call goes through Python
         self._calls = self._ready or Calls()
         if self._ready:
-            self._ready.learn(line, NOWHERE, ENDED)
-        # On the host: a GPU's collectives do not wait for their ends.
-        self._zero = torch.zeros(1, dtype=torch.int32)
+            self._ready.learn(line, NOWHERE, ENDED, self._zero)
         self._group: Group | None = None
 
     @property
@@ -161,8 +166,8 @@ class Issuer:
         root = whole(name, "root", root, self.size - 1, "ranks")
         if self.closed:
             raise CommunicationError(f"{name} on a communicator that has been closed")
-        collective = cast(Collective, name if name in COLLECTIVES else name.removesuffix("_v"))
-        return How(name, collective, algorithm, async_op or self._group is not None, tag, root)
+        said = name if name in COLLECTIVES else name.removesuffix("_v")
+        return How(name, said, algorithm, async_op or self._group is not None, tag, root)
 
     def _program(self, how: How) -> Program:
         depth = self._transport.depth

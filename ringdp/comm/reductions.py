@@ -1,4 +1,5 @@
-"""The collectives that add: all_reduce, reduce, reduce_scatter. `comm.job` says what all share.
+"""The collectives that add: all_reduce, reduce, reduce_scatter, and a barrier. `comm.job` says what
+all share.
 
     op     float, double, half  complex  integers  bool
     sum    x                    x        x         or
@@ -190,13 +191,14 @@ class Reductions(Issuer):
 
         return finish if left else out.settle
 
-    def barrier(self) -> None:
-        """Return once every rank has called it, and collectives issued before have ended.
-
-        In errors and tables it is what it is made of: an all_reduce of one int32.
-        """
+    @repeated
+    def barrier(self, *, async_op: bool = False) -> Work:
+        """It ends once every rank has called it, and collectives issued before have ended."""
         self._transport.await_device()
-        self.all_reduce(self._zero)
+        how = self._how("barrier", self._zero, "direct", async_op, 0)
+        if program := self._program_or_exchange(how):
+            return self._issue(Job(program, chunk_bounds(1, program), self._zero), how)
+        return self._issue(Job("all_reduce", shard_bounds(1, self.size), self._zero), how)
 
 
 def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor) -> float:

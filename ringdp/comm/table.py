@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringdp.comm.call import named, other_end, place, tag_of
+from ringdp.comm.call import counted, named, other_end, place, tag_of
 from ringdp.transport.processes import process_state
 from ringdp.transport.records import SILENT, Call, Observed, RankRecord
 
@@ -53,12 +53,12 @@ def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[
     elif (now := observed.message(rank)) is not None:
         waits = other_end(now[1])
     elif elsewhere:
-        number, kind, elements, site = elsewhere[0]
-        doing += f", or {named(number, kind)} of {elements} of another communicator"
+        _, kind, _, site = elsewhere[0]
+        doing += f", or {counted(elsewhere[0])} of another communicator"
         tag, at = str(tag_of(kind) or ""), place(site)
     if now is not None:
-        number, kind, elements, site = now
-        doing = f"{named(number, kind)} of {elements}"
+        _, kind, _, site = now
+        doing = counted(now)
         tag, at = str(tag_of(kind) or ""), place(site)
     if state:
         doing = f"{doing}; {state}"

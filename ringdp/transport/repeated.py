@@ -22,6 +22,7 @@ METHODS = (  # in csrc's order
     "reduce",
     "gather",
     "scatter",
+    "barrier",
 )
 F = TypeVar("F", bound=Callable[..., object])
 

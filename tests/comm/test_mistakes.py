@@ -23,6 +23,7 @@ Begin = Callable[..., Work]
 MISTAKES: dict[str, Callable[[Begin, Communicator], Work]] = {
     "nothing": lambda begin, c: begin(c, torch.ones(ELEMENTS)),
     "collective": lambda begin, c: c.all_reduce(torch.ones(7, 3), algorithm="ring"),
+    "barrier": lambda _, c: c.barrier(async_op=True),
     "length": lambda begin, c: begin(c, torch.ones(ELEMENTS - 1)),
     "much longer": lambda begin, c: begin(c, torch.ones(ELEMENTS * 3000)),
     "dtype": lambda begin, c: begin(c, torch.ones(ELEMENTS, dtype=torch.int32)),

@@ -142,9 +142,8 @@ class Reductions(Calls):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
         given = opts if isinstance(opts, timedelta) else timeout
         options = chosen(BarrierOptions, opts, {"timeout": given})
-        token = torch.zeros(1, dtype=torch.int32)
         return self._call(
-            "barrier", options, [], [lambda later: self._comm.all_reduce(token, async_op=later)]
+            "barrier", options, [], [lambda later: self._comm.barrier(async_op=later)]
         )
 
     def monitored_barrier(
