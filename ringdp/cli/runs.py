@@ -76,6 +76,7 @@ def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
     transport = job.options.transport
     if transport in gpus.OURS:
         gpus.take(transport)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     comm = ringdp.init(transport=cast(TransportName, transport))
     data = load(job.options, job.text_digest)
     file = job.options.trace

@@ -3,15 +3,17 @@
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
-from ringdp.cli import train
+from ringdp.cli import runs, train
 from ringdp.cli.launch import SignalError
 from ringdp.cli.main import main
+from ringdp.cli.options import Options
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import read
 from ringdp.cli.timeline.shapes import HELD
@@ -69,6 +71,22 @@ def test_losses_are_the_same_over_every_transport(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_transport_over_gpus_needs_one(refused) -> None:
     refused("train", "--transport", "nccl", says="needs a CUDA GPU, and torch")
+
+
+def test_on_gpus_attention_adds_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of torch's that is left out adds by atomics, where there are over 64 keys."""
+    taken: list[str] = []
+    monkeypatch.setattr(runs.gpus, "take", taken.append)
+    monkeypatch.setattr(runs.ringdp, "init", lambda transport: sys.exit(transport))
+    cuda = torch.backends.cuda
+    for transport, left_out in (("nccl-host", False), ("nccl", True)):
+        try:
+            with pytest.raises(SystemExit, match=transport):
+                runs.run_stages(runs.Job(Options(transport=transport), ""), runs.silent)
+            assert cuda.mem_efficient_sdp_enabled() != left_out
+        finally:
+            cuda.enable_mem_efficient_sdp(True)
+    assert taken == ["nccl"]
 
 
 def test_a_traced_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
