@@ -69,13 +69,9 @@ PARTS = (
     Part("what is here", (*MAIN, "doctor"), 10, tests=False),
     pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
     benched("bench of kernels", 70, "256K", "1G", "kernels"),
-    pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
-    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
     pytested("NCCL with virtual ranks", 40, "tests/transport/nccl/test_virtual.py"),
-    pytested("the engine, on one rank", 40, "tests/transport/nccl/test_alone.py"),
     pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
-    pytested("processes over peer memory", 35, "tests/transport/test_peer_gpu.py"),
     *(  # two processes take turns on one GPU, so large sizes may take long
         benched(
             f"bench of NCCL: our schedules beside its own, to {most}",
@@ -87,6 +83,10 @@ PARTS = (
         )
         for least, most in (("64K", "1M"), ("4M", "16M"))
     ),
+    pytested("the engine, on one rank", 40, "tests/transport/nccl/test_alone.py"),
+    pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
+    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
+    pytested("processes over peer memory", 35, "tests/transport/test_peer_gpu.py"),
     benched(
         "bench of NCCL: ours beside torch's",
         15,
