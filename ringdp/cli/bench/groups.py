@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ringdp.cli.bench import peers, probe
@@ -63,12 +62,7 @@ class Groups:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(GRACE if kind is None else HURRY)
 
     def versions(self) -> dict[str, str]:
