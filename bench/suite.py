@@ -18,25 +18,24 @@ import typer
 from bench.results import RESULTS
 from ringdp.cli.bench.cases import CASES
 from ringdp.cli.bench.command import bench
-from ringdp.cli.bench.options import Options, parse_bytes
+from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.peers import PEERS
 from ringdp.cli.console import plain
 from ringdp.cli.ends import exit_code
 from ringdp.errors import UsageError
 
-BOTH = (False, True)  # our buffers: private, and in shared memory
+BOTH = None  # our buffers: private, and in shared memory
+EVERY = ",".join(PEERS)
 
 RUNS: dict[str, Options] = {
-    "all_reduce": Options("all_reduce", registered=BOTH, peers=PEERS),
-    "all_reduce_bf16": Options("all_reduce", dtype="bfloat16", registered=BOTH, peers=("gloo",)),
-    "reduce_scatter": Options("reduce_scatter", registered=BOTH, peers=PEERS),
-    "all_gather": Options("all_gather", registered=BOTH, peers=PEERS),
-    "broadcast": Options("broadcast", registered=BOTH, peers=PEERS),
-    "all_reduce_4": Options("all_reduce", ranks=4, registered=BOTH, peers=PEERS),
-    **{f"{name}_8": Options(name, ranks=8, peers=("gloo",)) for name in CASES},
-    "algorithms_4": Options(
-        "all_reduce", ranks=4, algorithms=("direct", "ring", "halving", "doubling", "tree")
-    ),
+    "all_reduce": Options("all_reduce", registered=BOTH, peer=EVERY),
+    "all_reduce_bf16": Options("all_reduce", dtype="bfloat16", registered=BOTH, peer="gloo"),
+    "reduce_scatter": Options("reduce_scatter", registered=BOTH, peer=EVERY),
+    "all_gather": Options("all_gather", registered=BOTH, peer=EVERY),
+    "broadcast": Options("broadcast", registered=BOTH, peer=EVERY),
+    "all_reduce_4": Options("all_reduce", ranks=4, registered=BOTH, peer=EVERY),
+    **{f"{name}_8": Options(name, ranks=8, peer="gloo") for name in CASES},
+    "algorithms_4": Options("all_reduce", ranks=4, algorithm="direct,ring,halving,doubling,tree"),
 }
 
 
@@ -48,13 +47,12 @@ def main(
         Path, typer.Option(help="a folder: bench/results/other is for a second machine's")
     ] = RESULTS,
 ) -> int:
-    most = parse_bytes("--max", max)
     codes = [0]
     for name in names or ():
         if name not in RUNS:
             raise UsageError(f"no run {name!r}; there are {', '.join(RUNS)}")
     for name in names or RUNS:
-        options = replace(RUNS[name], rounds=rounds, max=most, json=into / f"{name}.json")
+        options = replace(RUNS[name], rounds=rounds, max=max, json=into / f"{name}.json")
         codes.append(bench(options, plain()))
     return sorted(codes)[-1]
 

@@ -54,9 +54,9 @@ def test_every_requirement_is_measured_by_the_suite() -> None:
 
     for case in required.REQUIRED:
         options = RUNS[case.results]
-        assert case.registered in options.registered
-        assert options.min <= case.least
-        assert case.most <= options.max
+        assert case.registered in options.memories
+        assert options.sizes[0] <= case.least
+        assert case.most <= options.sizes[-1]
 
 
 def test_names_of_the_suite_are_checked_before_anything_is_measured(

@@ -33,7 +33,7 @@ def show(
 def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:
     """One line for everything that does not hold."""
     found = []
-    tokens = options.batch * options.context
+    tokens = options.global_batch * options.context
     for run in runs:
         if run.sent != run.sent_formula:
             found.append(f"{run.mode}: {run.sent:,} bytes sent, formula {run.sent_formula:,}")

@@ -79,7 +79,7 @@ def run_mode(mode: str, options: Options, data: bytes, emit: Emit) -> ModeRun:
     elements = sum(p.numel() for p in model.parameters())
     size = 4 * elements
     if mode == "naive":
-        rows = options.batch * options.context * (n - 1) // n
+        rows = options.global_batch * options.context * (n - 1) // n
         logits = rows * gpt.VOCABULARY * 4
         formula = 2 * (n - 1) * size + rows * 8 + 2 * logits
         return ModeRun(mode, n, elements, (_naive(options, data, emit),), formula)
@@ -120,7 +120,7 @@ def _part(job: Job, comm: ringdp.Communicator, emit: Emit) -> Part:
         scale = 1 / options.ranks if mode == "parameter-server" else 1.0
         optimizer = RemoteOptimizer(model, comm, scale=scale)
         worker, sent = comm.rank - 1, comm.sent_bytes
-    share = options.batch // options.ranks
+    share = options.global_batch // options.ranks
     rows = slice(worker * share, (worker + 1) * share)
     steps = train(net, optimizer, data, options, rows=rows, mean=_own)
     return _measured(mode, steps, options, report, sent, model)

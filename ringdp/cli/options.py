@@ -1,12 +1,17 @@
 """What `ringdp train` is asked to do, checked before a rank starts.
 
-Every refusal is a UsageError of one line: the option, what was given, what is allowed.
+The fields are the command's options, as they are typed, and the docstring is its help. Every
+refusal is a UsageError of one line: the option, what was given, what is allowed.
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from typer import Option
+
+from ringdp.cli.bench.rows import OURS
 from ringdp.cli.checks import between, check_writable
 from ringdp.comm.tracing import unwritable
 from ringdp.errors import UsageError
@@ -19,34 +24,58 @@ LEAST_BATCH = 16  # the default global batch is the least multiple of the ranks 
 
 @dataclass(frozen=True)
 class Options:
-    """One run of the command. `batch` counts the rows of all ranks together."""
+    """Train a byte-level GPT with every stage and compare them, with one another and with one
+    process alone: losses, bytes held, bytes sent."""
 
-    ranks: int = 2
-    stages: tuple[int, ...] = STAGES
-    modes: tuple[str, ...] = ()  # instead of the stages, where there are any
-    transport: str = "shm"  # of the stages
-    steps: int = 120
-    seed: int = 0
-    batch: int = LEAST_BATCH
-    context: int = 64
-    learning_rate: float = 1e-3
-    text: Path | None = None
-    json: Path | None = None
-    trace: Path | None = None
-    reference: bool = True
-    sample: bool = True
+    ranks: Annotated[int, Option(help="processes that train together")] = 2
+    stage: Annotated[str | None, Option(help="all, or some of 0,1,2,3; all if not given")] = None
+    mode: Annotated[
+        str | None, Option(help=f"instead of stages: all, or some of {','.join(MODES)}")
+    ] = None
+    transport: Annotated[
+        str, Option(help=f"how the ranks of a stage exchange bytes: {', '.join(OURS)}")
+    ] = "shm"
+    steps: Annotated[int, Option(help="optimizer steps of every run")] = 120
+    seed: Annotated[int, Option(help="fixes the model and the batches")] = 0
+    batch: Annotated[
+        int | None,
+        Option(
+            help=f"rows of a global batch, a multiple of ranks; at least {LEAST_BATCH} if not given"
+        ),
+    ] = None
+    context: Annotated[int, Option(help="bytes of a row")] = 64
+    learning_rate: Annotated[float, Option(help="AdamW's")] = 1e-3
+    text: Annotated[
+        Path | None, Option(help="file or directory to learn; else the standard library's sources")
+    ] = None
+    json: Annotated[Path | None, Option(help="write what was measured here")] = None
+    trace: Annotated[
+        Path | None, Option(help="write what every rank does and when here: see `ringdp report`")
+    ] = None
+    reference: Annotated[bool, Option(help="also train in one process and compare")] = True
+    sample: Annotated[bool, Option(help="let the trained model write a line")] = True
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """None, where modes are asked for instead."""
+        if self.stage is None:
+            return STAGES if self.mode is None else ()
+        return parse_stages(self.stage)
 
-def default_batch(ranks: int) -> int:
-    return -(-LEAST_BATCH // max(ranks, 1)) * max(ranks, 1)
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return () if self.mode is None else _some_of("--mode", self.mode, MODES, "async,ddp")
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of all ranks together."""
+        if self.batch is not None:
+            return self.batch
+        return -(-LEAST_BATCH // self.ranks) * self.ranks
 
 
 def parse_stages(given: str) -> tuple[int, ...]:
     return tuple(map(int, _some_of("--stage", given, tuple(map(str, STAGES)), "0,3")))
-
-
-def parse_modes(given: str) -> tuple[str, ...]:
-    return _some_of("--mode", given, MODES, "async,ddp")
 
 
 def _some_of(option: str, given: str, among: tuple[str, ...], example: str) -> tuple[str, ...]:
@@ -62,12 +91,14 @@ def _some_of(option: str, given: str, among: tuple[str, ...], example: str) -> t
 
 def check(options: Options) -> None:
     """Raise UsageError for the first number or path that cannot work."""
+    if options.stages and options.modes:
+        raise UsageError("train takes either --stage or --mode")
     between("--ranks", options.ranks, 1, MOST_RANKS)
     between("--steps", options.steps, 1, 1_000_000)
     between("--seed", options.seed, 0, 2**63 - 1)
-    between("--batch", options.batch, 1, 65_536)
+    between("--batch", options.global_batch, 1, 65_536)
     between("--context", options.context, 1, 65_536)
-    if options.batch % options.ranks:
+    if options.global_batch % options.ranks:
         raise UsageError(
             f"--batch is {options.batch}; allowed: a multiple of --ranks, which is {options.ranks}"
         )

@@ -60,7 +60,7 @@ def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) 
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         loss=tuple(step.loss for step in done),
         seconds=tuple(step.seconds for step in done),
-        tokens_per_step=options.batch * options.context,
+        tokens_per_step=options.global_batch * options.context,
         digest=parameter_digest(model),
         sample=_sample(model, options),
         memory={},
@@ -102,7 +102,7 @@ def _run_stage(
         comm.all_reduce(loss, op="avg")
         return loss
 
-    share = options.batch // comm.size
+    share = options.global_batch // comm.size
     rows = slice(comm.rank * share, (comm.rank + 1) * share)
     steps = train(model, optimizer, data, options, rows=rows, mean=mean)
     report = emit if comm.rank == 0 else silent
@@ -122,7 +122,7 @@ def _run_stage(
         parameters=parameters,
         loss=tuple(step.loss for step in done),
         seconds=tuple(step.seconds for step in done),
-        tokens_per_step=options.batch * options.context,
+        tokens_per_step=options.global_batch * options.context,
         digest=digest,
         sample=sample,
         memory=memory,
@@ -154,7 +154,7 @@ def reporting(
         spent += step.seconds
         if time.monotonic() >= due or step.number + 1 == options.steps:
             due = time.monotonic() + REPORT_EVERY
-            speed = options.batch * options.context * (step.number + 1) / spent
+            speed = options.global_batch * options.context * (step.number + 1) / spent
             emit(Progress(run, step.number + 1, options.steps, step.loss, speed, memory()))
         yield step
 

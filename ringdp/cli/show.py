@@ -7,9 +7,14 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
 from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from typer import Argument, Option
 
 from ringdp.cli.checks import between, check_writable
 from ringdp.cli.console import counted
@@ -27,6 +32,35 @@ from ringdp.schedule.replay import html
 
 SIZES = [1 << p for p in range(10, 31, 4)]  # bytes, 1 KiB to 1 GiB
 MOST_RANKS = 256  # a proof for more takes longer than anyone waits for a drawing
+
+
+@dataclass(frozen=True)
+class Options:
+    """Prove an algorithm and draw it: who sends which chunk to whom in every round."""
+
+    algorithm: Annotated[
+        str, Argument(help="a name that --list lists, or FILE.py:function", show_default=False)
+    ] = ""
+    collective: Annotated[str, Option(help=f"what it must do: {', '.join(COLLECTIVES)}")] = (
+        "all_reduce"
+    )
+    ranks: Annotated[int, Option(help="ranks that take part")] = 4
+    svg: Annotated[Path | None, Option(help="draw every round here")] = None
+    html: Annotated[Path | None, Option(help="write a page that replays it here")] = None
+    program: Annotated[int | None, Option(help="also print this rank's rows, plain and fused")] = (
+        None
+    )
+    cost: Annotated[bool, Option("--cost", help="also print what it costs")] = False
+    alpha: Annotated[float, Option(help="s per message")] = 1e-5
+    beta: Annotated[float, Option(help="s per byte moved")] = 1e-10
+    gamma: Annotated[float, Option(help="s per byte reduced")] = 2.5e-11
+    bus: Annotated[float, Option(help="s per byte through what all ranks share")] = 0.0
+    everything: Annotated[bool, Option("--list", help="list the algorithms")] = False
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Of the cost."""
+        return {term: getattr(self, term) for term in ("alpha", "beta", "gamma", "bus")}
 
 
 def listing() -> str:
@@ -55,41 +89,46 @@ def listing() -> str:
     )
 
 
-def show(
-    algorithm: str,
-    collective: str,
-    ranks: int,
-    *,
-    svg_file: Path | None = None,
-    html_file: Path | None = None,
-    program: int | None = None,
-    cost: Machine | None = None,
-) -> str:
-    """What to print. Writes the drawings that are asked for.
+def show(options: Options, _: Console) -> int:
+    """The exit code, 0. Writes the drawings that are asked for.
 
     Raises UsageError for bad input, ScheduleError for an algorithm that does not do what
     `collective` asks.
     """
+    if options == Options(everything=True):
+        print(listing())
+        return 0
+    if options.everything or not options.algorithm:
+        raise UsageError("show takes either an ALGORITHM, such as ring, or --list alone")
+    print(text(options))
+    return 0
+
+
+def text(options: Options) -> str:
+    """What to print of an algorithm. Writes the drawings that are asked for."""
+    algorithm, collective, ranks = options.algorithm, options.collective, options.ranks
     between("--ranks", ranks, 1, MOST_RANKS)
-    if program is not None and not 0 <= program < ranks:
-        raise UsageError(f"--program is {program}; allowed: a rank from 0 to {ranks - 1}")
-    for term, given in _terms(cost).items() if cost is not None else ():
+    if options.program is not None and not 0 <= options.program < ranks:
+        raise UsageError(f"--program is {options.program}; allowed: a rank from 0 to {ranks - 1}")
+    for term, given in options.terms.items():
+        if not options.cost and given != getattr(Options, term):
+            raise UsageError(f"--{term} changes what --cost prints; allowed: with --cost")
         if not 0 <= given < inf:
             raise UsageError(f"--{term} is {given}; allowed: a finite time, at least 0 s")
     if collective not in COLLECTIVES:  # which is what tells mypy, too
         raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
-    for option, file in (("--svg", svg_file), ("--html", html_file)):
+    for option, file in (("--svg", options.svg), ("--html", options.html)):
         check_writable(file, option)
-    if svg_file is not None and html_file is not None and svg_file.resolve() == html_file.resolve():
-        raise UsageError(f"--svg and --html are both {html_file}; allowed: two files")
+    if options.svg and options.html and options.svg.resolve() == options.html.resolve():
+        raise UsageError(f"--svg and --html are both {options.html}; allowed: two files")
     schedule = proved(algorithm, collective, ranks)
     title = f"{algorithm} {collective} on {counted(ranks, 'rank')}"
-    page = html(schedule, collective, title=title) if html_file is not None else ""
-    if svg_file is not None:
-        write(svg_file, svg(schedule))
-    if html_file is not None:
-        write(html_file, page)
-    written = [f"wrote {file}" for file in (svg_file, html_file) if file is not None]
+    page = html(schedule, collective, title=title) if options.html is not None else ""
+    if options.svg is not None:
+        write(options.svg, svg(schedule))
+    if options.html is not None:
+        write(options.html, page)
+    written = [f"wrote {file}" for file in (options.svg, options.html) if file is not None]
     scratch = f"; chunks from {schedule.chunks} on are scratch" if schedule.scratch else ""
     lines = [
         f"{title}, proved",
@@ -99,10 +138,10 @@ def show(
         "",
         grid(schedule, whole=True) or "nothing moves",
     ]
-    if program is not None:
-        lines += _programs(schedule, collective, program)
-    if cost is not None:
-        lines += _cost(schedule, cost)
+    if options.program is not None:
+        lines += _programs(schedule, collective, options.program)
+    if options.cost:
+        lines += _cost(schedule, options)
     if written:
         lines += ["", *written]
     return "\n".join(lines)
@@ -128,24 +167,20 @@ def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator
         yield from _table(programs[rank])
 
 
-def _cost(schedule: Schedule, machine: Machine) -> Iterator[str]:
+def _cost(schedule: Schedule, options: Options) -> Iterator[str]:
     """What the schedule counts, and the time that predicts for some sizes."""
     counts = price(schedule)
+    machine = Machine(options.alpha, options.beta, options.gamma, options.bus)
     yield ""
     yield (
         f"{counts.messages} α + S ({counts.moved} β + {counts.reduced} γ + {counts.crossing} bus), "
         "by the slowest rank of each round"
     )
-    terms = _terms(machine).items()
+    terms = options.terms.items()
     yield "   ".join(f"{k} {x:.3g} {'s' if k == 'alpha' else 's/B'}" for k, x in terms)
     yield f"{'bytes':>13} {'predicted µs':>14}"
     for size in SIZES:
         yield f"{size:>13,} {seconds(counts, machine, size) * 1e6:>14,.1f}"
-
-
-def _terms(machine: Machine) -> dict[str, float]:
-    """Without `call` and `caches`, which are not the schedule's."""
-    return {term: getattr(machine, term) for term in ("alpha", "beta", "gamma", "bus")}
 
 
 def _table(program: Program) -> Iterator[str]:

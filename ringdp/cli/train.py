@@ -36,7 +36,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         console,
         f"Learning {len(learned.data):,} bytes of {learned.source} "
         f"({counted(learned.files, 'file')}): {counted(options.steps, 'step')} of "
-        f"{counted(options.batch, 'row')} × {counted(options.context, 'byte')}"
+        f"{counted(options.global_batch, 'row')} × {counted(options.context, 'byte')}"
         f"{'' if options.transport == Options.transport else f', over {options.transport}'}",
     )
     if options.modes and options.ranks > 1:

@@ -55,7 +55,7 @@ def train(
     device = next(model.parameters()).device
     for index in range(options.steps):
         start = time.perf_counter()
-        tokens = text.batch(data, options.seed, index, options.batch, options.context)
+        tokens = text.batch(data, options.seed, index, options.global_batch, options.context)
         optimizer.zero_grad()
         loss = gpt.next_byte_loss(model, torch.from_numpy(tokens[rows]).to(device))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -48,6 +48,6 @@ def test_an_interrupt_is_said(monkeypatch, capsys):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ringdp.cli.show.show", interrupted)
+    monkeypatch.setattr("ringdp.cli.show.text", interrupted)
     assert main(["show", "ring"]) == 130
     assert capsys.readouterr().err.endswith("ringdp: ended by SIGINT; every rank has ended\n")

@@ -12,7 +12,7 @@ from rich.console import Console
 from ringdp.cli.main import main
 from ringdp.cli.mode_report import complaints, show
 from ringdp.cli.modes import ModeRun, Part
-from ringdp.cli.options import MODES, Options, parse_modes
+from ringdp.cli.options import MODES, Options, check
 from ringdp.errors import UsageError
 from tests.cli.rows import REFERENCE
 
@@ -72,12 +72,12 @@ def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:
     ("given", "modes"), [("all", MODES), ("ddp", ("ddp",)), ("ddp, naive,ddp", ("ddp", "naive"))]
 )
 def test_modes(given: str, modes: tuple[str, ...]) -> None:
-    assert parse_modes(given) == modes
+    assert Options(mode=given).modes == modes
 
 
 def test_a_wrong_mode_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="allowed: all, naive, parameter-server, async, ddp"):
-        parse_modes("zero")
+        check(Options(mode="zero"))
     assert main(["train", "--mode", "ddp", "--stage", "0"]) == 2
     assert "either --stage or --mode" in capfd.readouterr().err
 

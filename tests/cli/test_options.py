@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.files import write, write_json
-from ringdp.cli.options import Options, check, default_batch, parse_stages
+from ringdp.cli.options import Options, check, parse_stages
 from ringdp.errors import RingdpError
 
 
@@ -22,8 +22,9 @@ def test_stages(given: str, stages: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16, 17, 64])
 def test_the_default_batch_suits_every_number_of_ranks(ranks: int) -> None:
-    check(Options(ranks=ranks, batch=default_batch(ranks)))
-    assert default_batch(ranks) >= 16
+    options = Options(ranks=ranks)
+    check(options)
+    assert options.global_batch >= 16
 
 
 def test_a_file_is_replaced_at_once_or_not_at_all(

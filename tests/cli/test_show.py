@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ringdp.cli.main import main
-from ringdp.cli.show import listing, sent, show
+from ringdp.cli.show import Options, listing, sent, text
 from ringdp.schedule import ALGORITHMS, schedule
 from ringdp.schedule.algorithms import COLLECTIVES
 
@@ -45,7 +45,8 @@ def test_the_ring(capsys: pytest.CaptureFixture[str]):
 
 
 def test_no_transfer_is_left_out():
-    assert show("direct", "all_gather", 20).count(" -> ") == 20 * 19 + 1  # and how to read it
+    said = text(Options("direct", "all_gather", 20))
+    assert said.count(" -> ") == 20 * 19 + 1  # and how to read it
 
 
 def test_the_program_of_a_rank(capsys: pytest.CaptureFixture[str]):
@@ -57,7 +58,7 @@ def test_the_program_of_a_rank(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(("collective", "name", "n"), EVERY)
 def test_every_algorithm_fits_80_columns(collective: str, name: str, n: int):
-    lines = show(name, collective, n, program=n - 1).splitlines()
+    lines = text(Options(name, collective, n, program=n - 1)).splitlines()
     assert [line for line in lines if len(line) > 80] == []
     assert lines[0].endswith(", proved")
 

@@ -29,7 +29,6 @@ from ringdp.comm.programs import program
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.simulator import simulate
 
-NAME = "error"
 RANKS = (2, 3, 4, 8, 16, 64)
 DTYPES = ("float32", "float16", "bfloat16")
 KEYS = ("dtype", "algorithm")  # columns
@@ -58,13 +57,13 @@ def check(options: Options) -> tuple[str, ...]:
     """The algorithms. Raises UsageError for options that are not for this, and for no algorithm."""
     only(
         options,
-        ("algorithms", "json"),
+        ("algorithm", "json"),
         "for what is timed; bench error takes --algorithm and --json, and goes through "
         f"{', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks",
     )
     check_algorithms(options)
     check_writable(options.json)
-    if options.algorithms == Options.algorithms:
+    if options.algorithm == Options.algorithm:
         return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")
     named = tuple("direct" if name == "auto" else name for name in options.algorithms)
     for name in named:  # that there is one, and that it is right

@@ -43,7 +43,6 @@ from ringdp.cli.checks import check_writable
 from ringdp.cli.console import say, say_written, show_table, table
 from ringdp.cli.files import write_json
 
-NAME = "kernels"
 COPY = "copy_"
 ROUND_SECONDS = 0.01
 MOST_CALLS = 1000  # in a round

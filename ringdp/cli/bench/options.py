@@ -1,14 +1,16 @@
 """What `ringdp bench` is asked to measure, checked before a process starts.
 
-Every refusal is a UsageError of one line: the option, what was given, what is allowed.
+The fields are the command's options, as they are typed, and the docstring is its help. Every
+refusal is a UsageError of one line: the option, what was given, what is allowed.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 from ringdp.cli import gpus
 from ringdp.cli.bench import peers
@@ -19,30 +21,63 @@ from ringdp.cli.options import MOST_RANKS
 from ringdp.errors import UsageError
 
 MOST_BYTES = 4 << 30
+KERNELS, ERROR = "kernels", "error"  # what else is measured, in place of a collective
 
 
 @dataclass(frozen=True)
 class Options:
-    collective: str
-    ranks: int = 2
-    min: int = 1 << 10  # bytes
-    max: int = 64 << 20
-    factor: int = 4
-    dtype: str = "float32"
-    op: str = "sum"
-    algorithms: tuple[str, ...] = ("auto",)
-    transports: tuple[str, ...] = ("shm",)  # of ours
-    registered: tuple[bool, ...] = (False,)  # our buffers: private, in shared memory, or both
-    peers: tuple[str, ...] = ()
-    rounds: int = 10
-    json: Path | None = None
+    """Time a collective beside other libraries, the cost model's prediction and the physical bound,
+    with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
+    far the sums of each algorithm are from float64's."""
+
+    collective: Annotated[str, Argument(help=", ".join((*CASES, KERNELS, ERROR)))]
+    ranks: Annotated[int, Option(help="processes of each contender")] = 2
+    min: Annotated[str, Option(help="smallest buffer in bytes, as in 1K")] = "1K"
+    max: Annotated[str, Option(help="largest")] = "64M"
+    factor: Annotated[int, Option(help="from one size to the next")] = 4
+    dtype: Annotated[str, Option(help=", ".join(DTYPES))] = "float32"
+    op: Annotated[str, Option(help=", ".join(FOLDS))] = "sum"
+    algorithm: Annotated[
+        str, Option(help="auto, names that show --list lists, FILE.py:function; with commas")
+    ] = "auto"
+    transport: Annotated[
+        str, Option(help=f"how ours exchange bytes: {', '.join(OURS)}; with commas")
+    ] = "shm"
+    registered: Annotated[
+        bool | None,  # None: such buffers and others
+        Option("--registered", help="our inputs lie in shared memory (comm.empty)"),
+    ] = False
+    peer: Annotated[
+        str, Option(help=f"also time some of {','.join((*peers.PEERS, gpus.TORCHS))}")
+    ] = ""
+    rounds: Annotated[int, Option(help="of each contender, interleaved")] = 10
+    json: Annotated[Path | None, Option(help="write rows and machine here")] = None
 
     @property
     def sizes(self) -> list[int]:
-        found = [self.min]
-        while found[-1] * self.factor <= self.max:
+        """Bytes."""
+        found, most = [parse_bytes("--min", self.min)], parse_bytes("--max", self.max)
+        while found[-1] * self.factor <= most:
             found.append(found[-1] * self.factor)
         return found
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        return names(self.algorithm)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Of ours."""
+        return names(self.transport)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return names(self.peer)
+
+    @property
+    def memories(self) -> tuple[bool, ...]:
+        """Whether our buffers are registered."""
+        return (False, True) if self.registered is None else (self.registered,)
 
 
 def has_own(transport: str) -> bool:
@@ -69,7 +104,7 @@ def check(options: Options) -> None:
     one's own that is wrong."""
     if options.collective not in CASES:
         raise UsageError(
-            f"COLLECTIVE is {options.collective!r}; allowed: {', '.join(CASES)}, kernels, error"
+            f"COLLECTIVE is {options.collective!r}; allowed: {', '.join((*CASES, KERNELS, ERROR))}"
         )
     one_of("--dtype", options.dtype, DTYPES)
     one_of("--op", options.op, FOLDS)
@@ -80,7 +115,7 @@ def check(options: Options) -> None:
     if options.op != Options.op and not case.reduces:
         adding = ", ".join(name for name in CASES if CASES[name].reduces)
         raise UsageError(f"--op is for what is reduced: {adding}; {options.collective} only moves")
-    if elements(case, options.dtype, options.min, options.ranks) == 0:
+    if elements(case, options.dtype, options.sizes[0], options.ranks) == 0:
         raise UsageError(
             f"--min is {options.min}; allowed: at least one {options.dtype} for each of "
             f"{options.ranks} ranks"
@@ -96,8 +131,9 @@ def check(options: Options) -> None:
 
 def check_sizes(options: Options, *, least: int) -> None:
     """And how often each is measured. `least`: bytes."""
-    between("--min", options.min, least, MOST_BYTES)
-    between("--max", options.max, options.min, MOST_BYTES)
+    low, high = parse_bytes("--min", options.min), parse_bytes("--max", options.max)
+    between("--min", low, least, MOST_BYTES)
+    between("--max", high, low, MOST_BYTES)
     between("--factor", options.factor, 2, 1 << 20)
     between("--rounds", options.rounds, 1, 10_000)
 
@@ -112,7 +148,7 @@ def _check_transports(options: Options) -> None:
         raise UsageError(f"--transport is empty; allowed: {', '.join(OURS)}, between commas")
     for transport in options.transports:
         gpus.check_transport(transport)
-    if any(options.registered) and options.transports != ("shm",):
+    if any(options.memories) and options.transports != ("shm",):
         raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
 
 
@@ -121,5 +157,4 @@ def only(options: Options, taken: Collection[str], says: str) -> None:
     defaults = Options(options.collective)
     for name in (field.name for field in fields(Options)):
         if name not in taken and getattr(options, name) != getattr(defaults, name):
-            option = name if name in ("ranks", "rounds") else name.removesuffix("s")
-            raise UsageError(f"--{option} is {says}")
+            raise UsageError(f"--{name} is {says}")

@@ -59,7 +59,7 @@ def measure(
     cores = sorted(os.sched_getaffinity(0))
     machine = describe(len(cores))
     names = [*options.transports, *options.peers, "probe"]
-    largest = -(-max(options.max, LEAST) // PAGE) * PAGE
+    largest = -(-max(options.sizes[-1], LEAST) // PAGE) * PAGE
     rows: list[Row] = []
     asked = asdict(replace(options, json=None))
     with Groups(names, options.ranks, cores, largest) as groups:
@@ -88,7 +88,7 @@ def _entries(options: Options, count: int, probed: int) -> list[Entry]:
         *(
             Entry(transport, task(options.collective, algorithm, registered))
             for transport in options.transports
-            for registered in options.registered
+            for registered in options.memories
             for algorithm in options.algorithms
             if algorithm != LIBRARYS or has_own(transport)
         ),

@@ -14,22 +14,27 @@ from ringdp.cli.console import say_written
 from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
 from ringdp.cli.plan.models import Model, read
-from ringdp.cli.plan.options import UTILISATION, Options
+from ringdp.cli.plan.options import ALGORITHMS, UTILISATION, Options
 from ringdp.cli.plan.stages import MOST_RANKS, Row, Setting, recommend, row
-from ringdp.cli.plan.table import show
+from ringdp.cli.plan.table import show, show_published
 from ringdp.errors import UsageError
 from ringdp.parallel.precision import Precision
-from ringdp.schedule.cost import CLOSED
 
 LEAST_MEMORY, MOST_MEMORY = 10**6, 10**15  # bytes
 MOST_FLOPS, MOST_ALPHA, LEAST_UTILISATION = 1e24, 60.0, 1e-6
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-USED = ("all_reduce", "reduce_scatter", "all_gather")
-ALGORITHMS = [a for c, a in CLOSED if c == USED[0] and all((u, a) in CLOSED for u in USED)]
 
 
 def plan(options: Options, console: Console) -> int:
     """The exit code, 0. Raises UsageError for bad input."""
+    if options.published == bool(options.model):
+        raise UsageError("plan takes either --model, such as gpt2, or --published")
+    if options.published:
+        if options != Options(published=True):
+            raise UsageError(
+                "plan --published takes no other option: its figures are of one setting"
+            )
+        return show_published(console)
     setting = check(options)
     model = read(options.model, precision(options))
     rows = [row(model, stage, setting) for stage in options.stages]

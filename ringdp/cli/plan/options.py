@@ -1,30 +1,72 @@
-"""What `ringdp plan` is asked, as the command line says it."""
-
-from __future__ import annotations
+"""What `ringdp plan` is asked: its options, as they are typed, and its help."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from ringdp.cli.options import STAGES
+from typer import Option
+
+from ringdp.cli.options import parse_stages
+from ringdp.cli.plan.hardware import DEVICES, PER_NODE
+from ringdp.schedule.cost import CLOSED
 
 UTILISATION = 0.4  # share of its peak that compute reaches
+USED = ("all_reduce", "reduce_scatter", "all_gather")
+ALGORITHMS = [a for c, a in CLOSED if c == USED[0] and all((u, a) in CLOSED for u in USED)]
 
 
 @dataclass(frozen=True)
 class Options:
-    model: str
-    ranks: int = 64
-    per_node: int | None = None  # hardware.PER_NODE; not with a bench file
-    stages: tuple[int, ...] = STAGES
-    precision: str = "bf16"
-    reduce: str | None = None  # as the parameters compute
-    network: str | None = None  # hardware.BETWEEN_NODES
-    batch: int = 1  # rows of a rank
-    context: int = 1024  # tokens of a row
-    device: str = "h100"
-    utilisation: float | None = None  # UTILISATION
-    flops: float | None = None  # sustained; instead of a share of the device's peak
-    memory: str | None = None
-    alpha: float | None = None  # s a message; not with a bench file, which says it
-    algorithm: str = "direct"
-    json: Path | None = None
+    """Say before a run what each stage holds and sends, how long a step takes, and what fits."""
+
+    model: Annotated[
+        str,
+        Option(
+            help="a name such as gpt2 or llama-7b, params=7e9, params=7e9/48 (units), or "
+            "FILE.py:factory"
+        ),
+    ] = ""
+    ranks: Annotated[int, Option(help="processes that train together")] = 64
+    per_node: Annotated[int | None, Option(help=f"ranks of one node; {PER_NODE} if not given")] = (
+        None
+    )
+    stage: Annotated[str, Option(help="all, or some of 0,1,2,3")] = "all"
+    precision: Annotated[str, Option(help="of compute: fp32, bf16, fp16")] = "bf16"
+    reduce: Annotated[
+        str | None, Option(help="of reductions: the same; as compute if not given")
+    ] = None
+    network: Annotated[
+        str | None,
+        Option(
+            help="of a rank between nodes, a second: 400Gb (bits, the default) or 50GB (bytes); or "
+            ".json files of ringdp bench --json, with commas"
+        ),
+    ] = None
+    batch: Annotated[int, Option(help="rows of one rank in a step")] = 1
+    context: Annotated[int, Option(help="tokens of a row")] = 1024
+    device: Annotated[str, Option(help=f"{', '.join(DEVICES)}: by datasheet")] = "h100"
+    utilisation: Annotated[
+        float | None,
+        Option(help=f"share of its peak that compute reaches; {UTILISATION} if not given"),
+    ] = None
+    flops: Annotated[
+        float | None, Option(help="that a rank sustains a second, instead of that share")
+    ] = None
+    memory: Annotated[
+        str | None,
+        Option(help="most that a rank may hold, as in 80GB or 80GiB; else the device's"),
+    ] = None
+    alpha: Annotated[
+        float | None, Option(help="s per message on a named network; 1e-5 if not given")
+    ] = None
+    algorithm: Annotated[str, Option(help=f"of every collective: {', '.join(ALGORITHMS)}")] = (
+        "direct"
+    )
+    json: Annotated[Path | None, Option(help="write the plan here")] = None
+    published: Annotated[
+        bool, Option("--published", help="instead, published figures beside the formulas")
+    ] = False
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return parse_stages(self.stage)

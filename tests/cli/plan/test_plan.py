@@ -77,7 +77,7 @@ def test_a_larger_model_fits_where_gathers_yield():
     model = read("params=1e6/8", precision(Options(model="")))
     least, more = (sum(held(model, 3, 4, yields=yields)) for yields in (True, False))
     assert least < more
-    given = {"model": "params=1e6/8", "stages": (3,), "memory": str(least)}
+    given = {"model": "params=1e6/8", "stage": "3", "memory": str(least)}
     _, _, (fits,), _ = planned(**given, ranks=4, network=str(BENCH), flops=1e11)
     _, _, (does_not,), _ = planned(**given, ranks=4)
     assert fits.fits
@@ -96,7 +96,7 @@ def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
     ours = [r for r in report["rows"] if r["transport"] == "shm" and r["registered"]]
     most = max(ours, key=lambda r: r["bytes"])
     for model in ("gpt2", "params=124e6/100"):
-        given = {"model": model, "ranks": 2, "flops": 1e11, "stages": (0,)}
+        given = {"model": model, "ranks": 2, "flops": 1e11, "stage": "0"}
         found, _, (row_,), _ = planned(**given, network=str(BENCH))
         least = 2 * found.elements * most["p50_us"] / 1e6 / most["bytes"]  # in bf16
         assert row_.step.communication >= 0.9 * least
