@@ -23,7 +23,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,22 +45,6 @@ from ringdp.transport.base import Link
 FSDP2 = "FSDP2, gloo"
 WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 2", "stage 3")
 AHEAD = (1, 3)  # blocks gathered ahead of their use
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What a slow link leaves to wait for: medians in ms. `ahead`: blocks that may be gathered
-    before their use; one is the default."""
-
-    ahead: int
-    mb_per_s: float
-    silent: float
-    together: float
-    communication: float
-    edges: float
-    exposed: float
-    hidden: float
-    hidden_share: float
 
 
 def main() -> None:
@@ -116,7 +99,7 @@ class _Waited:
         self.spans.append(Span("wait", str(self.tag), begin, end))
 
 
-def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
+def overlapped(rounds: int) -> tuple[list[dict[str, float]], list[Span]]:
     """A row for each of AHEAD, and one step's spans at the last."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -166,21 +149,25 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
     return found, recorded(net, engine, lambda: both(net))
 
 
-def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> Overlap:
-    exposed = ms[f"exposed {ahead}"]
-    communication = ms[f"sent {ahead}"]
+def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> dict[str, float]:
+    """What a slow link leaves to wait for: medians in ms. `ahead`: blocks that may be gathered
+    before their use; one is the default."""
+    exposed, communication = ms[f"exposed {ahead}"], ms[f"sent {ahead}"]
     hidden = communication - exposed
-    return Overlap(
-        ahead=ahead,
-        mb_per_s=round(link.bandwidth / 1e6, 1),
-        silent=round(ms["silent"], 1),
-        together=round(ms[f"{ahead}"], 1),
-        communication=round(communication, 1),
-        edges=round(ms["edges"], 1),
-        exposed=round(exposed, 1),
-        hidden=round(hidden, 1),
-        hidden_share=round(hidden / (communication - ms["edges"]), 3),
-    )
+    found = {
+        "silent": ms["silent"],
+        "together": ms[f"{ahead}"],
+        "communication": communication,
+        "edges": ms["edges"],
+        "exposed": exposed,
+        "hidden": hidden,
+    }
+    return {
+        "ahead": ahead,
+        "mb_per_s": round(link.bandwidth / 1e6, 1),
+        **{name: round(value, 1) for name, value in found.items()},
+        "hidden_share": round(hidden / (communication - ms["edges"]), 3),
+    }
 
 
 def gather(engine: ringdp.Engine, unit: Any) -> None:
