@@ -3,7 +3,7 @@
 run        interleaves rounds of every contender, and makes rows of the times
  ├ groups    each contender's processes: started, commanded, ended
  │  └ worker   one rank of a contender: rewrites, times, checks
- │     └ ours, gloo, mpi, probe   how each contender is called
+ │     └ ours, torchs, mpi, probe   how each contender is called
  ├ cases     what a collective is given and must give, and the bytes that must move
  └ bound     the physical bound; rows: what is measured, what the cost model predicts
 
