@@ -218,9 +218,10 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
         (["--pid", str(os.getpid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
         (["--job", "²"], "² is neither a process nor the --rdzv-id"),
+        (["--job", "9" * 5000], "99 is neither a process nor the --rdzv-id"),
         (["--json", "--pid", "1"], "takes one of"),
     ],
-    ids=["no process", "no number of one", "no rank", "no job", "no number", "too much"],
+    ids=["no process", "no number of one", "no rank", "no job", "no number", "long", "too much"],
 )
 def test_bad_arguments_are_refused_in_one_line(refused, arguments, said):
     refused("doctor", *arguments, says=said)

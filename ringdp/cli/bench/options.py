@@ -87,7 +87,7 @@ def has_own(transport: str) -> bool:
 
 def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
     """`1K`, `64M`, `4096`: powers of `kilo`; `64MiB` of 1024."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(i(?=B))?B?", given.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(i(?=B))?B?", given.strip(), re.IGNORECASE)
     if match is None:
         raise UsageError(f"{option} is {given!r}; allowed: bytes, as in 4096, 1K, 64M or 1G")
     unit: int = (1024 if match[3] else kilo) ** " KMG".index(match[2].upper() or " ")

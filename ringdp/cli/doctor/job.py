@@ -8,6 +8,7 @@ A job that hangs goes on hanging.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,7 @@ def show_process(pid: int, console: Console) -> int:
 
 def show_job(job: str, console: Console) -> int:
     """The communicators of a process and all below it, or of a torchrun run id."""
-    pids = family(int(job)) if job.isdecimal() else []
+    pids = family(int(job)) if re.fullmatch(r"\d{1,9}", job) else []
     pids = pids or _of_run(job)
     if not pids:
         raise UsageError(

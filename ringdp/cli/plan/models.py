@@ -167,7 +167,7 @@ def _flat(name: str, units: Sequence[Parameters], precision: Precision) -> Model
 
 
 def _sized(given: str, precision: Precision) -> Model:
-    match = re.fullmatch(r"params=(\d+(?:\.\d*)?(?:e\+?\d+)?)(?:/(\d+))?", given, re.IGNORECASE)
+    match = re.fullmatch(r"params=(\d+(?:\.\d*)?(?:e\+?\d+)?)(?:/(\d{1,9}))?", given, re.IGNORECASE)
     elements = float(match[1]) if match else 0.0
     units = int(match[2] or DEFAULT_UNITS) if match else 0
     if not (1 <= units <= MOST_UNITS and units <= elements <= MOST_PARAMETERS):

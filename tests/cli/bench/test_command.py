@@ -34,6 +34,7 @@ REFUSED = {
     "what else it times": (["kernel"], "all_to_all, kernels, error"),
     "ranks": (["all_reduce", "--ranks", "1"], "--ranks is 1; allowed: a whole number from 2"),
     "min": (["all_reduce", "--min", "1X"], "--min is '1X'; allowed: bytes, as in 4096, 1K"),
+    "min of thousands of digits": (["all_reduce", "--min", "9" * 5000], "99'; allowed: bytes, as"),
     "min zero": (["all_reduce", "--min", "0"], "--min is 0; allowed"),
     "min small": (["all_gather", "--min", "4"], "--min is 4; allowed: at least one float32"),
     "max": (["all_reduce", "--max", "512"], "--max is 512; allowed: a whole number from 1024"),

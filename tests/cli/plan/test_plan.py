@@ -201,6 +201,7 @@ REFUSED = {
     "both": (["--model", "gpt2", "--published"], "plan takes either"),
     "published and more": (["--published", "--ranks", "8"], "--published takes no other option"),
     "unknown model": (["--model", "gpt9"], "--model is 'gpt9'; allowed: gpt2"),
+    "many units": (["--model", f"params=1/{'9' * 5000}"], "99'; allowed: params=7e9, which is in"),
     "ranks 0": (["--model", "gpt2", "--ranks", "0"], "--ranks is 0; allowed"),
     "part of a node": (["--model", "gpt2", "--ranks", "12"], "a multiple of --per-node"),
     "stage 4": (["--model", "gpt2", "--stage", "4"], "--stage is '4'; allowed"),
