@@ -21,8 +21,10 @@ from torch._C._distributed_c10d import (
 from ringdp.comm.backend import futures
 from ringdp.comm.backend.buckets import Buckets, comes_from_autograd
 from ringdp.comm.backend.calls import (
+    SUM,
     Begin,
     Calls,
+    Reduction,
     Tensors,
     chosen,
     joined,
@@ -32,9 +34,11 @@ from ringdp.comm.backend.calls import (
     sizes,
 )
 from ringdp.comm.backend.sparse import all_reduce_sparse
-from ringdp.comm.backend.works import GroupWork
+from ringdp.comm.backend.works import Finish, GroupWork
 from ringdp.comm.work import Work
 from ringdp.errors import CollectiveTimeout
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Reductions(Calls):
@@ -65,7 +69,7 @@ class Reductions(Calls):
         return self._all_reduce(options, listed(tensors))
 
     def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
-        by = reduction(options.reduceOp)
+        by, finishes = self._by(options, tensors)
 
         def begin(tensor: Tensor) -> Begin:
             if tensor.layout is not torch.strided:
@@ -74,10 +78,17 @@ class Reductions(Calls):
                 tensor, by.op, scale=by.scale, async_op=later
             )
 
-        work = self._call("all_reduce", options, tensors, list(map(begin, tensors)))
+        work = self._call("all_reduce", options, tensors, list(map(begin, tensors)), *finishes)
         if tensors and tensors[0].numel() == 1:
             self._ones.append(work)
         return work
+
+    def _by(self, options: Any, results: Sequence[Tensor]) -> tuple[Reduction, list[Finish]]:
+        """How they are reduced, and then finished: an average of integers is a sum until then."""
+        by = reduction(options.reduceOp)
+        if by.op != "avg" or not results or results[0].dtype not in INTEGERS:
+            return by, []
+        return SUM, [average(tensor, self._comm.size) for tensor in results]
 
     def reduce(
         self,
@@ -90,12 +101,15 @@ class Reductions(Calls):
         tensor = only(tensors, "reduce: tensors")
         fields = {"rootRank": opts if root is None else root, "reduceOp": op, "timeout": timeout}
         options = chosen(ReduceOptions, opts, fields)
-        by, to = reduction(options.reduceOp), options.rootRank
+        to = options.rootRank
+        by, finishes = self._by(options, [tensor])
+        if to != self._comm.rank:
+            finishes = []
 
         def begin(later: bool) -> Work:
             return self._comm.reduce(tensor, to, by.op, scale=by.scale, async_op=later)
 
-        return self._call("reduce", options, [tensor], [begin])
+        return self._call("reduce", options, [tensor], [begin], *finishes)
 
     def reduce_scatter(
         self,
@@ -111,14 +125,14 @@ class Reductions(Calls):
         if not isinstance(output_tensors, Tensor):
             parts = only(input_tensors, "reduce_scatter: input_tensors")
         options = chosen(ReduceScatterOptions, opts, _fields(opts, op, timeout))
-        by = reduction(options.reduceOp)
+        by, finishes = self._by(options, [output])
 
         def begin(later: bool) -> Work:
             return self._comm.reduce_scatter_v(
                 output, joined(parts), sizes(parts), by.op, scale=by.scale, async_op=later
             )
 
-        return self._call("reduce_scatter", options, [output], [begin])
+        return self._call("reduce_scatter", options, [output], [begin], *finishes)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -127,14 +141,15 @@ class Reductions(Calls):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         options = chosen(ReduceScatterOptions, opts, _fields(opts, None, None))
-        by = reduction(options.reduceOp)
+        by, finishes = self._by(options, outputs)
 
         def begin(output: Tensor, input: Tensor) -> Begin:
             return lambda later: self._comm.reduce_scatter(
                 output, input, by.op, scale=by.scale, async_op=later
             )
 
-        return self._call("reduce_scatter", options, outputs, list(map(begin, outputs, inputs)))
+        begins = list(map(begin, outputs, inputs))
+        return self._call("reduce_scatter", options, outputs, begins, *finishes)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -161,3 +176,16 @@ class Reductions(Calls):
 def _fields(opts: Any, op: Any, timeout: timedelta | None) -> dict[str, Any]:
     """Of an options object that is not `opts`, which then is the op, or None."""
     return {"reduceOp": opts if op is None else op, "timeout": timeout}
+
+
+def average(tensor: Tensor, ranks: int) -> Finish:
+    """Of their sum, toward zero as NCCL's: gloo has none, so that who knows it by its name, as
+    Lightning, asks all others for it. Divides once: who waits again after an interrupt comes again.
+    """
+    left = [ranks]
+
+    def finish() -> None:
+        if left:
+            tensor.detach().div_(left.pop(), rounding_mode="trunc")
+
+    return finish

@@ -13,6 +13,7 @@ from torch.distributed import GatherOptions
 
 from ringdp import CollectiveMismatch, Communicator, UsageError
 from ringdp.comm.backend.calls import room
+from ringdp.comm.backend.reductions import average
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
 from tests.forks import Say
@@ -100,6 +101,15 @@ def more(comm: Communicator, say: Say) -> None:
         scattered = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([rank + 1.0]), (3,))
         dist.all_reduce(scattered, _make_nccl_premul_sum(0.5))
         assert scattered.to_dense().tolist() == [0, n * (n + 1) / 4, 0]
+        whole, mean = torch.tensor([7, -7, rank]), torch.tensor([7, -7, rank])
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        dist.reduce(whole, 1, dist.ReduceOp.AVG)
+        assert mean.tolist() == [7, -7, (n - 1) // 2]
+        assert whole.tolist() == (mean.tolist() if rank == 1 else [7, -7, rank])
+        part = torch.zeros(1, dtype=torch.int32)
+        dist.reduce_scatter_tensor(part, torch.full((n,), -rank).int(), dist.ReduceOp.AVG)
+        dist.reduce_scatter(part, list((part - rank + 1).expand(n, 1)), dist.ReduceOp.AVG)
+        assert part.item() == 1 - (n - 1)
     say("done")
 
 
@@ -131,6 +141,14 @@ def test_lists_of_other_sizes_than_the_ranks_have_are_refused(forks):
     first, second = forks(2, refuses)
     assert first.said == [[[0.0, 0.0], [1.0, 1.0]]]
     assert second.said == [[[0.0, 0.0], [0.0, 0.0]]]
+
+
+def test_a_sum_of_integers_is_divided_once():
+    total = torch.tensor([7, -7])
+    finish = average(total, 2)
+    for _ in range(2):
+        finish()
+    assert total.tolist() == [3, -3]
 
 
 def test_parts_come_home_again_for_who_waits_again_after_an_interrupt():
