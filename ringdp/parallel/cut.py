@@ -18,7 +18,7 @@ class Cut:
     ) -> None:
         self.plan, self.shapes, self.slices = plan, shapes, slices
         self.part = slice(rank * plan.shard, (rank + 1) * plan.shard)  # the rank's shard
-        self._spans = [plan.local(e, rank) for e in plan.entries]  # in that part
+        self.spans = [plan.local(e, rank) for e in plan.entries]  # in that part
 
     def whole(self, buffer: Tensor) -> list[Tensor]:
         """The parameters, in their shapes, of a padded buffer."""
@@ -31,7 +31,7 @@ class Cut:
         """Every parameter's part of what this rank keeps: a slice, or in its shape."""
         if not self.slices:
             return self.whole(buffer)
-        return [buffer[begin:end] for begin, end in self._spans]
+        return [buffer[begin:end] for begin, end in self.spans]
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
         """Of a padded buffer the part of every parameter that it has between steps."""

@@ -30,6 +30,7 @@ from torch import nn
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel import optim_state
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
@@ -82,6 +83,8 @@ class Engine(Accounts, Watched):
 
         self._writes = True  # whether what is written to whole parameters is kept
         self._emptied: sliced.Emptied = []  # while an optimizer steps
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of slices
+        self.always_gathers_state = False  # of an optimizer, and not in full_parameters() alone
         self.closed = False
         # Weakly, for what torch holds where no garbage collector looks.
         self._handles: list[Any] = steps.listen(weakref.proxy(self))
@@ -157,6 +160,11 @@ class Engine(Accounts, Watched):
     def _summoned(self) -> bool:
         return self.units[0].state is State.SUMMONED
 
+    @property
+    def gathers_state(self) -> bool:
+        """Whether the state_dict of an optimizer is now gathered, and not an error."""
+        return self.always_gathers_state or self._summoned
+
     def _is_whole(self) -> bool:
         return self._summoned or all(u.static for u in self.units)
 
@@ -165,6 +173,9 @@ class Engine(Accounts, Watched):
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it: what is gathered must not depend on it
         steps.check(optimizer, self.stage, summoned=self._summoned)
+        if self.stage.optimizer is Keep.SHARD and optimizer not in self._optimizers:
+            optim_state.belong(optimizer, self)
+            self._optimizers.add(optimizer)
         self.check_reduced("the optimizer steps")
         self.backwards.settle()
         self.gathering.end(learn=False)

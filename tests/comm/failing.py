@@ -202,7 +202,9 @@ def by_turns(rows: Iterable[tuple[Any, ...]], ranks: Sequence[int]) -> list[Para
 
 
 TESTS = Path(__file__).parents[1]
-CALL = re.compile(r"rank \d waited for (\w+) #\d+(?: \(.*\) of \d+ elements, tag 0)?, at (.+?):(\d+)\b")
+CALL = re.compile(
+    r"rank \d waited for (\w+) #\d+(?: \(.*\) of \d+ elements, tag 0)?, at (.+?):(\d+)\b"
+)
 
 
 def line_of(file: str, number: str) -> str:

@@ -1,5 +1,5 @@
 """The state_dict of a model in stage 0, where masters are apart (refusals are in test_misuse), and
-of an optimizer."""
+where that of an optimizer is refused (what it is elsewhere is in test_optim_state)."""
 
 from __future__ import annotations
 
@@ -66,22 +66,6 @@ def test_in_stage_0_a_state_is_of_the_masters_at_any_time(comm: Communicator) ->
         e.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(3)
-def test_a_state_of_whole_parameters_is_told(comm: Communicator, stage: int) -> None:
-    twin, model = net(), net()
-    theirs = torch.optim.Adam(twin.parameters())
-    loss(twin).backward()
-    theirs.step()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
-    optimizer = torch.optim.Adam(model.parameters())
-    optimizer.load_state_dict(theirs.state_dict())
-    loss(model).backward()
-    with pytest.raises(UsageError, match=r"state 'exp_avg' of shape \[6, 6\] for a slice of"):
-        optimizer.step()
-    engine.close()
-
-
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
@@ -104,11 +88,8 @@ def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
     if stage == 0:
         fresh.load_state_dict(optimizer.state_dict())
     else:
-        for attempt in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
-            with pytest.raises(
-                UsageError, match=r"flat slices\. Use ringdp\.save and ringdp\.load"
-            ):
-                attempt()
+        with pytest.raises(UsageError, match=r"flat slices\. Use ringdp\.save and ringdp\.load"):
+            optimizer.state_dict()
     ringdp.save(tmp_path, engine, optimizer)
     ringdp.load(tmp_path, second, fresh)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
@@ -29,7 +30,7 @@ STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
 ABSENT = (
     "check_is_root", "flatten_sharded_optim_state_dict", "fsdp_modules", "full_optim_state_dict",
-    "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load", "register_comm_hook",
+    "get_state_dict_type", "register_comm_hook",
     "rekey_optim_state_dict", "scatter_full_optim_state_dict", "set_state_dict_type",
     "shard_full_optim_state_dict", "sharded_optim_state_dict",
 )  # fmt: skip
@@ -121,6 +122,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             self._units = _wrapped(module, auto_wrap_policy)
         self.module = module
         self._state_config: Any = None
+        self._optim_state_config: Any = None
         self.engine = shard(
             module,
             stage=stage,
@@ -130,6 +132,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             init=param_init_fn,
             comm=_moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
         )
+        self.engine.always_gathers_state = True
         if mixed_precision is not None:
             _cast_buffers(module, mixed_precision, wraps=auto_wrap_policy is not None)
         for m in inner:
@@ -179,18 +182,63 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         module: nn.Module,
         state_dict_type: Any,
         state_dict_config: Any = None,
-        optim_state_dict_config: object = None,
+        optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """Within it state_dict() is as the config of torch's FULL_STATE_DICT says; that of an
-        optimizer's is for methods that are not there."""
+        """Within it state_dict() and optim_state_dict() are as the configs of torch's
+        FULL_STATE_DICT say."""
         wrapper = _wrapper("state_dict_type", module)
         kind = getattr(state_dict_type, "name", state_dict_type)
         refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
-        before, wrapper._state_config = wrapper._state_config, state_dict_config
+        before = wrapper._state_config, wrapper._optim_state_config
+        wrapper._state_config, wrapper._optim_state_config = (
+            state_dict_config,
+            optim_state_dict_config,
+        )
         try:
             yield
         finally:
-            wrapper._state_config = before
+            wrapper._state_config, wrapper._optim_state_config = before
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: object = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state of whole parameters, by their names. Collective."""
+        refuse("optim_state_dict", group=(group, None))
+        wrapper = _wrapper("optim_state_dict", model)
+        state = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        config = wrapper._optim_state_config
+        if getattr(config, "rank0_only", False) and wrapper.engine.comm.rank > 0:
+            return {}
+        if getattr(config, "offload_to_cpu", False):
+            state = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
+        return _renamed(state, dict(enumerate(_names(wrapper, optim))))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: object = None,
+    ) -> dict[str, Any]:
+        """What optim.load_state_dict() takes, of what optim_state_dict() has given, on every rank:
+        it is whole still, and the optimizer keeps its slices."""
+        refuse(
+            "optim_state_dict_to_load",
+            is_named_optimizer=(is_named_optimizer, False),
+            group=(group, None),
+        )
+        wrapper = _wrapper("optim_state_dict_to_load", model)
+        names = _names(wrapper, optim)
+        state = _renamed(optim_state_dict, {name: at for at, name in enumerate(names)})
+        if load_directly:
+            optim.load_state_dict(state)
+        return state
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See Engine.no_sync."""
@@ -235,6 +283,25 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
     if not isinstance(module, FullyShardedDataParallel):
         raise UsageError(f"{caller}: {type(module).__name__} is not wrapped")
     return module
+
+
+def _names(wrapper: FullyShardedDataParallel, optim: torch.optim.Optimizer) -> list[str]:
+    """Of what it steps: those in state_dict()."""
+    wrapped = [n for n, m in wrapper.named_modules() if isinstance(m, FullyShardedDataParallel)]
+    names: dict[int, str] = {}
+    for name, p in wrapper.named_parameters():
+        for within in reversed(wrapped):
+            outside = f"{within}." if within else ""
+            if name.startswith(f"{outside}module."):
+                name = outside + name.removeprefix(f"{outside}module.")
+        names[id(p)] = name
+    return [names[id(p)] for group in optim.param_groups for p in group["params"]]
+
+
+def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer's, whose parameters are called otherwise."""
+    groups = [g | {"params": [names[p] for p in g["params"]]} for g in state["param_groups"]]
+    return {"state": {names[p]: s for p, s in state["state"].items()}, "param_groups": groups}
 
 
 def _moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:

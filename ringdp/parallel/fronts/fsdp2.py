@@ -70,6 +70,17 @@ class FSDPModule:
             )
         self._ringdp_engine.backwards.sync = requires_gradient_sync
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """A whole one, which the model does not change; so is its optimizer's, once it has stepped.
+        So torch.distributed.checkpoint.state_dict gets and sets both. Collective."""
+        with self.engine.full_parameters():
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """A whole one, the same on every rank. Collective."""
+        with self.engine.full_parameters(write=True):
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def to_empty(self, **_: object) -> NoReturn:
         """Where torch's makes real what it sharded on the meta device; here that has values."""
         instead = "reset_parameters, which fully_shard calls, or its init="
@@ -121,8 +132,8 @@ def fully_shard(
     mesh: of one dimension; comm: in its place. A model on the CPU goes to the current GPU, if the
     mesh or group is of GPUs. init: as of `shard`, fills what is on the meta device, which is made
     real by this call, not by to_empty() after it.
-    Between steps a parameter is a flat slice, not a DTensor. Raises UsageError for what is not
-    implemented.
+    Between steps a parameter is a flat slice, not a DTensor; what state_dict() gives is whole.
+    Raises UsageError for what is not implemented.
     """
     if not isinstance(reshard_after_forward, bool | None):
         raise UsageError(
@@ -158,6 +169,7 @@ def fully_shard(
         comm=move_to_ranks(module, of_mesh(comm, mesh), device_of(mesh)),
         init=init,
     )
+    engine.always_gathers_state = True
     if not isinstance(module, FSDPModule):
         module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     type(module)._ringdp_asked = asked  # type: ignore[attr-defined]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
+from typing import Any, Protocol
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -24,7 +22,6 @@ from ringdp.parallel.unit import FlatUnit, State
 _NOT_BY_ELEMENT = frozenset(
     {"Adafactor", "CAME", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
 )
-_REFUSING: WeakSet[Optimizer] = WeakSet()  # whose state_dict is an error
 
 
 class Steps(Protocol):
@@ -59,8 +56,7 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
 
 
 def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
-    """Raises UsageError if it must not step now, or not at all. From then on its own state_dict and
-    load_state_dict are errors where what it keeps is of slices."""
+    """Raises UsageError if it must not step now, or not at all."""
     if in_backward():
         raise UsageError(
             "an optimizer steps within backward, where gradients are not reduced yet and weights "
@@ -70,31 +66,6 @@ def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
         raise UsageError("an optimizer steps within full_parameters(); step it after that")
     if stage.optimizer is Keep.SHARD:
         check_slices(optimizer, f"in stage {stage.number}", "or stage 0")
-        if optimizer not in _REFUSING:
-            _check_state(optimizer)
-            _REFUSING.add(optimizer)
-            optimizer.register_state_dict_pre_hook(_refuse)
-            optimizer.register_load_state_dict_pre_hook(_refuse)
-
-
-def _refuse(*_: object) -> NoReturn:
-    raise UsageError(
-        "state_dict or load_state_dict of a sharded model's optimizer: what it keeps is of this "
-        "rank's flat slices. Use ringdp.save and ringdp.load, which take the optimizer, too."
-    )
-
-
-def _check_state(optimizer: Optimizer) -> None:
-    """Raises UsageError for state of whole parameters, as of a step before they were sharded."""
-    for p, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != p.shape:
-                raise UsageError(
-                    f"the {type(optimizer).__name__} has state {name!r} of shape "
-                    f"{list(value.shape)} for a slice of {list(p.shape)}: it is of the whole "
-                    "parameter, from a step before the model was sharded or a load_state_dict. "
-                    "Make the optimizer after shard, and load what ringdp.save wrote by ringdp.load"
-                )
 
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:

@@ -1,0 +1,209 @@
+"""The state_dict of an optimizer of slices is that of whole parameters: as of one process, and of
+torch's FSDP2 on the same script."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torchs
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import ringdp
+from ringdp import Communicator, Offload, UsageError
+from ringdp.parallel import fronts
+from tests.parallel.ddp_cases import gloo
+from tests.parallel.small import APART, assert_equal, loss, net
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.process
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "apart": {"precision": APART},
+    "offload": {"offload": Offload(optimizer=True)},
+}
+
+NAMES = [*(f"{i}.0.bias" for i in range(3)), *(f"{i}.0.weight" for i in range(3))]
+
+
+def step(model: Any, optimizer: Any, *seeds: int) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss(model, seed).backward()
+        optimizer.step()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    weights, biases = ([p for n, p in model.named_parameters() if k in n] for k in ("w", "b"))
+    return [{"params": biases, "lr": 0.01}, {"params": weights}]
+
+
+def assert_same(state: Any, expected: Any) -> None:
+    assert list(state["state"]) == list(expected["state"])
+    torch.testing.assert_close(state["state"], expected["state"])
+    assert state["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, ringdp.AdamW])
+@on_ranks(3)
+def test_it_is_that_of_one_process(comm: Communicator, kind: Any, options: dict[str, Any]) -> None:
+    twin = net()
+    exact = kind(groups(twin))
+    step(twin, exact, 0, 1)
+    for stage in (1, 2, 3):
+        model = net()
+        engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm, **options)
+        optimizer = kind(groups(model))
+        step(model, optimizer, 0, 1)
+        with engine.full_parameters():
+            state = optimizer.state_dict()
+        assert_same(state, exact.state_dict())
+        with pytest.raises(UsageError, match="call it within full_parameters"):
+            optimizer.state_dict()
+
+        later = net()
+        later.load_state_dict(twin.state_dict())
+        ahead = ringdp.shard(later, stage=4 - stage, comm=comm, **options)
+        fresh = kind(groups(later))
+        fresh.load_state_dict(copy.deepcopy(state))  # before its first step
+        step(later, fresh, 2)
+        step(model, optimizer, 2)
+        optimizer.load_state_dict(state)  # and after some
+        with engine.full_parameters():
+            assert_same(optimizer.state_dict(), exact.state_dict())
+        trained = copy.deepcopy(twin)
+        last = kind(groups(trained))
+        last.load_state_dict(copy.deepcopy(exact.state_dict()))
+        step(trained, last, 2)
+        assert_equal(ahead, trained)
+        for e in (engine, ahead):
+            e.close()
+        with pytest.raises(UsageError, match="state_dict of a sharded model's optimizer"):
+            optimizer.state_dict()
+
+
+@on_ranks(2)
+def test_what_else_it_steps_is_left_as_it_is(comm: Communicator) -> None:
+    model, other = net(), nn.Parameter(torch.ones(2))
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = torch.optim.Adam([other, *model.parameters()])
+    loss(model).backward()
+    other.grad = torch.ones(2)
+    optimizer.step()
+    with engine.full_parameters():
+        state = optimizer.state_dict()
+    shapes = [s["exp_avg"].shape for s in state["state"].values()]
+    assert shapes == [(2,), *3 * [(6, 6), (6,)]]
+    optimizer.load_state_dict(state)
+    assert optimizer.state[other]["exp_avg"] is state["state"][0]["exp_avg"]
+    for p in model.parameters():
+        optimizer.state[p]["odd"] = torch.ones(2, 2)
+    with (
+        engine.full_parameters(),
+        pytest.raises(UsageError, match=r"'odd' has shape \[2, 2\] for a slice"),
+    ):
+        optimizer.state_dict()
+    state["state"][1]["odd"] = torch.ones(2, 2)
+    with pytest.raises(UsageError, match=r"'odd' of shape \[2, 2\] for parameter 0\.0\.weight"):
+        optimizer.load_state_dict(state)
+    engine.close()
+
+
+def through_dcp(comm: Communicator, shards: Any) -> tuple[Any, ...]:
+    """A script of FSDP2: states of a run go to another, by all ranks or by rank 0."""
+
+    def made(seed: int) -> tuple[Any, Any]:
+        model = net(seed)
+        for block in (model[1], model[2], model):
+            shards(block)
+        return model, torch.optim.AdamW(groups(model))
+
+    model, optimizer = made(0)
+    step(model, optimizer, 0, 1)
+    full = StateDictOptions(full_state_dict=True)
+    states = (
+        get_model_state_dict(model, options=full),
+        get_optimizer_state_dict(model, optimizer, options=full),
+    )
+    for told in (full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+        later, fresh = made(1)
+        given = copy.deepcopy(states) if comm.rank == 0 or told is full else ({}, {})
+        set_model_state_dict(later, given[0], options=told)
+        set_optimizer_state_dict(later, fresh, given[1], options=told)
+        step(later, fresh, 2)
+    last, third = made(2)
+    some = copy.deepcopy(get_state_dict(later, fresh))
+    set_state_dict(last, third, model_state_dict=some[0], optim_state_dict=some[1])
+    step(last, third, 3)
+    step(later, fresh, 3)
+    found = [get_model_state_dict(m, options=full) for m in (later, last)]
+    for m in (later, last):
+        if hasattr(m, "engine"):
+            m.engine.close()
+    return states, found
+
+
+@on_ranks(2)
+def test_torchs_functions_get_and_set_what_they_do_with_fsdp2(comm: Communicator) -> None:
+    gloo()
+    ours = through_dcp(comm, lambda block: fronts.fully_shard(block, comm=comm))
+    theirs = through_dcp(comm, torchs.fully_shard)
+    torch.testing.assert_close(dict(ours[0][0]), dict(theirs[0][0]))
+    assert_same(ours[0][1], theirs[0][1])
+    for found in (*ours[1], theirs[1][1]):
+        torch.testing.assert_close(dict(found), dict(theirs[1][0]))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@on_ranks(2)
+def test_fsdps_is_by_names(comm: Communicator, wrapped: bool) -> None:
+    """torch's needs a GPU: its format is known."""
+    front = fronts.FullyShardedDataParallel
+    wrap = ModuleWrapPolicy({nn.Sequential}) if wrapped else None
+
+    def made() -> tuple[Any, Any]:
+        model = net()
+        if not wrapped:
+            model[1] = front(model[1], comm)
+        model = front(model, comm, auto_wrap_policy=wrap)
+        return model, torch.optim.AdamW(groups(model))
+
+    twin, (model, optimizer) = net(), made()
+    exact = torch.optim.AdamW(groups(twin))
+    for m, o in ((twin, exact), (model, optimizer)):
+        step(m, o, 0, 1)
+    whole = front.optim_state_dict(model, optimizer)
+    numbers = {name: number for number, name in enumerate(NAMES)}
+    plain = exact.state_dict()
+    assert sorted(whole["state"]) == sorted(NAMES)
+    torch.testing.assert_close({numbers[n]: s for n, s in whole["state"].items()}, plain["state"])
+    assert [n for g in whole["param_groups"] for n in g["params"]] == NAMES
+    one = FullOptimStateDictConfig(rank0_only=True)
+    with front.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, one):
+        again = front.optim_state_dict(model, optimizer, optimizer.state_dict())
+    assert list(again) == (["state", "param_groups"] if comm.rank == 0 else [])
+    later, fresh = made()
+    later.load_state_dict(model.state_dict())
+    fresh.load_state_dict(front.optim_state_dict_to_load(later, fresh, copy.deepcopy(whole)))
+    for m, o in ((twin, exact), (later, fresh)):
+        step(m, o, 2)
+    assert_equal(later.engine, twin)
+    front.optim_state_dict_to_load(later, fresh, whole, load_directly=True)
+    torch.testing.assert_close(front.optim_state_dict(later, fresh)["state"], whole["state"])
+    for m in (model, later):
+        m.engine.close()
