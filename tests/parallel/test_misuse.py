@@ -142,3 +142,27 @@ def test_gradients_and_states_of_before(ranks, stage):
     """The first of them ended the backward in a RuntimeError of shapes, from stage 1 on; the state
     goes on, in slices."""
     ranks(2)(trained_before, stage)
+
+
+class Keeps(nn.Module):
+    """Its second layer's weight is the first's, where no module has registered it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.kept = [self.first.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.first(x), self.kept[0])
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(1)
+def test_a_weight_that_a_module_keeps_in_a_list_is_told(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := Keeps(), stage=stage, precision=APART, comm=comm)
+    why = "as it is at rest, where it computes in another dtype" if stage == 0 else "outside"
+    for graph in (True, False):
+        with torch.set_grad_enabled(graph), pytest.raises(UsageError, match=why) as error:
+            model(batch(0))
+        assert str(error.value).startswith("first.weight is used")
+    engine.close()

@@ -38,7 +38,12 @@ class Resting(nn.Parameter):
         if func is torch.autograd.grad:  # which passes outputs and inputs on as tuples
             args = (args[0], tuple(map(computing, args[1])))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **named)
+            try:
+                return func(*args, **named)
+            except RuntimeError as e:
+                if cls is Resting and _mixes_dtypes(args, named):
+                    raise _refusal(args, named, _AT_REST) from e
+                raise
 
 
 class Sharded(Resting):
@@ -83,15 +88,28 @@ def _records(args: Any, kwargs: Any) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _refusal(args: Any, kwargs: Any) -> UsageError:
-    used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Sharded)]
+def _mixes_dtypes(args: Any, kwargs: Any) -> bool:
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    return len({t.dtype for t in tensors if t.is_floating_point()}) > 1
+
+
+_A_SLICE = (
+    "is used outside the forward of its unit, where it is only this rank's flat slice. Read it, or "
+    "evaluate the model, within full_parameters(); for an L2 term take the optimizer's "
+    "weight_decay; where a module uses another's weight, let both lie in one unit; where it is "
+    "called apart from the one around it, let it be a unit itself."
+)
+_AT_REST = (
+    "is used as it is at rest, where it computes in another dtype: a module that keeps it, as in a "
+    "list, keeps that one. Register it as a parameter of every module that uses it, or take it "
+    "from there in the forward."
+)
+
+
+def _refusal(args: Any, kwargs: Any, why: str = _A_SLICE) -> UsageError:
+    used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Resting)]
     names = ", ".join(dict.fromkeys(getattr(t, "_ringdp_name", "a parameter") for t in used))
-    return UsageError(
-        f"{names} is used outside the forward of its unit, where it is only this rank's flat "
-        "slice. Read it, or evaluate the model, within full_parameters(); for an L2 term take the "
-        "optimizer's weight_decay; where a module uses another's weight, let both lie in one unit; "
-        "where it is called apart from the one around it, let it be a unit itself."
-    )
+    return UsageError(f"{names} {why}")
 
 
 def name(parameter: nn.Parameter, text: str) -> None:
