@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from ringdp import CommunicationError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
+from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import assert_equal, loss, net
 from tests.ranks import on_ranks
 
@@ -145,3 +147,36 @@ def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> Non
     model.engine.close()
     with pytest.raises(UsageError, match="this model is sharded already"):
         fronts.fully_shard(model, comm=comm)  # closed as slices
+
+
+def accumulated(comm: Communicator, shards: Any) -> list[float]:
+    """A script that prefetches two blocks, and accumulates."""
+    model: Any = net()
+    for block in (*model, model):
+        shards(block)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        model.set_is_last_backward(step % 2 == 1)
+        model.set_requires_gradient_sync(step % 2 == 1)
+        (value := loss(model, 2 * step + comm.rank)).backward()
+        losses.append(value.item())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    if hasattr(model, "engine"):
+        sizes = [u.bytes for u in model.engine.units]
+        assert model.engine.gathering.limit == sum(sizes[-2:])
+        with pytest.raises(UsageError, match="fully_shard has not sharded Linear"):
+            model[0].set_modules_to_forward_prefetch([model[0][0]])
+        model.engine.close()
+    return losses
+
+
+@on_ranks(2)
+def test_scripts_that_prefetch_and_accumulate_train_as_with_torchs(comm: Communicator) -> None:
+    gloo()
+    ours = accumulated(comm, lambda block: fronts.fully_shard(block, comm=comm))
+    assert ours == pytest.approx(accumulated(comm, torchs_fully_shard))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,8 +33,7 @@ ABSENT = (
     "finalize_backward", "reset_iter_state", "reshard", "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
     "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor",
-    "set_is_last_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization",
-    "set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch", "set_post_optim_event",
+    "set_keep_unsharded_storage", "set_manual_backward_finalization", "set_post_optim_event",
     "set_reduce_scatter_divide_factor", "set_reduce_scatter_max_input_buffers",
     "set_reduce_scatter_unused_params", "set_requires_all_reduce", "set_reshard_after_backward",
     "set_reshard_after_forward", "set_separate_reduce_scatter_group", "set_symm_mem_for_comm",
@@ -69,6 +68,22 @@ class FSDPModule:
                 "the module that fully_shard was called on last, for all of it"
             )
         self._ringdp_engine.backwards.sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether torch's waits for reductions where a backward ends. Here each does, and how
+        gradients add up is the same."""
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The engine sees by itself which modules come next: this lets it gather ahead as many
+        bytes as these have, if it may not gather more already."""
+        if others := [type(m).__name__ for m in modules if not isinstance(m, FSDPModule)]:
+            raise UsageError(f"modules to prefetch: fully_shard has not sharded {others[0]}")
+        engine = self.engine
+        names = {name for name, m in engine.model.named_modules() if m in modules}
+        ahead = sum(u.bytes for u in engine.units if u.plan.name in names)
+        engine.gathering.limit = max(engine.gathering.limit, ahead)
+
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A whole one, which the model does not change; so is its optimizer's, once it has stepped.
