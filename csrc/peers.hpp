@@ -218,9 +218,9 @@ class Peers {
     record_.peer.store(-1, std::memory_order_relaxed);
   }
 
-  // Whether it is ready by then, or soon after.
+  // Whether it is ready by then, or soon after. Apart from `spin`, whose spinning is the fast path.
   template <class Ready>
-  bool yield(Ready ready, Clock::time_point end) {
+  [[gnu::noinline]] bool yield(Ready ready, Clock::time_point end) {
     // relaxed: only a hint
     const auto yields = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
     for (int i = 0; i < kYields && yields() && Clock::now() < end; ++i) {
