@@ -20,7 +20,7 @@ import torch
 from ringdp.errors import UsageError
 from ringdp.parallel.arrivals import Arrivals
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.guards.outside import unguarded
+from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.underway import in_backward, leaves_some_out
 from ringdp.parallel.unit import FlatUnit, State

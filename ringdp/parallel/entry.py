@@ -13,7 +13,7 @@ from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel import meta
 from ringdp.parallel.engine import Engine
-from ringdp.parallel.guards import copies, outside
+from ringdp.parallel.guards import copies, resting
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
@@ -131,7 +131,7 @@ def _build(
         parameters = [p for _, p in found[index].parameters]
         meta.fill(model, parameters, init, comm.device)
         for name, p in found[index].parameters:
-            outside.name(p, name)
+            resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter
         first = at[parameters[0]][0].module if parameters else None
         units.append(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringdp.comm import Communicator
-from ringdp.parallel.guards import written
+from ringdp.parallel.guards.computed import refuse_lost
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.unit import FlatUnit, State
@@ -88,13 +88,13 @@ class Gathering:
         unit = self.units[index]
         if not (free and unit.freed and unit.state is State.UNSHARDED):
             return
-        lost = written.lost(unit)
+        lost = unit.lost()
         if not lost and index in self._wanted(self._under_way(), or_freed=index):
             unit.set_aside()
             self._ahead.add(index)
         else:
             unit.reshard()
-        written.refuse(lost)
+        refuse_lost(lost)
         self.prefetch()
 
     def leave(self, indices: Sequence[int]) -> None:
@@ -160,9 +160,9 @@ class Gathering:
             if unit.state is State.GATHERING:
                 unit.unshard()
             if unit.state is State.UNSHARDED and not unit.static:
-                lost += written.lost(unit)
+                lost += unit.lost()
                 unit.reshard()
-        written.refuse(lost)
+        refuse_lost(lost)
 
     def end(self, *, learn: bool) -> None:
         """The iteration is over: every unit sharded, nothing in flight. `learn` its order."""

@@ -13,9 +13,9 @@ from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.filling import Filling
 from ringdp.parallel.guards import sliced
-from ringdp.parallel.guards.outside import unguarded
-from ringdp.parallel.kept import Kept
+from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.memory import Ledger
+from ringdp.parallel.no_sync import Kept
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 

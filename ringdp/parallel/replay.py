@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.layout import Unit
 from ringdp.parallel.prefetch import Groups
 from ringdp.parallel.unit import FlatUnit, State
 
@@ -84,9 +83,6 @@ def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
 class _Unit(FlatUnit):
     """One without tensors: it tells what happens to it."""
 
-    apart = False
-    computed, views, versions, plan = (), [], [], Unit("", (), 1, 0)  # `written` looks for them
-
     def __init__(self, index: int, size: int, events: list[Event], *, freed: bool) -> None:
         self.index, self.bytes, self.freed, self._events = index, size, freed, events
         self.state = State.SHARDED
@@ -100,6 +96,9 @@ class _Unit(FlatUnit):
 
     def set_aside(self) -> None:
         self.state = State.GATHERING
+
+    def lost(self) -> list[str]:
+        return []
 
     def reshard(self) -> None:
         self._events.append(Event("free", self.index))

@@ -14,7 +14,7 @@ from ringdp.kernels import flatten
 from ringdp.parallel import layout
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
-from ringdp.parallel.guards import outside
+from ringdp.parallel.guards import resting
 from ringdp.parallel.guards.computed import Computed, Gathered, follow, set_data
 from ringdp.parallel.memory import Ledger, Widths, widths_of
 from ringdp.parallel.offload import Offload, on_host
@@ -104,7 +104,7 @@ class FlatUnit:
         self.gradients = self._gradients()
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
-        self.versions = list[int]()  # for `written`
+        self.versions = list[int]()  # see `lost`
         self.work: Work | None = None
         self.reader: torch.cuda.Stream | None = None  # of the master on the host, by a gather
         self._settle_in(self.views if self.static else self.rest)
@@ -142,18 +142,18 @@ class FlatUnit:
                 self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
-    @outside.unguarded
+    @resting.unguarded
     def unshard(self) -> None:
         """GATHERING -> UNSHARDED: the parameters have their shapes and all ranks' values."""
         assert self.state is State.GATHERING
         if self.work is not None:
             self.work.wait()
             self.work = None
-        outside.release(self.parameters, Gathered if self.freed else nn.Parameter)
+        resting.release(self.parameters, Gathered if self.freed else nn.Parameter)
         if self.apart:
             self.followed = follow(self.computed, self.parameters, self.followed)
             put(self.places, self.computed)
-            outside.guard(self.parameters, outside.Sharded if self.slices else outside.Resting)
+            resting.guard(self.parameters, resting.Sharded if self.slices else resting.Resting)
         self._point(self.computed, self.views)
         self.state, self.versions = State.UNSHARDED, [p._version for p in self.computed]
 
@@ -176,12 +176,24 @@ class FlatUnit:
             put(self.places, self.parameters)
         else:
             self._point(self.parameters, self.rest)
-        (outside.guard if self.slices else outside.release)(self.parameters)
+        (resting.guard if self.slices else resting.release)(self.parameters)
+
+    def lost(self) -> list[str]:
+        """UNSHARDED: the names of what was written to, where it will not be kept. What is not seen
+        is a write through the `.data` of a view, or by numpy."""
+        kept = not (self.apart or self.freed)  # the master is a part of what was gathered
+        return [
+            entry.name
+            for p, view, version, entry in zip(
+                self.computed, self.views, self.versions, self.plan.entries, strict=True
+            )
+            if p.data_ptr() != view.data_ptr() or not (kept or p._version == version)
+        ]
 
     def summon(self, comm: Communicator) -> None:
         """SHARDED, or static, -> SUMMONED. Collective."""
         assert self.static or self.state is State.SHARDED
-        outside.release(self.parameters)
+        resting.release(self.parameters)
         self.rested = self.rest
         self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
         views = self.cut.whole(self.summoned)
@@ -199,7 +211,7 @@ class FlatUnit:
             _copy(self.rested, self.cut.at_rest(self.summoned))
         self._settle_in(self.rested)
         if self.slices:
-            outside.guard(self.parameters)
+            resting.guard(self.parameters)
         del self.summoned, self.rested
         self.state = State.UNSHARDED if self.static else State.SHARDED
 
@@ -247,7 +259,7 @@ class FlatUnit:
         self._point(self.parameters, tensors)
         self._homes = [t.data_ptr() for t in tensors]
 
-    @outside.unguarded
+    @resting.unguarded
     def _has_moved(self) -> bool:
         """Whether they are others by now. Every gather asks."""
         dtype = self.dtypes.master

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from ringdp.parallel.guards.outside import Sharded
+from ringdp.parallel.guards.resting import Sharded
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

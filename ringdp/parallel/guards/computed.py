@@ -1,5 +1,9 @@
-"""Parameters while their unit computes, where what is written to them is lost: what was gathered,
-and with masters apart others in their place. See Note [masters apart] in `unit`."""
+"""Parameters while their unit computes: what was gathered, and with masters apart others in their
+place. See Note [masters apart] in `unit`.
+
+What is written to them there, as by a constraint or a codebook in a forward, is lost: an error that
+names them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringdp.errors import UsageError
+
 
 class Gathered(nn.Parameter):
-    """Counts writes through `p.data` as others, so that they can be told. See `written`."""
+    """Counts writes through `p.data` as others, so that they can be told."""
 
     @property
     def data(self) -> Any:
@@ -91,3 +97,13 @@ def follow(
     for c, p in zip(computed, masters, strict=True):
         c.requires_grad_(p.requires_grad)
     return now
+
+
+def refuse_lost(names: Sequence[str]) -> None:
+    """Raises UsageError for parameters that were written to, if there are any."""
+    if names:
+        raise UsageError(
+            f"written to while its unit computes: {', '.join(names)}. There it is a gathered copy, "
+            "and what is written is lost. Write to it between steps, when it is this rank's slice, "
+            "or within full_parameters(write=True); or keep such values in a buffer"
+        )

@@ -14,7 +14,7 @@ from torch import nn
 
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import UsageError
-from ringdp.parallel.guards.outside import Sharded
+from ringdp.parallel.guards.resting import Sharded
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()  # every module of every sharded model; no copy of one
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.errors import UsageError
-from ringdp.parallel.guards import outside, sliced
+from ringdp.parallel.guards import resting, sliced
 from ringdp.parallel.guards.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.underway import in_backward
@@ -80,7 +80,7 @@ def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
 def release(units: Sequence[FlatUnit]) -> sliced.Emptied:
     """An optimizer is about to step them. Returns what is taken off for that."""
     for unit in units:
-        outside.release(unit.parameters)
+        resting.release(unit.parameters)
     return sliced.release(p for u in units if u.slices for p in u.parameters)
 
 
@@ -89,4 +89,4 @@ def restore(units: Sequence[FlatUnit], emptied: sliced.Emptied) -> None:
     sliced.restore(emptied)
     for unit in units:
         if unit.state is State.SHARDED and unit.slices:
-            outside.guard(unit.parameters)
+            resting.guard(unit.parameters)

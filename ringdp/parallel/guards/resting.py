@@ -1,9 +1,9 @@
-"""A parameter used outside its unit's forward: an error that names it.
+"""Parameters while they rest, outside their unit's use: to use one is an error that names it.
 
-Between uses a parameter is this rank's flat slice, and what autograd made of it there would be
-wrong without a word. So while it is one, its class is `Sharded`, which refuses whatever would
-record a graph. Reading under no_grad, as optimizers do, goes through (of norms see `sliced`), and
-so do `backward(inputs=...)` and `autograd.grad`: see `Resting`.
+Between uses (while it is used, see `computed`) a parameter is this rank's flat slice, and what
+autograd made of it there would be wrong without a word. So while it is one, its class is `Sharded`,
+which refuses whatever would record a graph. Reading under no_grad, as optimizers do, goes through
+(of norms see `sliced`), and so do `backward(inputs=...)` and `autograd.grad`: see `Resting`.
 """
 
 from __future__ import annotations
