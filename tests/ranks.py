@@ -37,8 +37,9 @@ SPAWN = multiprocessing.get_context("spawn")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "pytest", "ringdp.cli.train", "torch._dynamo"])
 
-# torch asks for the name of every host that it connects to, this one too: where a name server loses
-# a question, that takes 5 s, or with this 1 s. Processes that the tests start inherit it.
+# torch's store asks for the name of every host that connects, this one too: where a name server
+# loses a question, nobody is answered for 5 s, or with this 1 s. Processes that the tests start
+# inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 

@@ -173,7 +173,8 @@ class Answering:
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         """`store` is for this transport alone."""
         self._store = Asking(partial(own_connection, store))
-        # Seconds, where a name server loses the question for the host that it connects to.
+        # Seconds, where a name server loses a question: torch's store asks for the name of each
+        # host that connects, and answers nobody meanwhile.
         allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs
         self.rank, self.ranks = rank, ranks
         busy = WeakMethod(self._busy)  # what listens does not keep the transport
