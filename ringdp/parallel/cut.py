@@ -18,6 +18,7 @@ class Cut:
     ) -> None:
         self.plan, self.shapes, self.slices = plan, shapes, slices
         self.part = slice(rank * plan.shard, (rank + 1) * plan.shard)  # the rank's shard
+        self.keeps = self.part if slices else slice(0, plan.padded)  # of a padded buffer
         self.spans = [plan.local(e, rank) for e in plan.entries]  # in that part
 
     def whole(self, buffer: Tensor) -> list[Tensor]:
@@ -35,4 +36,4 @@ class Cut:
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
         """Of a padded buffer the part of every parameter that it has between steps."""
-        return self.kept(buffer[self.part] if self.slices else buffer)
+        return self.kept(buffer[self.keeps])

@@ -46,22 +46,21 @@ class Gradients:
             self._make()
 
     def _make(self) -> None:
-        plan, width, part = self.cut.plan, self.widths, self.cut.part
+        plan, width, part = self.cut.plan, self.widths, self.cut.keeps
         master, device = self.dtypes.master, self.device
         self.bucket: Tensor | None = None
         if not width.trainable:
             self.reduced = torch.empty(0, dtype=master, device=device)
             return
-        size = plan.shard if self.cut.slices else plan.padded
+        size = part.stop - part.start
         if width.keeps_bucket(self.stage):
             self.bucket = self.ledger.empty("gradients", plan.padded, self.dtypes.reduce, device)
         if self.bucket is not None and width.own:
-            self.reduced = self.bucket if size == plan.padded else self.bucket[part]
+            self.reduced = self.bucket[part]
         elif self.offload.any:
             self.reduced = on_host(size, master)
             self.ledger.take("gradients", self.reduced.nbytes)
         else:
             self.reduced = self.ledger.empty("gradients", size, master, device)
-        begin = part.start if self.cut.slices else 0
-        self.reduced[max(0, plan.elements - begin) :].zero_()  # the padding: norms are of all
+        self.reduced[max(0, plan.elements - part.start) :].zero_()  # the padding: norms are of all
         self._alone = holders(self.reduced)

@@ -176,7 +176,7 @@ class Reducing:
         work.wait()
         if bucket is unit.gradients.bucket and unit.widths.own:
             return
-        result = bucket if self.stage.reduction == "all_reduce" else bucket[unit.cut.part]
+        result = bucket[unit.cut.keeps]
         reduced = unit.gradients.reduced
         if reduction.turn.accumulate:
             reduced.add_(result.to(reduced.device))
