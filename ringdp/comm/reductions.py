@@ -193,7 +193,8 @@ class Reductions(Issuer):
 
     @repeated
     def barrier(self, *, async_op: bool = False) -> Work:
-        """It ends once every rank has called it, and collectives issued before have ended."""
+        """Return once every rank has called it, and collectives issued before have ended; with
+        async_op at once, with a Work that ends then."""
         self._transport.await_device()
         how = self._how("barrier", self._zero, "direct", async_op, 0)
         if program := self._program_or_exchange(how):

@@ -3,7 +3,12 @@ error. So are names that one may look for in it."""
 
 from __future__ import annotations
 
+from reprlib import Repr
+
 from ringdp.errors import UsageError
+
+_repr = Repr()  # one line of what may be a model's parameters
+_repr.maxother = _repr.maxstring = 100
 
 
 class NotHere(UsageError, AttributeError):
@@ -17,4 +22,5 @@ def refuse(front: str, **given: tuple[object, object]) -> None:
     """`given`: of each argument its value, and the one that is allowed."""
     for name, (value, allowed) in given.items():
         if value is not allowed and value != allowed:
-            raise UsageError(f"{front}: {name}={value!r} is not implemented; allowed: {allowed!r}")
+            shown = " ".join(_repr.repr(value).split())
+            raise UsageError(f"{front}: {name}={shown} is not implemented; allowed: {allowed!r}")

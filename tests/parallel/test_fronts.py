@@ -160,6 +160,9 @@ def test_fully_sharded_data_parallel(comm: Communicator) -> None:
         pass
     with pytest.raises(UsageError, match="ignored_modules"):
         fronts.FullyShardedDataParallel(net(), comm, ignored_modules=[1])
+    with pytest.raises(UsageError, match=r"ignored_states=\[.*\] is not implemented") as told:
+        fronts.FullyShardedDataParallel(net(), comm, ignored_states=[*net().parameters()])
+    assert "\n" not in str(told.value)
 
 
 @on_ranks(3)

@@ -110,6 +110,7 @@ def test_halving_takes_logarithmic_rounds():
         (("allreduce", "ring", 4), "all_reduce, reduce_scatter"),
         (("all_reduce", "hierarchical:3", 4), "divides 4"),
         (("all_reduce", "hierarchical:x", 4), "divides 4"),
+        (("all_reduce", f"hierarchical:{'9' * 5000}", 4), "divides 4"),
     ],
 )
 def test_a_wrong_name_says_what_there_is(arguments, says):

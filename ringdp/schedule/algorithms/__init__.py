@@ -5,6 +5,7 @@ A name may carry a parameter, as in `hierarchical:4` (four ranks a node).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple, get_args
@@ -106,6 +107,6 @@ def rooted(plan: Schedule, root: int) -> Schedule:
 
 
 def _local(text: str, n: int) -> int:
-    if not text.isdecimal() or not int(text) or n % int(text):
+    if not re.fullmatch(r"\d{1,9}", text) or not int(text) or n % int(text):
         raise UsageError(f"hierarchical:{text} needs a number of ranks per node that divides {n}")
     return int(text)
