@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -38,6 +39,33 @@ def test_repeated_calls_in_the_background(comm: Communicator) -> None:
             assert work.is_completed()
         assert all(bool((y == comm.size).all()) for y in kept)
     assert not comm._transport.kept
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@on_ranks()
+def test_other_threads_go_on_while_a_brief_call_waits(comm: Communicator) -> None:
+    """Which does not give the GIL away at first: not where it spins, nor, with more ranks than
+    cores, where it yields."""
+    x, over, ticks = torch.ones(8), threading.Event(), list[float]()
+
+    def tick() -> None:
+        while not over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    for _ in range(2):  # the second call is a repeated one
+        comm.all_reduce(x)
+    thread = threading.Thread(target=tick)
+    thread.start()
+    comm.barrier()
+    if comm.rank:
+        time.sleep(0.3)
+    since = time.monotonic()
+    comm.all_reduce(x)
+    until = time.monotonic()
+    over.set()
+    thread.join()
+    if comm.rank == 0:
+        assert sum(since < t < until for t in ticks) > 10
 
 
 BY = {"direct": "", "ring": ", by ring"}
