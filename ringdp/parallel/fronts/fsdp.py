@@ -20,11 +20,10 @@ from ringdp.errors import UsageError
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
-from ringdp.parallel.mesh import device_of, of_mesh
+from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
+from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
-from ringdp.parallel.values.moving import move_to_ranks
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
@@ -106,8 +105,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 "policy of torch's, such as ModuleWrapPolicy, or None"
             )
         stage = STAGES[name]
-        offloads = cpu_offload is not None and _field("cpu_offload", cpu_offload, "offload_params")
-        precision = _precision(mixed_precision, wraps=auto_wrap_policy is not None)
+        offloads = cpu_offload is not None and field("cpu_offload", cpu_offload, "offload_params")
+        precision = precision_of(mixed_precision, wraps=auto_wrap_policy is not None)
         offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
         self._asked = (stage, precision, offload)
         inner = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
@@ -119,7 +118,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         take_in(inner)
         self._units: set[nn.Module] = {m.module for m in inner}.union(*(m._units for m in inner))
         if auto_wrap_policy:
-            self._units = _wrapped(module, auto_wrap_policy)
+            self._units = units_of(module, auto_wrap_policy)
         self.module = module
         self._state_config: Any = None
         self._optim_state_config: Any = None
@@ -130,11 +129,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             precision=precision,
             offload=offload,
             init=param_init_fn,
-            comm=_moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
+            comm=moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
         )
         self.engine.always_gathers_state = True
         if mixed_precision is not None:
-            _cast_buffers(module, mixed_precision, wraps=auto_wrap_policy is not None)
+            cast_buffers(module, mixed_precision, wraps=auto_wrap_policy is not None)
         for m in inner:
             m.engine = self.engine
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
@@ -304,27 +303,6 @@ def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
     return {"state": {names[p]: s for p, s in state["state"].items()}, "param_groups": groups}
 
 
-def _moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:
-    if device_id is None:
-        return move_to_ranks(module, group, device_of(mesh))
-    try:
-        device = torch.device(device_id)
-    except (RuntimeError, TypeError) as e:
-        raise _refused(device_id, str(e)) from e
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise _refused(device_id, "torch sees no GPU here")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    placed = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
-    if elsewhere := placed - {device}:
-        raise _refused(device_id, f"parameters are on {', '.join(map(str, elsewhere))}")
-    return move_to_ranks(module, group, device)
-
-
-def _refused(device_id: object, why: str) -> UsageError:
-    return UsageError(f"FullyShardedDataParallel(device_id={device_id!r}): {why}")
-
-
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     """As torch's: keys are those of the model that is not wrapped."""
     _rename(state, f"{prefix}module.", prefix)
@@ -338,60 +316,3 @@ def _rename(state: dict[str, Any], old: str, new: str) -> None:
     for key in list(state):
         if key.startswith(old):
             state[new + key.removeprefix(old)] = state.pop(key)
-
-
-def _wrapped(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
-    """The modules that torch would wrap: children first, as its policies expect."""
-    chosen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> int:
-        """Elements in modules that were chosen."""
-        total = sum(p.numel() for p in module.parameters())
-        if not policy(module=module, recurse=True, nonwrapped_numel=total):
-            return 0
-        inner = sum(visit(child) for child in module.children())
-        if module is not model and policy(
-            module=module, recurse=False, nonwrapped_numel=total - inner
-        ):
-            chosen.add(module)
-            return total
-        return inner
-
-    visit(model)
-    return chosen
-
-
-def _field(argument: str, value: object, name: str) -> bool:
-    if not hasattr(value, name):
-        raise UsageError(
-            f"FullyShardedDataParallel: {argument}={value!r}; allowed: torch's class, with a {name}"
-        )
-    return bool(getattr(value, name))
-
-
-def _precision(policy: Any, *, wraps: bool) -> Precision | None:
-    if policy is None:
-        return None
-    inner = _field("mixed_precision", policy, "cast_forward_inputs")
-    root = _field("mixed_precision", policy, "cast_root_forward_inputs")
-    refuse(
-        "MixedPrecision",
-        keep_low_precision_grads=(policy.keep_low_precision_grads, False),
-    )
-    return Precision(
-        policy.param_dtype,
-        policy.reduce_dtype,
-        keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
-        cast_inputs=inner or root,
-    )
-
-
-def _cast_buffers(module: nn.Module, policy: Any, *, wraps: bool) -> None:
-    """But those of modules that compute in float32."""
-    if policy.buffer_dtype is None:
-        return
-    ignored = tuple(policy._module_classes_to_ignore) if wraps else ()
-    kept = {b for m in module.modules() if isinstance(m, ignored) for b in m.buffers()}
-    for buffer in module.buffers():
-        if buffer.is_floating_point() and buffer not in kept:
-            buffer.data = buffer.to(policy.buffer_dtype)

@@ -1,0 +1,94 @@
+"""What FullyShardedDataParallel's arguments mean here: torch's policies, dtypes and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringdp.comm import Communicator
+from ringdp.errors import UsageError
+from ringdp.parallel.mesh import device_of
+from ringdp.parallel.precision import Precision
+from ringdp.parallel.refuse import refuse
+from ringdp.parallel.values.moving import move_to_ranks
+
+
+def moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:
+    if device_id is None:
+        return move_to_ranks(module, group, device_of(mesh))
+    try:
+        device = torch.device(device_id)
+    except (RuntimeError, TypeError) as e:
+        raise _refused(device_id, str(e)) from e
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise _refused(device_id, "torch sees no GPU here")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    placed = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
+    if elsewhere := placed - {device}:
+        raise _refused(device_id, f"parameters are on {', '.join(map(str, elsewhere))}")
+    return move_to_ranks(module, group, device)
+
+
+def _refused(device_id: object, why: str) -> UsageError:
+    return UsageError(f"FullyShardedDataParallel(device_id={device_id!r}): {why}")
+
+
+def units_of(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+    """The modules that torch would wrap: children first, as its policies expect."""
+    chosen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Elements in modules that were chosen."""
+        total = sum(p.numel() for p in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        inner = sum(visit(child) for child in module.children())
+        if module is not model and policy(
+            module=module, recurse=False, nonwrapped_numel=total - inner
+        ):
+            chosen.add(module)
+            return total
+        return inner
+
+    visit(model)
+    return chosen
+
+
+def field(argument: str, value: object, name: str) -> bool:
+    if not hasattr(value, name):
+        raise UsageError(
+            f"FullyShardedDataParallel: {argument}={value!r}; allowed: torch's class, with a {name}"
+        )
+    return bool(getattr(value, name))
+
+
+def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
+    if policy is None:
+        return None
+    inner = field("mixed_precision", policy, "cast_forward_inputs")
+    root = field("mixed_precision", policy, "cast_root_forward_inputs")
+    refuse(
+        "MixedPrecision",
+        keep_low_precision_grads=(policy.keep_low_precision_grads, False),
+    )
+    return Precision(
+        policy.param_dtype,
+        policy.reduce_dtype,
+        keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
+        cast_inputs=inner or root,
+    )
+
+
+def cast_buffers(module: nn.Module, policy: Any, *, wraps: bool) -> None:
+    """But those of modules that compute in float32."""
+    if policy.buffer_dtype is None:
+        return
+    ignored = tuple(policy._module_classes_to_ignore) if wraps else ()
+    kept = {b for m in module.modules() if isinstance(m, ignored) for b in m.buffers()}
+    for buffer in module.buffers():
+        if buffer.is_floating_point() and buffer not in kept:
+            buffer.data = buffer.to(policy.buffer_dtype)
