@@ -45,5 +45,6 @@ class Filling:
         for at in range(len(self.plan.entries)):
             if at not in self._there:
                 self.part(at).zero_()
-        self.flat[self.plan.elements :].zero_()
+        for begin, end in self.plan.gaps:
+            self.flat[begin:end].zero_()
         return self.flat

@@ -62,5 +62,5 @@ class Gradients:
             self.ledger.take("gradients", self.reduced.nbytes)
         else:
             self.reduced = self.ledger.empty("gradients", size, master, device)
-        self.reduced[max(0, plan.elements - part.start) :].zero_()  # the padding: norms are of all
+        self.reduced.zero_()  # the padding of it stays so: norms are of all
         self._alone = holders(self.reduced)

@@ -1,8 +1,9 @@
 """Where every parameter lies: parameters -> units -> one flat buffer each -> shards.
 
-A unit's parameters lie one behind the other in its flat buffer, which is padded to a multiple of
-n * ALIGNMENT elements. Rank r's shard is the r-th of n equal parts, so gathering needs no copies:
-a parameter is a view of the gathered buffer, and a rank's part of it is a view of the shard.
+A unit's parameters lie one behind the other in its flat buffer, each from a multiple of ALIGNMENT
+elements on, and the buffer is padded to a multiple of n * ALIGNMENT. Rank r's shard is the r-th of
+n equal parts, so gathering needs no copies: a parameter is a view of the gathered buffer, and a
+rank's part of it is a view of the shard.
 Pure: elements and names only.
 """
 
@@ -12,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ALIGNMENT = 16  # elements: a shard of 4-byte elements starts on a cache line
+# Elements, of which 4 bytes each make a cache line. Libraries choose kernels by the alignment of 16
+# bytes, on CPUs and GPUs: slower ones, with other bits, for what lies behind a bias of 3.
+ALIGNMENT = 16
 
 
 class Entry(NamedTuple):
@@ -42,6 +45,13 @@ class Unit:
         """Elements without the padding."""
         return sum(e.elements for e in self.entries)
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding: (begin, end) of what belongs to no parameter."""
+        ends = [0, *(e.offset + e.elements for e in self.entries)]
+        begins = [*(e.offset for e in self.entries), self.padded]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
     def local(self, entry: Entry, rank: int) -> tuple[int, int]:
         """The (begin, end) in `rank`'s shard of its part of `entry`, empty if it has none."""
         first = rank * self.shard
@@ -68,7 +78,10 @@ def layout(units: Iterable[tuple[str, Sequence[tuple[str, int]]]], ranks: int) -
         entries, offset = [], 0
         for parameter, elements in parameters:
             entries.append(Entry(parameter, offset, elements))
-            offset += elements
-        quantum = ranks * ALIGNMENT
-        out.append(Unit(name, tuple(entries), ranks, -(-offset // quantum) * quantum))
+            offset = _up(offset + elements, ALIGNMENT)
+        out.append(Unit(name, tuple(entries), ranks, _up(offset, ranks * ALIGNMENT)))
     return tuple(out)
+
+
+def _up(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
