@@ -48,9 +48,11 @@ from ringdp.transport.base import (
     DTYPES,
     HELD_BACK,
     Direct,
+    Exchange,
     Op,
     Prepared,
     ReduceOp,
+    Run,
     Transport,
     bounds_of,
 )
@@ -79,8 +81,8 @@ class How(NamedTuple):
 class Job(NamedTuple):
     """What the transport is to do; then `finish` brings the result home.
 
-    A program runs in place on the whole (see `Transport.prepare_program`), or the transport does an
-    exchange in its own way (see `Transport.prepare`). Buffers are 1-D, contiguous and real.
+    A program runs in place on the whole (see `Run`), or the transport does an exchange in its own
+    way (see `Exchange`). Buffers are 1-D, contiguous and real.
     """
 
     by: Program | Direct
@@ -248,9 +250,10 @@ class Issuer:
         self._transport.check(job.one)
         if isinstance(job.by, Program):
             op: Op = "sum" if job.op == "avg" else job.op
-            ready = self._transport.prepare_program(job.by, job.bounds, dtype, op, kind, elements)
+            what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements)
         else:
-            ready = self._transport.prepare(job.by, job.bounds, dtype, job.op, kind, job.root)
+            what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root)
+        ready = self._transport.prepare(what)
         if self._ready and how.name in METHODS:
             self._ready.remember(
                 METHODS.index(how.name),

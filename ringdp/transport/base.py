@@ -41,7 +41,7 @@ DTYPES = (
 )
 
 
-# What `prepare` takes, in csrc's order.
+# What an `Exchange` may be, in csrc's order.
 Direct = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 DIRECT: tuple[Direct, ...] = get_args(Direct)
 HELD_BACK = ("all_reduce", "reduce_scatter", "all_gather")  # over a link: see csrc/link.hpp
@@ -87,6 +87,31 @@ class Link(NamedTuple):
 
     latency: float  # s a message
     bandwidth: float  # bytes/s
+
+
+class Run(NamedTuple):
+    """A program, in place on a buffer whose chunk c is [bounds[c], bounds[c+1]).
+
+    Two ranks must agree on the lengths of the chunks that one sends the other, and on no others.
+    """
+
+    program: Program
+    bounds: tuple[int, ...]
+    dtype: torch.dtype
+    op: Op
+    kind: int
+    elements: int  # of the collective, for those who look on
+
+
+class Exchange(NamedTuple):
+    """A collective in the transport's own way. Rank r's shard is [shards[r], shards[r+1])."""
+
+    collective: Direct
+    shards: tuple[int, ...]
+    dtype: torch.dtype
+    op: ReduceOp
+    kind: int
+    root: int | None = None  # the only one to receive an all_gather, or to send in an all_to_all
 
 
 class Prepared(Protocol):
@@ -155,20 +180,9 @@ class Transport(Observed, Protocol):
         round at a time, and wants programs as `project` makes them."""
         ...
 
-    def prepare_program(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        dtype: torch.dtype,
-        op: Op,
-        kind: int,
-        elements: int,
-    ) -> Prepared:
-        """`program`, ready to run on a buffer whose chunk c is [bounds[c], bounds[c+1]).
-
-        Two ranks must agree on the lengths of the chunks that one sends the other, and on no
-        others. `elements`: of the collective, for those who look on.
-        """
+    def prepare(self, what: Run | Exchange) -> Prepared:
+        """An exchange is by the algorithm `own`: that of `direct` has the bits of its program, and
+        where it averages 16-bit floats, those of one rounding."""
         ...
 
     timeout: float
@@ -181,30 +195,13 @@ class Transport(Observed, Protocol):
 
     @property
     def own(self) -> str | None:
-        """The algorithm that `prepare` runs, if there is one; over a `link` of all_reduce only."""
+        """The algorithm of its exchanges, if there are any; over a `link` those of HELD_BACK."""
         ...
 
     @property
     def ready(self) -> Ready | None:
         """The calls that have been made before, for a second one to be short (csrc/ready.hpp); None
         where there are none to be remembered."""
-        ...
-
-    def prepare(
-        self,
-        collective: Direct,
-        shards: tuple[int, ...],
-        dtype: torch.dtype,
-        op: ReduceOp,
-        kind: int,
-        root: int | None = None,
-    ) -> Prepared:
-        """The algorithm `own` of that collective in the transport's own way, ready to run.
-
-        The bits of `direct` are those of its program, and where it averages 16-bit floats, those of
-        one rounding. Shard r of the whole is [shards[r], shards[r+1]). With a `root` only that rank
-        receives an all_gather, or sends in an all_to_all.
-        """
         ...
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:

@@ -25,19 +25,18 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import UsageError
-from ringdp.schedule.program import NONE, Program
+from ringdp.schedule.program import NONE
 from ringdp.transport import threads, wire
 from ringdp.transport.answers import Answering, listen
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
-    Direct,
+    Exchange,
     Failure,
     FailureKind,
     Issued,
-    Op,
     Prepared,
-    ReduceOp,
+    Run,
     Stamp,
 )
 from ringdp.transport.parting import cut, hold, retire, until_it_ends
@@ -53,10 +52,8 @@ GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
 
 class _Job(NamedTuple):
     ticket: int
-    program: Program
+    run: Run
     buffer: Tensor
-    bounds: tuple[int, ...]
-    op: Op
     call: Call
     digest: int  # of its kind and those of all before it
 
@@ -102,29 +99,14 @@ class C10dTransport(Answering):
         self._spawn(partial(_loop, self._jobs))
         self._spawn(partial(listen, self._told, self._does))
 
-    def prepare_program(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        dtype: torch.dtype,
-        op: Op,
-        kind: int,
-        elements: int,
-    ) -> Prepared:
-        return Issued(partial(self._start, program, bounds, op), kind, elements)
+    def prepare(self, what: Run | Exchange) -> Prepared:
+        assert isinstance(what, Run), "a transport without a way of its own exchanges nothing"
+        return Issued(partial(self._start, what), what.kind, what.elements)
 
-    def _start(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        op: Op,
-        call: Call,
-        whole: Tensor | None,
-        _: Tensor | None,
-    ) -> int:
+    def _start(self, run: Run, call: Call, whole: Tensor | None, _: Tensor | None) -> int:
         assert whole is not None
-        ticket, digest = self._ticket(), self._digested(call[1])
-        job = _Job(ticket, program, whole, bounds, op, call, digest)
+        ticket = self._ticket()
+        job = _Job(ticket, run, whole, call, self._digested(run.kind))
         self._jobs.put(partial(self._run, job))
         return ticket
 
@@ -185,17 +167,6 @@ class C10dTransport(Answering):
     def _check_process(self) -> None:
         check_process(self._process)
 
-    def prepare(
-        self,
-        collective: Direct,
-        shards: tuple[int, ...],
-        dtype: torch.dtype,
-        op: ReduceOp,
-        kind: int,
-        root: int | None = None,
-    ) -> Prepared:
-        raise AssertionError("a transport without a way of its own prepares none")
-
     def release(self) -> None:
         """Nothing: jobs hold what they need."""
 
@@ -248,10 +219,11 @@ class C10dTransport(Answering):
 
     def _run(self, job: _Job) -> None:
         self._does.begin(job.ticket, job.call)
-        rows = Rows(job.program, job.buffer, job.bounds, job.op)
+        run = job.run
+        rows = Rows(run.program, job.buffer, run.bounds, run.op)
         sends: list[tuple[wire.Pending, int, int]] = []
         bytes_sent = 0
-        for row in job.program:
+        for row in run.program:
             self._does.waits(row.round, row.recv_peer)
             room = rows.room(row) if row.recv_peer != NONE else None
             received = None if row.recv_peer == NONE else self._received(row.recv_peer, job, room)

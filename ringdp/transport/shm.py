@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.schedule.program import Program
 from ringdp.transport import threads
 from ringdp.transport.arena import Arena, arena_bytes
 from ringdp.transport.base import (
@@ -30,13 +29,12 @@ from ringdp.transport.base import (
     DTYPES,
     OPS,
     REDUCE_OPS,
-    Direct,
+    Exchange,
     Failure,
     FailureKind,
     Link,
-    Op,
     Prepared,
-    ReduceOp,
+    Run,
 )
 from ringdp.transport.files import Address, advice, answer, ask, create, open_other
 from ringdp.transport.making import Making, Places
@@ -141,15 +139,19 @@ class ShmTransport:
             self.ready = _core.Ready(self.rank, self.ranks, table, Tensor, torch.nn.Parameter)
             self._mail = _core.Mailbox(self._core, files[1], self.rank)
 
-    def prepare_program(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        dtype: torch.dtype,
-        op: Op,
-        kind: int,
-        elements: int,
-    ) -> Prepared:
+    def prepare(self, what: Run | Exchange) -> Prepared:
+        if isinstance(what, Exchange):
+            return _core.Prepared.exchange(
+                self._core,
+                DIRECT.index(what.collective),
+                -1 if what.root is None else what.root,
+                what.shards,
+                DTYPES.index(what.dtype),
+                REDUCE_OPS.index(what.op),
+                what.kind,
+                self.kept,
+            )
+        program = what.program
         return _core.Prepared.program(
             self._core,
             program,
@@ -158,31 +160,11 @@ class ShmTransport:
             program.chunks,
             program.scratch,
             program.changes,
-            bounds,
-            DTYPES.index(dtype),
-            OPS.index(op),
-            kind,
-            elements,
-            self.kept,
-        )
-
-    def prepare(
-        self,
-        collective: Direct,
-        shards: tuple[int, ...],
-        dtype: torch.dtype,
-        op: ReduceOp,
-        kind: int,
-        root: int | None = None,
-    ) -> Prepared:
-        return _core.Prepared.exchange(
-            self._core,
-            DIRECT.index(collective),
-            -1 if root is None else root,
-            shards,
-            DTYPES.index(dtype),
-            REDUCE_OPS.index(op),
-            kind,
+            what.bounds,
+            DTYPES.index(what.dtype),
+            OPS.index(what.op),
+            what.kind,
+            what.elements,
             self.kept,
         )
 

@@ -188,8 +188,8 @@ def interrupted_at_the_end(comm: Communicator) -> list[int]:
         lambda: other.isend(x, 1 - comm.rank),
         lambda: other.irecv(x, 1 - comm.rank),
     )
-    prepare = transport.prepare_program
-    transport.prepare_program = lambda *arguments: Interrupted(prepare(*arguments))
+    prepare = transport.prepare
+    transport.prepare = lambda what: Interrupted(prepare(what))
     transport._mail = Interrupted(transport._mail)
     for call in calls:
         comm.barrier()  # nothing has ended by the next line: the other rank has not begun it

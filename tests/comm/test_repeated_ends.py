@@ -15,6 +15,7 @@ import torch
 from ringdp import Communicator, PeerLost, UsageError
 from ringdp.comm import job
 from ringdp.comm.call import place
+from ringdp.transport.base import Exchange
 from tests.comm.failing import Heard, fallible, hear, until_failed
 from tests.ranks import on_ranks
 
@@ -191,7 +192,7 @@ def test_calls_by_finalizers_while_all_are_forgotten(comm: Communicator) -> None
         last = Last()
         return lambda n: last
 
-    like = comm._transport.prepare("all_reduce", (0, 2), x.dtype, "sum", 0)
+    like = comm._transport.prepare(Exchange("all_reduce", (0, 2), x.dtype, "sum", 0))
     for tag in range(most + 1):
         comm._ready.remember(0, 0, 2, "sum", 0, tag, made(), like)
         comm._ready.remember(0, 0, 2, "sum", 0, tag, "direct", like)
@@ -202,15 +203,15 @@ def test_calls_by_finalizers_while_all_are_forgotten(comm: Communicator) -> None
 def test_a_call_that_is_refused_late_does_not_count(comm: Communicator) -> None:
     """By the transport, when nothing has begun: the call does not count."""
     transport: Any = comm._transport
-    prepare, before = transport.prepare_program, comm.issued
+    prepare, before = transport.prepare, comm.issued
 
     def refuse(*_: object) -> int:
         raise UsageError("not now")
 
-    transport.prepare_program = lambda *arguments: SimpleNamespace(run=refuse, start=refuse)
+    transport.prepare = lambda what: SimpleNamespace(run=refuse, start=refuse)
     with pytest.raises(UsageError, match="not now"):
         comm.all_gather_v(torch.ones(6), torch.ones(3), [3, 3], algorithm="ring")
-    transport.prepare_program = prepare
+    transport.prepare = prepare
     assert comm.issued == before
     comm.barrier()
 

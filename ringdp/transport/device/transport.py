@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import UsageError
-from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import Op
+from ringdp.transport.base import Run
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device.launches import launches
 from ringdp.transport.device.stamp import Stamped
@@ -75,29 +74,19 @@ class DeviceTransport(Watching):
         return None
 
     @abstractmethod
-    def _execute(
-        self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
-    ) -> int:
+    def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
         """Put into the streams: a program. Returns the bytes that it sends."""
 
     # --- for the communicator
 
-    def _start(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        op: Op,
-        call: Call,
-        whole: Tensor | None,
-        part: Tensor | None,
-    ) -> int:
+    def _start(self, run: Run, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         assert whole is not None
         if whole.device != self.device:
             if self._told.failure:
                 return self._ticket()  # that of what never ends: whoever waits is told
-            return super()._start(program, bounds, op, call, whole, part)
+            return super()._start(run, call, whole, part)
         ours = self._stamped(call)
-        return self._issue(ours, partial(self._execute, ours, program, whole, bounds, op), whole)
+        return self._issue(ours, partial(self._execute, ours, run, whole), whole)
 
     def check(self, buffer: Tensor) -> None:
         self._check_process()

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from ringdp.errors import UsageError
-from ringdp.transport.base import Direct, ReduceOp
+from ringdp.transport.base import Exchange, ReduceOp
 from ringdp.transport.nccl.execute import BYTES, Nccl
 from ringdp.transport.nccl.library import grouped
 
@@ -32,14 +31,8 @@ TYPES = {  # ncclDataType_t
 OPS: dict[ReduceOp, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
 
 
-class Own(NamedTuple):
-    """One of NCCL's collectives on buffers of this dtype. Shard r is [shards[r], shards[r+1])."""
-
-    collective: Direct
-    shards: tuple[int, ...]
-    dtype: torch.dtype
-    op: ReduceOp
-    root: int | None
+class Own(Exchange):
+    """By one of NCCL's collectives."""
 
     def check(self) -> None:
         """Raise UsageError for what NCCL does not add."""

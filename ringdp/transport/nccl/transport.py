@@ -8,13 +8,11 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import Direct, FailureKind, Issued, Op, Prepared, ReduceOp
+from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of
@@ -66,18 +64,12 @@ class NcclTransport(DeviceTransport):
         self._nccl = Nccl(self._binding, comm, self._streams)
         warm_up(self._nccl, self.rank, self.ranks)
 
-    def prepare(
-        self,
-        collective: Direct,
-        shards: tuple[int, ...],
-        dtype: torch.dtype,
-        op: ReduceOp,
-        kind: int,
-        root: int | None = None,
-    ) -> Prepared:
-        own = Own(collective, shards, dtype, op, root)
+    def prepare(self, what: Run | Exchange) -> Prepared:
+        if isinstance(what, Run):
+            return super().prepare(what)
+        own = Own(*what)
         own.check()
-        return Issued(partial(self._start_own, own), kind, shards[-1])
+        return Issued(partial(self._start_own, own), own.kind, own.shards[-1])
 
     def _start_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         """One of NCCL's collectives, on buffers of the device."""
@@ -96,14 +88,12 @@ class NcclTransport(DeviceTransport):
             comm.recv(theirs.data_ptr(), STAMP_BYTES, BYTES, before, streams.handle)
         return streams.fetched(theirs), streams.end()
 
-    def _execute(
-        self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
-    ) -> int:
-        steps = plan(program)
-        slab = slab_of(program, bounds, self._streams.room // buffer.element_size())
-        staging = self._room(prod(staging_shape(steps, bounds, slab)) * buffer.element_size())
+    def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
+        steps, bounds, size = plan(run.program), run.bounds, buffer.element_size()
+        slab = slab_of(run.program, bounds, self._streams.room // size)
+        staging = self._room(prod(staging_shape(steps, bounds, slab)) * size)
         tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
-        return execute(self._nccl, {self.rank: tiles}, op)
+        return execute(self._nccl, {self.rank: tiles}, run.op)
 
     def _run_on_device(self, *job: Any) -> None:
         with self._launching:

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.schedule.program import Program
 from ringdp.transport import wire
-from ringdp.transport.base import OPS, FailureKind, Op, Prepared
+from ringdp.transport.base import OPS, Exchange, FailureKind, Op, Prepared, Run
 from ringdp.transport.c10d import GOLDEN, Failed
 from ringdp.transport.device import under_way
 from ringdp.transport.device.stamp import Stamped
@@ -109,18 +109,11 @@ class PeerTransport(DeviceTransport):
     def _put(self, data: Tensor) -> Tensor:
         return self._streams.sent(data)
 
-    def prepare_program(
-        self,
-        program: Program,
-        bounds: tuple[int, ...],
-        dtype: torch.dtype,
-        op: Op,
-        kind: int,
-        elements: int,
-    ) -> Prepared:
+    def prepare(self, what: Run | Exchange) -> Prepared:
         """Raises UsageError for a program that a block's memory does not hold."""
-        jobs.shared_bytes([jobs.greeted(program)])
-        return super().prepare_program(program, bounds, dtype, op, kind, elements)
+        if isinstance(what, Run):
+            jobs.shared_bytes([jobs.greeted(what.program)])
+        return super().prepare(what)
 
     def sent_bytes(self) -> int:
         """Waits for what is under way on the device: there it is counted."""
@@ -136,12 +129,10 @@ class PeerTransport(DeviceTransport):
 
     # --- on the thread that issues
 
-    def _execute(
-        self, ours: Stamped, program: Program, buffer: Tensor, bounds: tuple[int, ...], op: Op
-    ) -> int:
-        made, channels = self._made(program, buffer.dtype, bounds, op), self._shape.channels
-        room = self._room(jobs.room_bytes(program, self._shape, channels, buffer.dtype)).data_ptr()
-        name, at, number = kernel_name(buffer.dtype), buffer.data_ptr(), self._agreed(ours)
+    def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
+        made, channels = self._made(run), self._shape.channels
+        room = self._room(jobs.room_bytes(run.program, self._shape, channels, run.dtype)).data_ptr()
+        name, at, number = kernel_name(run.dtype), buffer.data_ptr(), self._agreed(ours)
         with self._launching:
             if self._left:  # and with it the windows
                 raise Failed(FailureKind.STOPPED, self.rank)
@@ -156,26 +147,26 @@ class PeerTransport(DeviceTransport):
         uneven = not self._differ(ours.call, (number, kind, elements + 1, site))
         return (ours.digest + (0 if uneven else elements) * GOLDEN) % LARGEST + 1
 
-    def _made(self, program: Program, dtype: torch.dtype, bounds: tuple[int, ...], op: Op) -> _Made:
-        asked = _Asked(program, bounds, op, dtype, self.timeout)
+    def _made(self, run: Run) -> _Made:
+        asked = _Asked(run.program, run.bounds, run.op, run.dtype, self.timeout)
         if asked in self._jobs_made:
             self._jobs_made.move_to_end(asked)
             made = self._jobs_made[asked]
         else:
             if self._streams.capturing():
                 raise self._uncapturable("a table for its kernel")
-            program = jobs.greeted(program)
+            program = jobs.greeted(run.program)
             shared = jobs.shared_bytes([program])
             rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 of 4 bytes each
-            tables = self._put(torch.cat([torch.tensor(bounds), rows]))
+            tables = self._put(torch.cat([torch.tensor(run.bounds), rows]))
             job = Job(
                 self.rank,
                 *self._shape,
                 active=self._shape.channels,
                 number=0,  # this, buffer and room are the launch's
                 timeout=int(min(self.timeout * 1e9, LONGEST)),
-                op=OPS.index(op),
-                rows=tables.data_ptr() + 8 * len(bounds),
+                op=OPS.index(run.op),
+                rows=tables.data_ptr() + 8 * len(run.bounds),
                 length=len(program.rows),
                 bounds=tables.data_ptr(),
                 chunks=program.chunks,
