@@ -195,8 +195,10 @@ def _connect(
         _one_host(PrefixStore("host", prefixed), here, size, between)
     making = Making(prefixed, here, size, places)
     with making.telling():
-        group = gloo(making, prefixed, here, size, timeout)
+        # Who waits for a key, as gloo does, keeps others from the connection that it uses.
+        own: Store = making.called(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
+        group = gloo(making, own, here, size, timeout)
         if transport == "c10d":
-            return C10dTransport(prefixed, group)
+            return C10dTransport(own, group)
         kind, host = (PeerTransport if "peer" in transport else NcclTransport), "host" in transport
-        return kind(prefixed, group, making, host=host, differ=differ, unheard=unheard)
+        return kind(own, group, making, host=host, differ=differ, unheard=unheard)

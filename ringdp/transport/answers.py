@@ -40,7 +40,7 @@ from ringdp.transport.records import (
     heard,
     said,
 )
-from ringdp.transport.told import LOOK, Told, own_connection
+from ringdp.transport.told import LOOK, Told
 
 PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
 PAUSE = 0.01  # seconds between looks for answers
@@ -171,8 +171,8 @@ class Answering:
     """What makes a transport `Observed`: of the others it knows only what they are asked."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        """`store` is for this transport alone."""
-        self._store = Asking(partial(own_connection, store))
+        """`store` is for this transport alone, and the connection that it uses."""
+        self._store = Asking(lambda: store)
         # Seconds, where a name server loses a question: torch's store asks for the name of each
         # host that connects, and answers nobody meanwhile.
         allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs

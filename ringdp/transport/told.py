@@ -140,12 +140,6 @@ class Told:
                 yield rank
 
 
-def own_connection(store: Store) -> Store:
-    """For a thread: one that waits for a key keeps others from the connection that it uses."""
-    own: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs
-    return own
-
-
 def told_in(store: Store, ranks: int) -> Failure | None:
     """What has failed in a transport whose store that is, as anybody may read it."""
     if not store.check(["failed"]):

@@ -22,7 +22,6 @@ from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.asking import Silent
 from ringdp.transport.base import Stamp
 from ringdp.transport.making import Making
-from ringdp.transport.told import own_connection
 
 HEAD, INLINE = 24, 1000  # bytes
 # A backend's tags have 31 bits: collectives', two without messages, users', long rests'.
@@ -49,10 +48,13 @@ class Group(Protocol):
 
 
 def gloo(making: Making, store: Store, rank: int, ranks: int, timeout: timedelta) -> Group:
-    """A group of its own. Collective. Raises CommunicationError where the ranks do not meet."""
+    """A group, which uses the store while it is made. Collective.
+
+    Raises CommunicationError where the ranks do not meet.
+    """
     making.together("here")
     try:
-        made = making.called(lambda: ProcessGroupGloo(own_connection(store), rank, ranks, timeout))
+        made = making.called(lambda: ProcessGroupGloo(store, rank, ranks, timeout))
     except (CommunicationError, Silent):
         raise
     except RuntimeError as e:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from ringdp.comm import store
 from ringdp.comm.rendezvous import over
 from tests.comm.test_groups import total
 from tests.forks import PATIENCE, Forks, Say
-from tests.ports import unused_port
+from tests.ports import LISTENS, sockets, unused_port
 
 pytestmark = pytest.mark.process
 
@@ -61,24 +59,9 @@ def test_ranks_count_in_every_store_anew(forks: Forks):
         assert ended == (0, [2.0, 2.0])
 
 
-def listening() -> set[str]:
-    """The addresses, in hexadecimal, on which this process accepts connections."""
-    links = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # other threads close theirs
-            links.add(os.readlink(link))
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
-            _, address, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in links:
-                found.add(address)
-    return found
-
-
 @pytest.mark.parametrize("serve", ["init", "launcher"])
 def test_our_stores_listen_on_the_loopback_alone(serve):
-    before = listening()
+    before = sockets(LISTENS)
     if serve == "init":
         here = store._Place(0, 1, "127.0.0.1", unused_port())
         serving, again = (store._serve(here, timedelta(seconds=PATIENCE)) for _ in range(2))
@@ -86,7 +69,7 @@ def test_our_stores_listen_on_the_loopback_alone(serve):
         assert serving.get("one server") == b"for both"
     else:
         serving = loopback_store()
-    (address,) = listening() - before
+    ((address, _),) = set(sockets(LISTENS)) - set(before)
     assert address == f"0100007F:{serving.port:04X}"
 
 

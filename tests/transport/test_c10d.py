@@ -25,7 +25,7 @@ from tests.comm import test_messages
 from tests.comm.failing import Heard, hear, held
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Ended, Forks, Say, store
-from tests.ports import unused_port
+from tests.ports import CONNECTED, sockets, unused_port
 from tests.ranks import on_ranks
 from tests.transport.offered import offered
 from tests.transport.test_conformance import ROWS, Case, agree
@@ -267,6 +267,22 @@ def gone_again(comm: Communicator, transport: str, closes: bool) -> None:
             assert time.monotonic() < until, (held() - before, threading.enumerate())
             time.sleep(0.01)
         comm.barrier()
+
+
+def connections(comm: Communicator) -> int:
+    """How many to the job's store one more communicator makes: a name server is asked for each."""
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+
+    before = set(sockets(CONNECTED))
+    with comm.duplicate() as other:
+        other.barrier()
+        made = set(sockets(CONNECTED)) - before
+    return sum(there.endswith(port) for _, there in made)
+
+
+@pytest.mark.parametrize("pool", ["over_gloo", "over_nccl", "over_peer"])
+def test_a_communicator_makes_one_connection_to_the_store(request, pool: str):
+    assert request.getfixturevalue(pool)(2)(connections) == [1, 1]
 
 
 @pytest.mark.parametrize("closes", [False, True])

@@ -37,7 +37,6 @@ from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on
 from ringdp.transport.peer.windows import windows
-from ringdp.transport.told import own_connection
 
 DEPTH = 4  # slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
@@ -90,7 +89,7 @@ class PeerTransport(DeviceTransport):
         where = device_of("peer", host=host)
         self._kernels = kernels_on(where)
         self._shape = shape(group.size(), CHANNELS[where.type])
-        self._last_words = own_connection(store)
+        self._last_words = store
         self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
         self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
         size = self._shape.window
