@@ -7,7 +7,7 @@ An option that is not given is the options object's own default.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -88,14 +88,16 @@ def seconds(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout < UNLIMITED else timeout.total_seconds()
 
 
-def chosen(kind: type, opts: Any, fields: Mapping[str, Any]) -> Any:
-    """The options object: `opts`, or else one with those fields that are not None."""
+def chosen(kind: type, opts: Any, **fields: Any) -> Any:
+    """The options object: `opts`, or else one with those fields that are not None; the first may
+    have been passed as `opts`."""
     if isinstance(opts, kind):
         return opts
     made = kind()
     for name, value in fields.items():
-        if value is not None:
-            setattr(made, name, value)
+        given, opts = opts if value is None else value, None
+        if given is not None:
+            setattr(made, name, given)
     return made
 
 

@@ -45,8 +45,7 @@ class Moves(Calls):
         root: int | None = None,
     ) -> GroupWork:
         tensor = only(tensors, "broadcast: tensors")
-        fields = {"rootRank": opts if root is None else root, "timeout": timeout}
-        options = chosen(BroadcastOptions, opts, fields)
+        options = chosen(BroadcastOptions, opts, rootRank=root, timeout=timeout)
         moved, source = movable(tensor), options.rootRank
         return self._call(
             "broadcast",
@@ -63,8 +62,7 @@ class Moves(Calls):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        given = opts if isinstance(opts, timedelta) else timeout
-        options = chosen(AllgatherOptions, opts, {"timeout": given})
+        options = chosen(AllgatherOptions, opts, timeout=timeout)
         part = movable(only(input_tensors, "allgather: input_tensors"))
         parts = output_tensors
         if not isinstance(input_tensors, Tensor):
@@ -86,7 +84,7 @@ class Moves(Calls):
         opts: Any = None,
     ) -> GroupWork:
         """`output_lists`: for every rank, what it gives as `input_list`."""
-        options = chosen(AllgatherOptions, opts, {})
+        options = chosen(AllgatherOptions, opts)
         rooms = [room([movable(t) for t in parts]) for parts in zip(*output_lists, strict=True)]
 
         def begin(whole: Tensor, part: Tensor) -> Begin:
@@ -102,7 +100,7 @@ class Moves(Calls):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        options = chosen(AllgatherOptions, opts, {})
+        options = chosen(AllgatherOptions, opts)
 
         def begin(output: Tensor, input: Tensor) -> Begin:
             whole, part = movable(output), movable(input)
@@ -121,8 +119,7 @@ class Moves(Calls):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> GroupWork:
-        fields = {"rootRank": opts if root is None else root, "timeout": timeout}
-        options = chosen(GatherOptions, opts, fields)
+        options = chosen(GatherOptions, opts, rootRank=root, timeout=timeout)
         given, to = only(input_tensors, "gather: input_tensors"), options.rootRank
         part = movable(given)
         parts: Sequence[Tensor] = []
@@ -142,7 +139,7 @@ class Moves(Calls):
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         """What other ranks than the root give as output is not looked at."""
-        options = chosen(GatherOptions, opts, {})
+        options = chosen(GatherOptions, opts)
         part, to = movable(input), options.rootRank
         whole = movable(output) if self._comm.rank == to else None
         return self._call(
@@ -162,8 +159,7 @@ class Moves(Calls):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> GroupWork:
-        fields = {"rootRank": opts if root is None else root, "timeout": timeout}
-        options = chosen(ScatterOptions, opts, fields)
+        options = chosen(ScatterOptions, opts, rootRank=root, timeout=timeout)
         output, source = only(output_tensors, "scatter: output_tensors"), options.rootRank
         moved, whole = movable(output), None
         if self._comm.rank == source:
@@ -189,8 +185,7 @@ class Moves(Calls):
     ) -> GroupWork:
         """Split sizes count along the first dimension; if all ranks give none, parts are equal, and
         move much faster. If only some give any, all raise CollectiveMismatch."""
-        given = opts if isinstance(opts, timedelta) else timeout
-        options = chosen(AllToAllOptions, opts, {"timeout": given})
+        options = chosen(AllToAllOptions, opts, timeout=timeout)
         to, source = movable(output), movable(input)
         if not output_split_sizes and not input_split_sizes:
             return self._call(
@@ -229,8 +224,7 @@ class Moves(Calls):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        given = opts if isinstance(opts, timedelta) else timeout
-        options = chosen(AllToAllOptions, opts, {"timeout": given})
+        options = chosen(AllToAllOptions, opts, timeout=timeout)
         outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
         whole, finish = room(outputs)
         return self._call(

@@ -53,7 +53,7 @@ class Reductions(Calls):
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> GroupWork:
         tensor = only(tensors, "allreduce: tensors")
-        options = chosen(AllreduceOptions, opts, _fields(opts, op, timeout))
+        options = chosen(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         if not comes_from_autograd(sys._getframe()):
             return self._all_reduce(options, [tensor])
         if of_hook := futures.is_of_hook(tensor):
@@ -65,7 +65,7 @@ class Reductions(Calls):
         return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        options = chosen(AllreduceCoalescedOptions, opts, _fields(opts, None, None))
+        options = chosen(AllreduceCoalescedOptions, opts, reduceOp=None)
         return self._all_reduce(options, listed(tensors))
 
     def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
@@ -99,8 +99,7 @@ class Reductions(Calls):
         root: int | None = None,
     ) -> GroupWork:
         tensor = only(tensors, "reduce: tensors")
-        fields = {"rootRank": opts if root is None else root, "reduceOp": op, "timeout": timeout}
-        options = chosen(ReduceOptions, opts, fields)
+        options = chosen(ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         to = options.rootRank
         by, finishes = self._by(options, [tensor])
         if to != self._comm.rank:
@@ -124,7 +123,7 @@ class Reductions(Calls):
         parts = input_tensors
         if not isinstance(output_tensors, Tensor):
             parts = only(input_tensors, "reduce_scatter: input_tensors")
-        options = chosen(ReduceScatterOptions, opts, _fields(opts, op, timeout))
+        options = chosen(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         by, finishes = self._by(options, [output])
 
         def begin(later: bool) -> Work:
@@ -140,7 +139,7 @@ class Reductions(Calls):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        options = chosen(ReduceScatterOptions, opts, _fields(opts, None, None))
+        options = chosen(ReduceScatterOptions, opts, reduceOp=None)
         by, finishes = self._by(options, outputs)
 
         def begin(output: Tensor, input: Tensor) -> Begin:
@@ -155,8 +154,7 @@ class Reductions(Calls):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
-        given = opts if isinstance(opts, timedelta) else timeout
-        options = chosen(BarrierOptions, opts, {"timeout": given})
+        options = chosen(BarrierOptions, opts, timeout=timeout)
         return self._call(
             "barrier", options, [], [lambda later: self._comm.barrier(async_op=later)]
         )
@@ -171,11 +169,6 @@ class Reductions(Calls):
             raise CollectiveTimeout(
                 f"Rank {self._comm.rank} timed out in monitoredBarrier: {error}"
             ) from error
-
-
-def _fields(opts: Any, op: Any, timeout: timedelta | None) -> dict[str, Any]:
-    """Of an options object that is not `opts`, which then is the op, or None."""
-    return {"reduceOp": opts if op is None else op, "timeout": timeout}
 
 
 def average(tensor: Tensor, ranks: int) -> Finish:
