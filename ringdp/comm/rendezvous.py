@@ -25,6 +25,7 @@ from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, Usage
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport
+from ringdp.transport.device.under_way import Given
 from ringdp.transport.making import Making
 from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.peer.transport import PeerTransport
@@ -200,5 +201,5 @@ def _connect(
         group = gloo(making, own, here, size, timeout)
         if transport == "c10d":
             return C10dTransport(own, group)
-        kind, host = (PeerTransport if "peer" in transport else NcclTransport), "host" in transport
-        return kind(own, group, making, host=host, differ=differ, unheard=unheard)
+        kind = PeerTransport if "peer" in transport else NcclTransport
+        return kind(Given(own, group, making, differ, unheard), host="host" in transport)

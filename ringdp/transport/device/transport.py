@@ -16,43 +16,30 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import UsageError
-from ringdp.transport import wire
 from ringdp.transport.base import Run
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device.launches import launches
 from ringdp.transport.device.stamp import Stamped
-from ringdp.transport.device.under_way import Differ, Met, UnderWay, Unheard, Watching
-from ringdp.transport.making import Making
+from ringdp.transport.device.under_way import Given, Met, UnderWay, Watching
 from ringdp.transport.records import Call
 
 
 class DeviceTransport(Watching):
     """What does not depend on how bytes move. See `Transport`."""
 
-    def __init__(
-        self,
-        store: Store,
-        group: wire.Group,
-        making: Making,
-        device: torch.device,
-        *,
-        differ: Differ,
-        unheard: Unheard,
-    ) -> None:
-        """Collective. `store` and `group` are for this transport alone.
+    def __init__(self, given: Given, device: torch.device) -> None:
+        """Collective. `device`: the CPU for one that runs a device's code over host memory.
 
-        `device`: the CPU for one that runs a device's code over host memory. Raises
-        CommunicationError where ranks do not meet.
+        Raises CommunicationError where ranks do not meet.
         """
-        super().__init__(store, group, device, differ, unheard)
+        super().__init__(given, device)
         # Messages that were received on the host, and where they go on the device.
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
         self._launches.put(self._streams.watch)  # a user may capture while it allocates
-        making.called(self._come)
+        given.making.called(self._come)
         if self.ranks > 1:
             self._look_after_rank((self.rank + 1) % self.ranks)
         self._spawn(self._look_after)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ringdp.transport.c10d import C10dTransport, Failed
 from ringdp.transport.device.launches import leave
 from ringdp.transport.device.stamp import Stamped, unpacked
 from ringdp.transport.device.streams import End, streams
+from ringdp.transport.making import Making
 from ringdp.transport.records import Call
 from ringdp.transport.told import LOOK
 
@@ -42,8 +43,14 @@ QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of wh
 Met = tuple[Tensor, End]  # the stamp of the rank before, there from then on
 
 
-Differ = Callable[[Call, Call], bool]  # whether two ranks' calls of a number are not the same
-Unheard = Callable[[Transport, Call, Failure], None]  # says a failure that no call has raised
+class Given(NamedTuple):
+    """What a transport is made of; store and group are for it alone."""
+
+    store: Store
+    group: wire.Group
+    making: Making
+    differ: Callable[[Call, Call], bool]  # whether two ranks' calls of a number are not the same
+    unheard: Callable[[Transport, Call, Failure], None]  # says a failure that no call has raised
 
 
 @dataclass(eq=False)
@@ -65,17 +72,10 @@ class Watching(C10dTransport):
     heard: ClassVar[bool] = False  # whether a call has raised a failure: of any in this process
     _staging: Tensor  # what all collectives share, on the device
 
-    def __init__(
-        self,
-        store: Store,
-        group: wire.Group,
-        device: torch.device,
-        differ: Differ,
-        unheard: Unheard,
-    ) -> None:
+    def __init__(self, given: Given, device: torch.device) -> None:
         self.device = device
-        super().__init__(store, group)
-        self._differ, self._unheard = differ, unheard
+        super().__init__(given.store, given.group)
+        self._differ, self._unheard = given.differ, given.unheard
         self._under_way: list[UnderWay] = []
         self._captured: set[Tensor] = set()  # memory of graphs, which may be replayed
         self._streams = streams(self.device)

@@ -9,16 +9,13 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
-from ringdp.transport import wire
 from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run
 from ringdp.transport.c10d import Failed
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
-from ringdp.transport.device.under_way import Differ, Met, Unheard
-from ringdp.transport.making import Making
+from ringdp.transport.device.under_way import Given, Met
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
 from ringdp.transport.nccl.library import (
     INVALID_USAGE,
@@ -41,23 +38,14 @@ class NcclTransport(DeviceTransport):
     depth = None  # it runs whole rounds
     own = "nccl"
 
-    def __init__(
-        self,
-        store: Store,
-        group: wire.Group,
-        making: Making,
-        *,
-        host: bool,
-        differ: Differ,
-        unheard: Unheard,
-    ) -> None:
+    def __init__(self, given: Given, *, host: bool) -> None:
         """As a DeviceTransport, on the current device. `host`: csrc's NCCL over host memory, not
         the real one. Raises UsageError where NCCL cannot be had."""
         device = device_of("nccl", host=host)
         self._binding = binding(host=host)
         self._launching = threading.Lock()
-        self._unique = shared_id(making, group.rank(), self._binding)
-        super().__init__(store, group, making, device, differ=differ, unheard=unheard)
+        self._unique = shared_id(given.making, given.group.rank(), self._binding)
+        super().__init__(given, device)
 
     def _join(self) -> None:
         comm = communicator(self._binding, self.ranks, self._unique, self.rank)

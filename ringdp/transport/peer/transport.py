@@ -21,18 +21,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
 
 from ringdp.schedule.program import Program
-from ringdp.transport import wire
 from ringdp.transport.base import OPS, Exchange, FailureKind, Op, Prepared, Run
 from ringdp.transport.c10d import GOLDEN, Failed
 from ringdp.transport.device import under_way
 from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
-from ringdp.transport.device.under_way import Differ, Unheard
-from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE, Making
+from ringdp.transport.device.under_way import Given
+from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on
@@ -74,27 +72,18 @@ class PeerTransport(DeviceTransport):
 
     depth = DEPTH
 
-    def __init__(
-        self,
-        store: Store,
-        group: wire.Group,
-        making: Making,
-        *,
-        host: bool,
-        differ: Differ,
-        unheard: Unheard,
-    ) -> None:
+    def __init__(self, given: Given, *, host: bool) -> None:
         """As a DeviceTransport, on the current device. `host`: the kernels' source as threads, over
         host memory. Raises UsageError where they cannot be had."""
         where = device_of("peer", host=host)
         self._kernels = kernels_on(where)
-        self._shape = shape(group.size(), CHANNELS[where.type])
-        self._last_words = store
+        rank, ranks = given.group.rank(), given.group.size()
+        self._shape = shape(ranks, CHANNELS[where.type])
+        self._last_words = given.store
         self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
         self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
-        size = self._shape.window
-        self._windows = windows(where, making, group.rank(), group.size(), size)
-        super().__init__(store, group, making, where, differ=differ, unheard=unheard)
+        self._windows = windows(where, given.making, rank, ranks, self._shape.window)
+        super().__init__(given, where)
 
     def _join(self) -> None:
         self._counts = self._put(torch.zeros(self._shape.counts, dtype=torch.int64))
