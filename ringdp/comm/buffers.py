@@ -38,7 +38,7 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
             "freed or cut; allowed: a tensor whose elements are in memory"
         )
     data, home = writable(data), None
-    if not data.is_contiguous() or data.is_conj() or data.is_neg():
+    if not plain(data):
         home = data
         if read:
             data = data.resolve_conj().resolve_neg().contiguous()
@@ -118,11 +118,12 @@ def shaped(buffer: Tensor, like: Tensor) -> Tensor:
 
 def same(buffer: Tensor, tensor: Tensor) -> bool:
     """Whether the tensor is the buffer: the same memory in the same order. (None is nobody's.)"""
-    return (
-        buffer.data_ptr() == tensor.data_ptr() != 0
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
+    return buffer.data_ptr() == tensor.data_ptr() != 0 and plain(tensor)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether its memory has its elements one by one, as they are."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def form_of(tensor: Tensor) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Watcher, span_of
+from ringdp.comm.buffers import plain
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
@@ -169,9 +170,7 @@ def together(tensors: Sequence[Tensor]) -> Tensor | None:
             tensor.dtype != first.dtype
             or tensor.untyped_storage().data_ptr() != storage
             or tensor.storage_offset() != at
-            or not tensor.is_contiguous()
-            or tensor.is_conj()
-            or tensor.is_neg()
+            or not plain(tensor)
         ):
             return None
         at += tensor.numel()
