@@ -217,12 +217,6 @@ def listen(told: Told, does: Answers) -> None:
         does.last_word()
 
 
-def depart(told: Told, does: Answers) -> None:
-    with suppress(DistError):
-        does.last_word(closed=True)
-    told.leave(does.state().record.finished)
-
-
 def survey_from_outside(store: Asking, ranks: int) -> Survey:
     """What the ranks of a transport do whose store that is. Raises DistError."""
     found: dict[int, State] = {}

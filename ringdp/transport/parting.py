@@ -19,7 +19,7 @@ import torch
 from torch.distributed import DistError
 
 from ringdp.transport import threads, wire
-from ringdp.transport.answers import Answers, depart
+from ringdp.transport.answers import Answers
 from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import FailureKind
 from ringdp.transport.told import Told
@@ -51,7 +51,9 @@ def retire(
 ) -> None:
     if os.getpid() != process:
         return
-    depart(told, does)
+    with suppress(DistError):
+        does.last_word(closed=True)
+    told.leave(does.state().record.finished)
     jobs.put(None)
     store.end()
     with suppress(RuntimeError):  # at exit no thread can be started, and who ends there cuts itself
