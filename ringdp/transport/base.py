@@ -60,6 +60,7 @@ class FailureKind(Enum):
 
 MESSAGE = (1 << 64) - 1  # for a number: of a message between two ranks
 Stamp = tuple[int, int, int]  # of a message: number and digest of its collective, its bytes
+NOTHING: Stamp = (0, 0, 0)
 
 
 class Failure(NamedTuple):
@@ -72,8 +73,8 @@ class Failure(NamedTuple):
     kind: FailureKind
     rank: int
     reporter: int
-    expected: Stamp
-    found: Stamp
+    expected: Stamp = NOTHING
+    found: Stamp = NOTHING
     why: str = ""  # in the words of the library that failed
 
 

@@ -212,7 +212,7 @@ class ShmTransport:
         reporter = self.rank if reporter < 0 else reporter
         kinds, ranks = [k.value for k in FailureKind], range(self.ranks)
         if kind not in kinds or rank not in ranks or reporter not in ranks:
-            return Failure(FailureKind.DAMAGED, self.rank, self.rank, (0, 0, 0), (0, 0, 0))
+            return Failure(FailureKind.DAMAGED, self.rank, self.rank)
         return Failure(FailureKind(kind), rank, reporter, found[3:6], found[6:9], found[9])
 
     def fail(self, kind: FailureKind, rank: int) -> None:

@@ -21,12 +21,11 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.transport.asking import Asking, Silent
-from ringdp.transport.base import Failure, FailureKind, Stamp
+from ringdp.transport.base import NOTHING, Failure, FailureKind, Stamp
 from ringdp.transport.processes import text_of
 
 LOOK = 0.1  # seconds between looks into the store
 LAST_LOOKS = 5  # at a rank that has closed, while what it sent last may be on its way
-NOTHING: Stamp = (0, 0, 0)
 
 
 class Told:
@@ -70,7 +69,7 @@ class Told:
         who waits for it shall know."""
         with self.changed, suppress(DistError):
             if self.failure is None:
-                self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank, NOTHING, NOTHING)
+                self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank)
                 self._store.ask(partial(self._close, str(finished)), later=True)
             self.changed.notify_all()
 
@@ -159,4 +158,4 @@ def _parsed(said: bytes, rank: int, ranks: int) -> Failure:
         if {who, reporter} <= set(range(ranks)):
             why = "".join(x if x.isprintable() else "?" for x in why)
             return Failure(FailureKind(kind), who, reporter, (a, b, c), (d, e, f), why)
-    return Failure(FailureKind.DAMAGED, rank, rank, NOTHING, NOTHING)
+    return Failure(FailureKind.DAMAGED, rank, rank)
