@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -89,14 +88,13 @@ class C10dTransport(Answering):
         self._digest, self._sent = 1, 0
         self._open: set[int] = set()  # tickets of what has not ended
         self._watched = False
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs = threads.Queue("ringdp-c10d")
         self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
         # Runs at `close`, or when the transport is collected, which idle threads do not keep.
         ends = self._told, self._does, self._store, self._jobs
         self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
         self._stop.atexit = False
         threads.at_exit(self)
-        self._spawn(partial(_loop, self._jobs))
         self._spawn(partial(listen, self._told, self._does))
 
     def prepare(self, what: Run | Exchange) -> Prepared:
@@ -107,7 +105,7 @@ class C10dTransport(Answering):
         assert whole is not None
         ticket = self._ticket()
         job = _Job(ticket, run, whole, call, self._digested(run.kind))
-        self._jobs.put(partial(self._run, job))
+        self._jobs.put(partial(self._attempt, partial(self._run, job)))
         return ticket
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
@@ -218,6 +216,8 @@ class C10dTransport(Answering):
         return self._digest
 
     def _run(self, job: _Job) -> None:
+        if self._told.failure is not None:
+            return  # after which none ends
         self._does.begin(job.ticket, job.call)
         run = job.run
         rows = Rows(run.program, job.buffer, run.bounds, run.op)
@@ -307,10 +307,3 @@ def _attempt(told: Told, act: Callable[[], None]) -> None:
     except BaseException:
         told.fail(FailureKind.ABORTED, told.rank)  # else all would wait for it
         raise
-
-
-@torch.inference_mode()  # in which a job may write to whatever tensor there is
-def _loop(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (act := jobs.get()) is not None:
-        act()
-        del act  # and the buffers that it holds

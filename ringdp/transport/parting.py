@@ -11,8 +11,6 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -44,7 +42,7 @@ def retire(
     told: Told,
     does: Answers,
     store: Asking,
-    jobs: SimpleQueue[Any],
+    jobs: threads.Queue,
     group: wire.Group,
     sending: WeakSet[threading.Thread],
     process: int,
@@ -54,7 +52,7 @@ def retire(
     with suppress(DistError):
         does.last_word(closed=True)
     told.leave(does.state().record.finished)
-    jobs.put(None)
+    jobs.end()
     store.end()
     with suppress(RuntimeError):  # at exit no thread can be started, and who ends there cuts itself
         threads.spawn(partial(_cut_then, group, list(sending)), "ringdp-c10d")

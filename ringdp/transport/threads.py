@@ -8,11 +8,15 @@ user's thread, if it is a daemon, is one of them while it waits.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Protocol
 from weakref import WeakSet
+
+import torch
 
 PATIENCE = 1.0  # seconds for all threads; who is late waits for what cannot come any more
 
@@ -38,6 +42,34 @@ class _Waiting:
 
 
 WAITING = _Waiting()
+
+
+class Queue:
+    """A thread that does one job after the other, in the order in which they are put."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        at_exit(self)
+        spawn(self._loop, name)
+
+    def put(self, job: Callable[[], object]) -> None:
+        """What it raises is shown, and ends no other."""
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Once all that were put have been done. Also see `Ending`."""
+        self._jobs.put(None)
+
+    @torch.inference_mode()  # in which a job may write to whatever tensor there is
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException:
+                threading.excepthook(  # under no name, which would keep all that the job held
+                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                )
+            del job  # and the buffers that it holds
 
 
 def at_exit(ending: Ending) -> None:

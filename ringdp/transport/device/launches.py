@@ -16,53 +16,21 @@ returns when it has been done: there every communicator has a thread of its own,
 
 from __future__ import annotations
 
-import queue
-import sys
 import threading
-from collections.abc import Callable
 
 import torch
 
-from ringdp.transport import threads
+from ringdp.transport.threads import Queue
 
-
-class Launches:
-    """One device's."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threads.at_exit(self)
-        threads.spawn(self._loop, "ringdp-nccl-launches")
-
-    def put(self, job: Callable[[], object]) -> None:
-        """Run it after all that were put before. What it raises is shown, and ends no other."""
-        self._jobs.put(job)
-
-    def end(self) -> None:
-        """See `Ending`."""
-        self._jobs.put(None)
-
-    @torch.inference_mode()  # in which a job may write to whatever tensor there is
-    def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException:
-                threading.excepthook(  # under no name, which would keep all that the job held
-                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-                )
-            del job  # and the buffers that it holds
-
-
-_queues: dict[torch.device, Launches] = {}
+_queues: dict[torch.device, Queue] = {}
 _lock = threading.Lock()
 
 
-def launches(device: torch.device) -> Launches:
+def launches(device: torch.device) -> Queue:
     """This process's."""
     with _lock:
         if device not in _queues:
-            _queues[device] = Launches()
+            _queues[device] = Queue("ringdp-launches")
         return _queues[device]
 
 

@@ -13,8 +13,9 @@ import torch
 from ringdp import Communicator
 from ringdp.transport.base import FailureKind
 from ringdp.transport.device import under_way
-from ringdp.transport.device.launches import Launches, launches, leave
+from ringdp.transport.device.launches import launches, leave
 from ringdp.transport.device.streams import Streams
+from ringdp.transport.threads import Queue
 from tests.comm.failing import hear
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import Spied
@@ -35,7 +36,7 @@ def test_jobs_run_in_order_and_one_that_raises_ends_no_other(
 ) -> None:
     shown: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_value))
-    queue, done, ran = Launches(), threading.Event(), list[int]()
+    queue, done, ran = Queue("test"), threading.Event(), list[int]()
     error = RuntimeError("of one job")
 
     def fail() -> None:
@@ -51,7 +52,7 @@ def test_jobs_run_in_order_and_one_that_raises_ends_no_other(
 
 def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    queue, x = Launches(), torch.ones(3)
+    queue, x = Queue("test"), torch.ones(3)
     gone = weakref.ref(x)
 
     def fail(kept: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ def test_after_an_abort_that_hangs_a_device_has_another_queue(comm: Communicator
 @on_ranks(2, pool="over_nccl")
 def test_a_collective_in_the_queue_counts_as_begun(comm: Communicator) -> None:
     """A collective of the CPU ends while one of the device waits in the queue."""
-    queue, passed, end = Launches(), threading.Event(), comm._transport
+    queue, passed, end = Queue("test"), threading.Event(), comm._transport
     end._launches, device = queue, end.device
     first = end.record(comm.rank).finished
     queue.put(passed.wait)
@@ -137,7 +138,7 @@ def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator
 @on_ranks(2, pool="over_nccl")
 def test_a_communicator_that_fails_or_closes_holds_up_no_other(comm: Communicator) -> None:
     """As by communicators of one GPU."""
-    queue, other, closed = Launches(), comm.duplicate(), comm.duplicate()
+    queue, other, closed = Queue("test"), comm.duplicate(), comm.duplicate()
     for c in (comm, other, closed):
         c._transport._launches = queue
     xs = [torch.ones(5000) for _ in range(9)]
