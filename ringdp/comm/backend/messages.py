@@ -20,17 +20,14 @@ class Messages(Calls):
             "send", tensor, lambda: self._comm.isend(movable(tensor), dst, tag=tag)
         )
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> GroupWork:
+    def recv(self, tensors: Sequence[Tensor], src: int | None, tag: int = 0) -> GroupWork:
         tensor = only(tensors, "recv: tensors")
         return self._message(
             "recv", tensor, lambda: self._comm.irecv(movable(tensor), src, tag=tag)
         )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
-        tensor = only(tensors, "recv_anysource: tensors")
-        return self._message(
-            "recv", tensor, lambda: self._comm.irecv(movable(tensor), None, tag=tag)
-        )
+        return self.recv(tensors, None, tag)
 
     def _message(self, what: str, tensor: Tensor, begin: Callable[[], Work]) -> GroupWork:
         # No watcher: a message that never comes must not keep collectives' futures from their end.
