@@ -39,7 +39,7 @@ from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, 
 from ringdp.comm.buffers import form_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.guard import Guard, supported
-from ringdp.comm.programs import Bounds, program
+from ringdp.comm.programs import program
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import ENDED, Group, Work
 from ringdp.errors import CommunicationError, UsageError
@@ -54,8 +54,8 @@ from ringdp.transport.base import (
     ReduceOp,
     Run,
     Transport,
-    bounds_of,
 )
+from ringdp.transport.bounds import Bounds, bounds_of
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import METHODS, SLICE
 

@@ -14,12 +14,19 @@ from torch import Tensor
 from ringdp.comm.asked import check_tensor
 from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same, writable
 from ringdp.comm.job import How, Issuer, Job, Named
-from ringdp.comm.programs import own_bounds, own_part, pair_bounds, whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder
-from ringdp.transport.base import bounds_of, chunk_bounds, shard_bounds
+from ringdp.transport.bounds import (
+    bounds_of,
+    chunk_bounds,
+    own_bounds,
+    own_part,
+    pair_bounds,
+    shard_bounds,
+    uneven_bounds,
+)
 from ringdp.transport.repeated import repeated
 
 
@@ -95,7 +102,7 @@ class Moves(Issuer):
         out = flat_output(output, f"{how.name}: output")
         if program:
             fill(out.data[part], input)
-            cuts = whole_bounds(program, shards)
+            cuts = uneven_bounds(shards, program)
             return self._issue(Job(program, cuts, out.data, None, out.settle), how)
         piece = apart(flat(input).data, out.data, same(out.data[part], input))
         return self._issue(Job("all_gather", bounds_of(shards), out.data, piece, out.settle), how)
@@ -147,8 +154,8 @@ class Moves(Issuer):
                 piece = apart(piece, buffer, same(buffer[self._part(shards)], input))
             job = Job("all_gather", bounds, buffer, piece, finish, root=how.root)
             return self._issue(job, how)
-        cuts = own_bounds(program, shards)
-        part = own_part(program, cuts)
+        cuts = own_bounds(shards, program)
+        part = own_part(cuts, program)
         if out is None and part == slice(0, cuts[-1]) and not program.changes:
             buffer = flat(input).data
         else:
@@ -202,8 +209,8 @@ class Moves(Issuer):
             bounds = bounds_of(shards)
             job = Job("all_to_all", bounds, source, out.data, out.settle, root=how.root)
             return self._issue(job, how)
-        cuts = own_bounds(program, shards)
-        part = own_part(program, cuts)
+        cuts = own_bounds(shards, program)
+        part = own_part(cuts, program)
         if whole:
             buffer, home = flat(whole.tensor)
             buffer = buffer.clone() if home is None and program.changes else buffer

@@ -1,4 +1,4 @@
-"""From a collective and its algorithm to what a transport runs: one rank's program, and bounds.
+"""From a collective and its algorithm to what a transport runs: one rank's program.
 
 A schedule is proved, projected and fused once per (collective, algorithm, n, root): for a function
 as long as it lives, which may hold the communicator that it is for; else as long as it is among
@@ -8,10 +8,9 @@ the last ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from math import inf
 from types import FunctionType
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from ringdp.schedule import (
 )
 from ringdp.schedule.liveness import fits
 from ringdp.schedule.own import name_of
-from ringdp.transport.base import bounds_of, uneven_bounds
 
 MOST = 1024  # that are remembered
 
@@ -66,7 +64,6 @@ class Origin:
 # By the address of a program's rows, as long as it lives: they outlive it here, so that no others
 # get the address before.
 _origins: dict[int, Origin] = {}
-Bounds = tuple[int, ...]  # chunk c of a buffer is [bounds[c], bounds[c+1])
 
 
 _own: WeakKeyDictionary[FunctionType, dict[Asked, Program]] = WeakKeyDictionary()
@@ -134,41 +131,3 @@ def _remember(algorithm: str | Builder, asked: Asked, made: Program) -> None:
 def origin_of(rows: int) -> Origin | None:
     """Of the program whose rows lie at this address."""
     return _origins.get(rows)
-
-
-@lru_cache(maxsize=MOST)
-def whole_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
-    """Where rank r's shard has shards[r] elements."""
-    return uneven_bounds(shards, program)
-
-
-@lru_cache(maxsize=MOST)
-def own_bounds(program: Program, shards: tuple[int, ...]) -> Bounds:
-    """The same without the chunks that this rank neither owns nor touches: they get no room."""
-    each = program.chunks // program.ranks
-    mine = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
-    sizes = _sizes(whole_bounds(program, shards))
-    return bounds_of(size if c in mine else 0 for c, size in enumerate(sizes))
-
-
-def own_part(program: Program, bounds: Bounds) -> slice:
-    """Where this rank's shard lies in a buffer with `own_bounds`."""
-    each = program.chunks // program.ranks
-    return slice(bounds[program.rank * each], bounds[(program.rank + 1) * each])
-
-
-def pair_bounds(rank: int, sent: Sequence[int], received: Sequence[int]) -> Bounds:
-    """Of an all_to_all_v, whose chunk s * n + d goes from rank s to rank d.
-
-    The buffer of `rank` has what ranks 0 ... rank - 1 send it, what it sends to ranks 0 ... n - 1,
-    and what ranks rank + 1 ... n - 1 send it, one behind the other.
-    """
-    n = len(sent)
-    sizes = [0] * (n * n)
-    sizes[rank::n] = received
-    sizes[rank * n : (rank + 1) * n] = sent
-    return bounds_of(sizes)
-
-
-def _sizes(bounds: Bounds) -> list[int]:
-    return [end - begin for begin, end in pairwise(bounds)]

@@ -27,12 +27,12 @@ from torch import Tensor
 from ringdp.comm.asked import number
 from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
 from ringdp.comm.job import How, Issuer, Job, Named
-from ringdp.comm.programs import whole_bounds
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
-from ringdp.transport.base import REDUCE_OPS, ReduceOp, bounds_of, chunk_bounds, shard_bounds
+from ringdp.transport.base import REDUCE_OPS, ReduceOp
+from ringdp.transport.bounds import bounds_of, chunk_bounds, shard_bounds, uneven_bounds
 from ringdp.transport.repeated import repeated
 
 BITWISE = ("band", "bor", "bxor")
@@ -173,7 +173,7 @@ class Reductions(Issuer):
             fill(out.data, buffer[part])
             out.settle()
 
-        cuts = whole_bounds(program, shards)
+        cuts = uneven_bounds(shards, program)
         return self._issue(Job(program, cuts, buffer, None, finish, op), how)
 
     def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:

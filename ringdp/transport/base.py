@@ -6,19 +6,17 @@ so that programs need not know them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache
-from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from ringdp._core import Ready
-from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
+from ringdp.transport.bounds import Bounds
 from ringdp.transport.records import Call, Observed
 from ringdp.transport.taped import Tape
 
@@ -91,13 +89,13 @@ class Link(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A program, in place on a buffer whose chunk c is [bounds[c], bounds[c+1]).
+    """A program, in place on a buffer with those bounds of chunks.
 
     Two ranks must agree on the lengths of the chunks that one sends the other, and on no others.
     """
 
     program: Program
-    bounds: tuple[int, ...]
+    bounds: Bounds
     dtype: torch.dtype
     op: Op
     kind: int
@@ -105,10 +103,10 @@ class Run(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective in the transport's own way. Rank r's shard is [shards[r], shards[r+1])."""
+    """A collective in the transport's own way. `shards`: bounds, in the whole."""
 
     collective: Direct
-    shards: tuple[int, ...]
+    shards: Bounds
     dtype: torch.dtype
     op: ReduceOp
     kind: int
@@ -260,43 +258,3 @@ class Transport(Observed, Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def bounds_of(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Piece p, of sizes[p], is [bounds[p], bounds[p+1]) where they lie one behind the other."""
-    return (0, *accumulate(sizes))
-
-
-def shard_bounds(elements: int, ranks: int) -> tuple[int, ...]:
-    """Rank r's shard of `elements` is [bounds[r], bounds[r+1]); the first are larger by one."""
-    return bounds_of(_cut(elements, ranks))
-
-
-@lru_cache(maxsize=256)
-def chunk_bounds(elements: int, program: Program) -> tuple[int, ...]:
-    """Chunk c of a buffer is [bounds[c], bounds[c+1]).
-
-    Where every rank owns equally many chunks, the buffer is first cut into a shard for each rank
-    and the shards into chunks, so that a shard is the same whatever the algorithm; else it is cut
-    into chunks at once. Pieces of a cut differ by one element at most, the first being the larger.
-    """
-    shards = program.ranks if program.chunks % program.ranks == 0 else 1
-    return uneven_bounds(_cut(elements, shards), program)
-
-
-def uneven_bounds(shards: Sequence[int], program: Program) -> tuple[int, ...]:
-    """The same for shards of these sizes. Raises UsageError where chunks that the program needs to
-    be equally long are not: on every rank, before anything moves."""
-    sizes = [size for shard in shards for size in _cut(shard, program.chunks // len(shards))]
-    for a, b in program.alike:
-        if sizes[a] != sizes[b]:
-            raise UsageError(
-                f"the schedule needs chunks {a} and {b} to be equally long, as it copies or adds "
-                f"one to the other; of {sum(shards)} elements they are {sizes[a]} and {sizes[b]}"
-            )
-    return bounds_of(sizes)
-
-
-def _cut(elements: int, pieces: int) -> list[int]:
-    small, larger = divmod(elements, pieces)
-    return [small + (p < larger) for p in range(pieces)]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule.program import NONE, Program, Row
-from ringdp.transport.base import Op, chunk_bounds
+from ringdp.transport.base import Op
+from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.rows import Rows
 
 

@@ -15,6 +15,7 @@ from ringdp import Communicator
 from ringdp.comm import programs
 from ringdp.comm.call import OWN, fingerprint
 from ringdp.schedule import Schedule, project, schedule
+from ringdp.transport.bounds import uneven_bounds
 from tests.comm.failing import leaves_nothing
 from tests.ranks import on_ranks
 from tests.schedule.test_program import by_name
@@ -28,7 +29,7 @@ def use(algorithm: Callable[[int], Schedule]) -> int:
     """Where the rows of its program are."""
     program = programs.program("all_reduce", algorithm, 2, 0, 0, 4)
     for elements in (7, 8):
-        programs.whole_bounds(program, (elements, elements))
+        uneven_bounds((elements, elements), program)
     assert fingerprint("all_reduce", torch.float32, "sum", 0, algorithm) >> 55 == OWN
     return int(program.rows.ctypes.data)
 

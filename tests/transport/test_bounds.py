@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringdp.schedule import ALGORITHMS, project, schedule
-from ringdp.transport.base import chunk_bounds
+from ringdp.transport.bounds import chunk_bounds
 
 PROGRAMS = [
     project(schedule(a.collective, a.name, n), 0) for a in ALGORITHMS for n in (1, 2, 3, 4, 6, 8)

@@ -18,7 +18,8 @@ from torch import Tensor
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import ENDED, Work
 from ringdp.errors import UsageError
-from ringdp.transport.base import ReduceOp, bounds_of
+from ringdp.transport.base import ReduceOp
+from ringdp.transport.bounds import bounds_of
 
 
 def all_reduce_sparse(

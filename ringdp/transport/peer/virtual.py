@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, UsageError
 from ringdp.schedule.program import Program
-from ringdp.transport.base import DTYPES, OPS, Op, chunk_bounds
+from ringdp.transport.base import DTYPES, OPS, Op
+from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import TOGETHER, CudaKernels, Kernels, Launch, resolve

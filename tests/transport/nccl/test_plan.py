@@ -12,7 +12,8 @@ from hypothesis import given
 from torch import Tensor
 
 from ringdp.schedule import ALGORITHMS, Program, Schedule, Transfer, fuse, project, schedule
-from ringdp.transport.base import Op, chunk_bounds
+from ringdp.transport.base import Op
+from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.nccl.execute import fold_tile
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, longest, slab_of, staging_shape

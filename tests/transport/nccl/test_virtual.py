@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringdp.schedule import fuse, project, schedule
-from ringdp.transport.base import chunk_bounds
+from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.device.streams import streams
 from ringdp.transport.nccl.execute import Nccl, execute
 from ringdp.transport.nccl.library import binding

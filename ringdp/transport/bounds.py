@@ -1,0 +1,84 @@
+"""Where the pieces of a buffer begin and end: the ranks' shards, and a program's chunks.
+
+Bounds are of pieces that lie one behind the other: piece p is [bounds[p], bounds[p+1]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from ringdp.errors import UsageError
+from ringdp.schedule.program import Program
+
+MOST = 1024  # that are remembered
+Bounds = tuple[int, ...]
+
+
+def bounds_of(sizes: Iterable[int]) -> Bounds:
+    return (0, *accumulate(sizes))
+
+
+def shard_bounds(elements: int, ranks: int) -> Bounds:
+    """Of a shard for each rank; the first are larger by one."""
+    return bounds_of(_cut(elements, ranks))
+
+
+@lru_cache(maxsize=MOST)
+def chunk_bounds(elements: int, program: Program) -> Bounds:
+    """Of the program's chunks.
+
+    Where every rank owns equally many chunks, the buffer is first cut into a shard for each rank
+    and the shards into chunks, so that a shard is the same whatever the algorithm; else it is cut
+    into chunks at once. Pieces of a cut differ by one element at most, the first being the larger.
+    """
+    shards = program.ranks if program.chunks % program.ranks == 0 else 1
+    return uneven_bounds(tuple(_cut(elements, shards)), program)
+
+
+@lru_cache(maxsize=MOST)
+def uneven_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
+    """The same for shards of these sizes. Raises UsageError where chunks that the program needs to
+    be equally long are not: on every rank, before anything moves."""
+    sizes = [size for shard in shards for size in _cut(shard, program.chunks // len(shards))]
+    for a, b in program.alike:
+        if sizes[a] != sizes[b]:
+            raise UsageError(
+                f"the schedule needs chunks {a} and {b} to be equally long, as it copies or adds "
+                f"one to the other; of {sum(shards)} elements they are {sizes[a]} and {sizes[b]}"
+            )
+    return bounds_of(sizes)
+
+
+@lru_cache(maxsize=MOST)
+def own_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
+    """The same without the chunks that this rank neither owns nor touches: they get no room."""
+    each = program.chunks // program.ranks
+    mine = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
+    whole = enumerate(pairwise(uneven_bounds(shards, program)))
+    return bounds_of(end - begin if c in mine else 0 for c, (begin, end) in whole)
+
+
+def own_part(bounds: Bounds, program: Program) -> slice:
+    """Where this rank's shard lies in a buffer with `own_bounds`."""
+    each = program.chunks // program.ranks
+    return slice(bounds[program.rank * each], bounds[(program.rank + 1) * each])
+
+
+def pair_bounds(rank: int, sent: Sequence[int], received: Sequence[int]) -> Bounds:
+    """Of an all_to_all_v, whose chunk s * n + d goes from rank s to rank d.
+
+    The buffer of `rank` has what ranks 0 ... rank - 1 send it, what it sends to ranks 0 ... n - 1,
+    and what ranks rank + 1 ... n - 1 send it, one behind the other.
+    """
+    n = len(sent)
+    sizes = [0] * (n * n)
+    sizes[rank::n] = received
+    sizes[rank * n : (rank + 1) * n] = sent
+    return bounds_of(sizes)
+
+
+def _cut(elements: int, pieces: int) -> list[int]:
+    small, larger = divmod(elements, pieces)
+    return [small + (p < larger) for p in range(pieces)]
