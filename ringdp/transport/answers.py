@@ -1,6 +1,6 @@
 """What the ranks do that share no memory: each one answers, through the store, when another asks.
 
-    place/RANK   its process: see `processes`
+    place/RANK   its process, as it has said when it came: see `making`
     asked        how often a rank has asked
     state/RANK   how often it had been asked when it said the rest: a line of its RankRecord's
                  numbers, its message or nothing, and its last calls, a line each
@@ -25,10 +25,9 @@ from weakref import WeakMethod
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.transport import asking
 from ringdp.transport.asking import Asking
 from ringdp.transport.base import FailureKind
-from ringdp.transport.processes import introduce, pid_of, text_of
+from ringdp.transport.processes import pid_of, text_of
 from ringdp.transport.records import (
     CALLS,
     CLOSED,
@@ -79,10 +78,7 @@ class Survey(NamedTuple):
 class Answers:
     """One rank's: what it does, to be told and asked for."""
 
-    def __init__(
-        self, store: Asking, rank: int, ranks: int, patience: float = asking.PATIENCE
-    ) -> None:
-        """`patience`: for the store's first answer, in seconds."""
+    def __init__(self, store: Asking, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as far as it has seen them
         # A transport may be collected, and so end, while this very thread has them.
@@ -93,7 +89,6 @@ class Answers:
         self._where = -1, -1
         self._answered = 0
         self.message: Call | None = None
-        store.ask(partial(introduce, rank=rank), patience)
 
     # --- what this rank does
 
@@ -173,13 +168,10 @@ class Answering:
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         """`store` is for this transport alone, and the connection that it uses."""
         self._store = Asking(lambda: store)
-        # Seconds, where a name server loses a question: torch's store asks for the name of each
-        # host that connects, and answers nobody meanwhile.
-        allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs
         self.rank, self.ranks = rank, ranks
         busy = WeakMethod(self._busy)  # what listens does not keep the transport
         self._told = Told(self._store, rank, ranks, lambda: bool((ask := busy()) and ask()))
-        self._does = Answers(self._store, rank, ranks, allowed)
+        self._does = Answers(self._store, rank, ranks)
 
     def _busy(self) -> bool:
         """Whether something that this rank has begun has not ended."""

@@ -29,7 +29,7 @@ from ringdp.cli.main import main
 from ringdp.comm import outside
 from ringdp.comm.call import fingerprint
 from ringdp.transport.answers import Answers
-from ringdp.transport.processes import process_state
+from ringdp.transport.processes import introduce, process_state
 from ringdp.transport.records import SITE_BYTES
 from ringdp.transport.watch import Watched, segments
 from tests.ranks import Pool
@@ -166,7 +166,8 @@ def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[byte
     ranks = [Answers(asking(one), rank, 2) for rank in range(2)]
     ranks[0].begin(1, (0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE))
     ranks[0].waits(1, 1)
-    for rank in ranks:
+    for k, rank in enumerate(ranks):
+        introduce(one, k)
         rank.last_word()
     environ = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": RUN}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}

@@ -17,7 +17,7 @@ from ringdp import Communicator
 from ringdp.comm.table import missing, table
 from ringdp.transport import answers
 from ringdp.transport.answers import LAST, Answers, State, read, written
-from ringdp.transport.processes import process_state
+from ringdp.transport.processes import introduce, process_state
 from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, RankRecord
 from tests.comm.failing import hear, row_of
 from tests.forks import PATIENCE, Forks, Say, store
@@ -110,6 +110,8 @@ def test_a_rank_without_an_answer_is_told_by_its_process(asking, monkeypatch):
     monkeypatch.setattr(answers, "PATIENCE", 0.01)
     place = HashStore()
     ranks = [Answers(asking(place), rank, 4) for rank in range(4)]
+    for rank in range(4):
+        introduce(place, rank)
     ended = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(ended, 0)
     place.set("place/1", place.get("place/1").decode().replace(str(os.getpid()), str(ended)))
