@@ -198,7 +198,7 @@ def _connect(
     with making.telling():
         # Who waits for a key, as gloo does, keeps others from the connection that it uses.
         own: Store = making.called(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
-        group = gloo(making, own, here, size, timeout)
+        group = gloo(making, own, timeout)
         if transport == "c10d":
             return C10dTransport(own, group)
         kind = PeerTransport if "peer" in transport else NcclTransport

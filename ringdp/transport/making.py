@@ -41,7 +41,7 @@ class Making:
 
     def __init__(self, store: Store, rank: int, ranks: int, places: Places | None = None) -> None:
         """`store` is for this transport alone. `places`: of another one with all these ranks."""
-        self._rank, self._ranks = rank, ranks
+        self.rank, self.ranks = rank, ranks
         self._places, self._there = places or (store, range(ranks))
         self._allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
         self._until = time.monotonic() + self._allowed
@@ -53,13 +53,13 @@ class Making:
         """All that this rank does for it, once. If it raises, so do the others."""
         try:
             with self._translated():
-                self._ask(partial(introduce, rank=self._rank))
+                self._ask(partial(introduce, rank=self.rank))
                 yield
         except BaseException as e:
             if isinstance(e, CommunicationError) and self._told.failure is None:
                 with suppress(DistError):  # which says more than what came of it
-                    self._look(self._ended(range(self._ranks)))
-            self._told.fail(FailureKind.ABORTED, self._rank, why=str(e))
+                    self._look(self._ended(range(self.ranks)))
+            self._told.fail(FailureKind.ABORTED, self.rank, why=str(e))
             raise
         finally:
             self._store.end()
@@ -74,8 +74,8 @@ class Making:
 
     def together(self, what: str) -> None:
         """Return once all have come to it."""
-        self.say(f"{what}/{self._rank}", "")
-        self._await({rank: f"{what}/{rank}" for rank in range(self._ranks)})
+        self.say(f"{what}/{self.rank}", "")
+        self._await({rank: f"{what}/{rank}" for rank in range(self.ranks)})
 
     def called(self, act: Callable[[], T]) -> T:
         """What it gives, which waits for the others, and cannot stop: else it is left alone."""
@@ -90,7 +90,7 @@ class Making:
         threads.spawn(run, "ringdp-making")
         self._until, looks = time.monotonic() + self._allowed, 0
         while not wait([done], LOOK).done:
-            ended = self._ended(range(self._ranks))
+            ended = self._ended(range(self.ranks))
             looks = looks + 1 if ended else 0
             self._look(ended if looks > LAST_LOOKS else [])  # who has done its part may end
         return done.result()
@@ -108,7 +108,7 @@ class Making:
             missing = self._missing(keys)
             self._look(set(ended) & set(missing))  # it may have come before its end
             if missing and now > self._until:
-                self._told.fail(FailureKind.TIMEOUT, self._rank)
+                self._told.fail(FailureKind.TIMEOUT, self.rank)
                 late = ", ".join(map(str, missing))
                 raise CollectiveTimeout(
                     f"{self._here()} until the timeout of {self._allowed:g} s; of its ranks, "
@@ -122,7 +122,7 @@ class Making:
         except (CommunicationError, UsageError):
             raise
         except Silent as e:
-            self._told.fail(FailureKind.TIMEOUT, self._rank)
+            self._told.fail(FailureKind.TIMEOUT, self.rank)
             raise CollectiveTimeout(f"{self._here()}; {e}") from e
         except DistError as e:
             raise CommunicationError(f"{self._here()}; the store is out of reach: {e}") from e
@@ -161,4 +161,4 @@ class Making:
                 return PeerLost(f"{self._here()}; rank {failure.rank} has given up{why}")
 
     def _here(self) -> str:
-        return f"rank {self._rank} of {self._ranks} waited to make a communicator"
+        return f"rank {self.rank} of {self.ranks} waited to make a communicator"

@@ -47,18 +47,18 @@ class Group(Protocol):
     def recv_anysource(self, tensors: list[Tensor], tag: int, /) -> Pending: ...
 
 
-def gloo(making: Making, store: Store, rank: int, ranks: int, timeout: timedelta) -> Group:
+def gloo(making: Making, store: Store, timeout: timedelta) -> Group:
     """A group, which uses the store while it is made. Collective.
 
     Raises CommunicationError where the ranks do not meet.
     """
     making.together("here")
     try:
-        made = making.called(lambda: ProcessGroupGloo(store, rank, ranks, timeout))
+        made = making.called(lambda: ProcessGroupGloo(store, making.rank, making.ranks, timeout))
     except (CommunicationError, Silent):
         raise
     except RuntimeError as e:
-        raise CommunicationError(f"rank {rank} cannot reach the others by gloo: {e}") from e
+        raise CommunicationError(f"rank {making.rank} cannot reach the others by gloo: {e}") from e
     return cast(Group, made)
 
 

@@ -24,7 +24,10 @@ SIZE = 4096
 class Said:
     """In place of Making, for rank 0: what it says, and what the others have said."""
 
+    rank = 0
+
     def __init__(self, *others: str) -> None:
+        self.ranks = 1 + len(others)
         self.said: dict[str, str] = {f"window/{r}": said for r, said in enumerate(others, 1)}
 
     def say(self, key: str, what: str) -> None:
@@ -44,7 +47,7 @@ def held(size: int) -> tuple[int, str]:
 
 def test_each_rank_writes_to_the_others() -> None:
     fd, where = held(SIZE)
-    windows = HostWindows(Said(where), 0, 2, SIZE)
+    windows = HostWindows(Said(where), SIZE)
     assert len(set(windows.addresses)) == 2
     ctypes.memmove(windows.addresses[1] + 5, b"hello", 5)
     assert os.pread(fd, 5, 5) == b"hello"
@@ -71,7 +74,7 @@ def test_refuses_what_is_no_window() -> None:
         (f"{os.getpid()} 9999", "cannot open rank 1's shared memory"),
     ):
         with pytest.raises(CommunicationError, match=message):
-            HostWindows(Said(said), 0, 2, SIZE)
+            HostWindows(Said(said), SIZE)
     assert set(os.listdir("/proc/self/fd")) == before
     for fd in (small, pipe, other):
         os.close(fd)
@@ -138,7 +141,7 @@ def test_windows_of_gpus_are_mapped_by_their_handles(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, said = bytes([5]) * HANDLE_BYTES, Said((bytes([5]) * HANDLE_BYTES).hex())
-    windows = CudaWindows(torch.device("cuda:1"), said, 0, 2, SIZE)
+    windows = CudaWindows(torch.device("cuda:1"), said, SIZE)
     own = 1 << 30
     assert windows.addresses == [own, 1 << 40]
     assert said.said["window/0"] == (bytes([7]) * HANDLE_BYTES).hex()
@@ -168,7 +171,7 @@ def test_what_is_no_window_of_that_rank_is_let_go_of(
     """Of a message that is damaged, or of another communicator's."""
     runtime.mark = mark
     with pytest.raises(CommunicationError, match="it is no window of 4096 bytes of rank 1"):
-        CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES), 0, 2, SIZE)
+        CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES), SIZE)
     assert runtime.calls[-2:] == [("close", 1 << 40), ("free", 1 << 30)]
 
 
@@ -182,5 +185,5 @@ def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None
         ("no handle", "rank 2's window cannot be at"),
     ):
         with pytest.raises(CommunicationError, match=message):
-            CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES, said), 0, 3, SIZE)
+            CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES, said), SIZE)
         assert runtime.calls[-2:] == [("close", 1 << 40), ("free", 1 << 30)]

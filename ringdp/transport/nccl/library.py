@@ -152,9 +152,9 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
         ) from e
 
 
-def shared_id(making: Making, rank: int, nccl: Binding) -> bytes:
+def shared_id(making: Making, nccl: Binding) -> bytes:
     """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
-    if rank == 0:
+    if making.rank == 0:
         making.say("nccl", bytes(nccl.get_unique_id()).hex())
     said = making.heard("nccl", 0)
     try:

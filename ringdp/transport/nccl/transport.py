@@ -44,7 +44,7 @@ class NcclTransport(DeviceTransport):
         device = device_of("nccl", host=host)
         self._binding = binding(host=host)
         self._launching = threading.Lock()
-        self._unique = shared_id(given.making, given.group.rank(), self._binding)
+        self._unique = shared_id(given.making, self._binding)
         super().__init__(given, device)
 
     def _join(self) -> None:

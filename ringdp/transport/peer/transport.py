@@ -77,12 +77,11 @@ class PeerTransport(DeviceTransport):
         host memory. Raises UsageError where they cannot be had."""
         where = device_of("peer", host=host)
         self._kernels = kernels_on(where)
-        rank, ranks = given.group.rank(), given.group.size()
-        self._shape = shape(ranks, CHANNELS[where.type])
+        self._shape = shape(given.making.ranks, CHANNELS[where.type])
         self._last_words = given.store
         self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
         self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
-        self._windows = windows(where, given.making, rank, ranks, self._shape.window)
+        self._windows = windows(where, given.making, self._shape.window)
         super().__init__(given, where)
 
     def _join(self) -> None:

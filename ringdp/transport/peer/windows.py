@@ -47,14 +47,15 @@ class Windows(Protocol):
 class HostWindows:
     """In files without a name; gone when all who have mapped one have ended or closed."""
 
-    def __init__(self, making: Making, rank: int, ranks: int, size: int) -> None:
+    def __init__(self, making: Making, size: int) -> None:
         """Collective. Raises CommunicationError."""
+        rank = making.rank
         fd = create(f"ringdp-window-{rank}", size, reserve=True)
         try:
             making.say(f"window/{rank}", f"{os.getpid()} {fd}")
             self._mapped = {
                 r: _mapped(fd if r == rank else _opened(making, r), size, r == rank)
-                for r in range(ranks)
+                for r in range(making.ranks)
             }
             making.together("windows")
         finally:
@@ -101,12 +102,11 @@ def _mapped(fd: int, size: int, keep: bool) -> Tensor:
 class CudaWindows:
     """On a GPU, by CuPy's binding to CUDA's runtime."""
 
-    def __init__(
-        self, device: torch.device, making: Making, rank: int, ranks: int, size: int
-    ) -> None:
+    def __init__(self, device: torch.device, making: Making, size: int) -> None:
         """Collective. Raises CommunicationError where a GPU cannot reach another's memory."""
         import cupy
 
+        rank, ranks = making.rank, making.ranks
         self._device, self._rank = device, rank
         self._cupy: Any = cupy
         self._cuda = cupy.cuda.runtime
@@ -179,7 +179,7 @@ class CudaWindows:
                 self._cuda.free(self._mapped.popitem()[1])
 
 
-def windows(device: torch.device, making: Making, rank: int, ranks: int, size: int) -> Windows:
+def windows(device: torch.device, making: Making, size: int) -> Windows:
     if device.type == "cpu":
-        return HostWindows(making, rank, ranks, size)
-    return CudaWindows(device, making, rank, ranks, size)
+        return HostWindows(making, size)
+    return CudaWindows(device, making, size)
