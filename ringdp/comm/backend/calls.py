@@ -138,6 +138,11 @@ def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
     return tensors[0]
 
 
+def parts_of(parts: Sequence[Any], other: Tensors, what: str) -> Any:
+    """One for each rank: they are in a list of their own where the other tensor is in one."""
+    return parts if isinstance(other, Tensor) else only(parts, what)
+
+
 def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) -> None:
     """Raises UsageError unless there is one for each rank, of as many elements."""
     if sizes(tensors) != [like.numel()] * ranks:

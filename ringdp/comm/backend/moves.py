@@ -27,6 +27,7 @@ from ringdp.comm.backend.calls import (
     joined,
     movable,
     only,
+    parts_of,
     room,
     sizes,
 )
@@ -64,9 +65,7 @@ class Moves(Calls):
         """The parts may differ in size."""
         options = chosen(AllgatherOptions, opts, timeout=timeout)
         part = movable(only(input_tensors, "allgather: input_tensors"))
-        parts = output_tensors
-        if not isinstance(input_tensors, Tensor):
-            parts = only(output_tensors, "allgather: output_tensors")
+        parts = parts_of(output_tensors, input_tensors, "allgather: output_tensors")
         moved = [movable(t) for t in parts]
         whole, finish = room(moved)
         return self._call(
@@ -125,8 +124,7 @@ class Moves(Calls):
         parts: Sequence[Tensor] = []
         whole, finish = None, None
         if self._comm.rank == to:
-            nested = not isinstance(input_tensors, Tensor)
-            parts = only(output_tensors, "gather: output_tensors") if nested else output_tensors
+            parts = parts_of(output_tensors, input_tensors, "gather: output_tensors")
             check_parts(parts, given, self._comm.size, "gather: output_tensors")
             whole, finish = room([movable(t) for t in parts])
         return self._call(
@@ -163,8 +161,7 @@ class Moves(Calls):
         output, source = only(output_tensors, "scatter: output_tensors"), options.rootRank
         moved, whole = movable(output), None
         if self._comm.rank == source:
-            nested = not isinstance(output_tensors, Tensor)
-            parts = only(input_tensors, "scatter: input_tensors") if nested else input_tensors
+            parts = parts_of(input_tensors, output_tensors, "scatter: input_tensors")
             check_parts(parts, output, self._comm.size, "scatter: input_tensors")
             whole = joined([movable(t) for t in parts])
         return self._call(

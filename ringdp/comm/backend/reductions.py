@@ -30,6 +30,7 @@ from ringdp.comm.backend.calls import (
     joined,
     listed,
     only,
+    parts_of,
     reduction,
     sizes,
 )
@@ -120,9 +121,7 @@ class Reductions(Calls):
     ) -> GroupWork:
         """The parts may differ in size."""
         output = only(output_tensors, "reduce_scatter: output_tensors")
-        parts = input_tensors
-        if not isinstance(output_tensors, Tensor):
-            parts = only(input_tensors, "reduce_scatter: input_tensors")
+        parts = parts_of(input_tensors, output_tensors, "reduce_scatter: input_tensors")
         options = chosen(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         by, finishes = self._by(options, [output])
 
