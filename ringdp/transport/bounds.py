@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 
-MOST = 1024  # that are remembered
+MOST = 256  # that are remembered
 Bounds = tuple[int, ...]
 
 
