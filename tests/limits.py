@@ -1,7 +1,8 @@
-"""A process that gets no more memory than it has."""
+"""A process that gets no more memory, or descriptors, than it has."""
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,3 +22,16 @@ def room(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """The next one that is asked for there is not."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)  # the lowest
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

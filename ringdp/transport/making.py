@@ -57,7 +57,7 @@ class Making:
                 yield
         except BaseException as e:
             if isinstance(e, CommunicationError) and self._told.failure is None:
-                with suppress(DistError):  # which says more than what came of it
+                with suppress(DistError, OSError):  # which says more than what came of it
                     self._look(self._ended(range(self.ranks)))
             self._told.fail(FailureKind.ABORTED, self.rank, why=str(e))
             raise

@@ -22,6 +22,7 @@ from ringdp import CommunicationError, Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from ringdp.transport import making, shm, wire
+from tests import limits
 from tests.comm.failing import hear
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.forks import PATIENCE, Forks, Say, store
@@ -226,6 +227,24 @@ def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
     assert "Too many open files. A communicator holds" in here.text
     assert (there.error, "rank 1 has aborted" in there.text) == ("PeerLost", True)
     assert there.seconds < ALLOWED
+
+
+def comes_without_a_descriptor(comm: Communicator, say: Say) -> None:
+    start = time.monotonic()
+    try:
+        with limits.no_descriptor() if comm.rank == 1 else nullcontext():
+            comm.duplicate()
+    except CommunicationError as e:
+        say((type(e).__name__, str(e), time.monotonic() - start))
+    comm.barrier()
+
+
+def test_a_rank_that_cannot_look_for_others_tells_them(forks: Forks):
+    forked = forks(2, comes_without_a_descriptor)
+    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forked
+    assert (there, here) == ("PeerLost", "CommunicationError")
+    assert re.search(r"rank 1 has given up \(.*Too many open files", why)
+    assert seconds < ALLOWED
 
 
 def fails_over_gloo(comm: Communicator, say: Say) -> None:
