@@ -62,8 +62,10 @@ def _state(pid: int) -> str:
         return ""
     try:
         return stat(pid)[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ENDED[0]
+    except OSError:  # no descriptor to look through
+        return ""
 
 
 def stat(pid: int) -> list[str]:

@@ -15,7 +15,8 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.cli.loopback import environment, loopback_store
-from tests.forks import Forks, Say
+from tests.forks import Forks, Say, store
+from tests.limits import no_descriptor
 
 pytestmark = pytest.mark.process
 
@@ -77,6 +78,25 @@ def test_they_end_and_nothing_stays(forks: Forks, end):
     before = set(os.listdir("/dev/shm"))
     assert [code for code, _ in forks(3, end)] == ENDS[end]
     assert not {f for f in set(os.listdir("/dev/shm")) - before if "ringdp" in f}
+
+
+def closes_without_a_descriptor(comm: Communicator, say: Say) -> None:
+    """Before the other rank has what it is sent."""
+    x = torch.ones(9)
+    if comm.rank == 0:
+        comm.broadcast(x, algorithm="binomial")
+        try:
+            with no_descriptor():
+                comm.close()
+        finally:
+            store().set("closed", "")
+    else:
+        store().wait(["closed"])
+        comm.broadcast(x, algorithm="binomial")
+
+
+def test_a_rank_that_cannot_be_looked_for_has_not_ended(forks: Forks):
+    assert [code for code, _ in forks(2, closes_without_a_descriptor)] == [0, 0]
 
 
 WAITING = """
