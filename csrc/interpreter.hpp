@@ -146,16 +146,19 @@ class Interpreter {
     }
     dtype_.accumulate(sum.data(), value.data, value.count);
     if (!out) return;
-    dtype_.narrow(out, sum.data(), value.count);
-    sum.clear();
+    narrow(out, sum);
     if (stores) copy_bytes(target.data, out, value.count * dtype_.size);
   }
 
   // The chunk's value is about to be read.
   void round(int chunk) {
     std::vector<float>& sum = sum_of(chunk);
-    if (sum.empty()) return;
-    dtype_.narrow(piece(chunk).data, sum.data(), sum.size());
+    if (!sum.empty()) narrow(piece(chunk).data, sum);
+  }
+
+  void narrow(std::byte* to, std::vector<float>& sum) {
+    if (dtype_.divide) dtype_.divide(sum.data(), sum.size(), segment_.ranks());
+    dtype_.narrow(to, sum.data(), sum.size());
     sum.clear();
   }
 

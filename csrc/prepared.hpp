@@ -60,6 +60,7 @@ class Prepared {
   // Whether the whole is its only buffer, and a part one in its place there.
   bool in_place() const { return std::holds_alternative<Rows>(what_); }
   bool changes() const { return changes_; }
+  bool averages() const { return dtype_.divide != nullptr; }
   std::size_t bytes() const { return bounds_.back() * dtype_.size; }
   // Where a rank's part of a program's buffer begins, in bytes.
   std::size_t part_at(int rank) const {

@@ -78,7 +78,8 @@ class Ready {
     Prepared::Buffer whole = given->whole, part = given->part;
     Around also;
     if (prepared.in_place()) {
-      also = around(prepared, method, *given, rank_, root == rank_, letters == average ? ranks_ : 0);
+      const int left = letters == average && !prepared.averages() ? ranks_ : 0;
+      also = around(prepared, method, *given, rank_, root == rank_, left);
       whole = also.buffer, part = nothing();
     }
     const auto site = sites_.here();

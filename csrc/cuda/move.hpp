@@ -64,7 +64,7 @@ RINGDP_UNROLL
 // The op is the same for all threads, so the switch costs a branch a pack, not a kernel an op.
 template <class W, int K>
 RINGDP_DEVICE inline void combine(Op op, Pack<W, K>& a, const Pack<W, K>& b) {
-  if (op == Op::sum) return combine<Op::sum>(a, b);
+  if (op == Op::sum || op == Op::avg) return combine<Op::sum>(a, b);
   if (op == Op::prod) return combine<Op::prod>(a, b);
   if (op == Op::min) return combine<Op::min>(a, b);
   if (op == Op::max) return combine<Op::max>(a, b);
@@ -73,6 +73,12 @@ RINGDP_DEVICE inline void combine(Op op, Pack<W, K>& a, const Pack<W, K>& b) {
     if (op == Op::bor) return combine<Op::bor>(a, b);
     if (op == Op::bxor) return combine<Op::bxor>(a, b);
   }
+}
+
+template <int K>
+RINGDP_DEVICE inline void divide(Pack<float, K>& x, int by) {
+RINGDP_UNROLL
+  for (int k = 0; k < K; ++k) x.of[k] /= by;
 }
 
 template <class T, int K>
@@ -93,7 +99,7 @@ RINGDP_UNROLL
 // Packs [first, last), each thread U of them at once: loads first, so that they are in flight
 // together.
 template <class T, int K, int U>
-RINGDP_DEVICE void move_packs(const Team& team, const Move& m, Op op, i64 first, i64 last) {
+RINGDP_DEVICE void move_packs(const Team& team, const Move& m, Op op, int ranks, i64 first, i64 last) {
   using W = typename Wide<T>::type;
   const bool stays = m.sum && !m.store && !m.send;
   for (i64 base = first + team.thread; base < last; base += i64(team.threads) * U) {
@@ -116,7 +122,11 @@ RINGDP_UNROLL
         store<W, K>(m.sum, at, result[u]);
         continue;
       }
-      if (m.reduces || !m.value) value[u] = narrow<T, K>(result[u]);
+      if (m.reduces || !m.value) {
+        if constexpr (!std::is_same_v<W, T>)
+          if (op == Op::avg) divide(result[u], ranks);
+        value[u] = narrow<T, K>(result[u]);
+      }
       if (m.store) store<T, K>(m.store, at, value[u]);
       if (m.send) store<T, K>(m.send, at, value[u]);
     }
@@ -128,14 +138,14 @@ RINGDP_DEVICE inline bool aligned(const void* address) {
 }
 
 template <class T>
-RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op) {
+RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op, int ranks) {
   constexpr int K = 16 / sizeof(T);
   constexpr int U = sizeof(T) < 4 ? 2 : 4;
   i64 packs = 0;
   if (aligned(m.value) && aligned(m.with) && aligned(m.sum) && aligned(m.store) && aligned(m.send))
     packs = m.count / K;
-  move_packs<T, K, U>(team, m, op, 0, packs);
-  move_packs<T, 1, 8>(team, m, op, packs * K, m.count);  // all of it, where a chunk begins unaligned
+  move_packs<T, K, U>(team, m, op, ranks, 0, packs);
+  move_packs<T, 1, 8>(team, m, op, ranks, packs * K, m.count);  // all of it, where a chunk begins unaligned
 }
 
 }  // namespace ringdp

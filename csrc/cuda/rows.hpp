@@ -167,7 +167,7 @@ RINGDP_DEVICE void run_rows(const Team& team, const Job& job, const Given& given
     team.meet();
     if (leader->ended) break;
     const Move planned = leader->move;
-    move_elements<T>(team, planned, Op(near.job.op));
+    move_elements<T>(team, planned, Op(near.job.op), int(near.job.ranks));
     team.meet();
   }
   keep_counts(team, near, job, channel);

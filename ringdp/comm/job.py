@@ -49,7 +49,6 @@ from ringdp.transport.base import (
     HELD_BACK,
     Direct,
     Exchange,
-    Op,
     Prepared,
     ReduceOp,
     Run,
@@ -115,6 +114,13 @@ class Job(NamedTuple):
         dtype, elements = self.one.dtype, self.elements
         kind = fingerprint(how.said, dtype, self.op, how.root, how.algorithm, how.tag)
         return kind, self.bounds[-1] if elements is None else elements
+
+
+def op_of_rows(op: ReduceOp, how: How, dtype: torch.dtype) -> ReduceOp:
+    """What a program does: an average is the sum, to be divided later, but where the only rounding
+    is that of whole sums."""
+    rounds_once = how.algorithm == "direct" and dtype in (torch.float16, torch.bfloat16)
+    return "sum" if op == "avg" and not rounds_once else op
 
 
 class Named(NamedTuple):
@@ -249,7 +255,7 @@ class Issuer:
         self._guard.check(call)
         self._transport.check(job.one)
         if isinstance(job.by, Program):
-            op: Op = "sum" if job.op == "avg" else job.op
+            op = op_of_rows(job.op, how, dtype)
             what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements)
         else:
             what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root)

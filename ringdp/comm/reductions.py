@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ringdp.comm.asked import number
 from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
-from ringdp.comm.job import How, Issuer, Job, Named
+from ringdp.comm.job import How, Issuer, Job, Named, op_of_rows
 from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
@@ -64,7 +64,7 @@ class Reductions(Issuer):
         out = flat_output(tensor, "all_reduce: tensor", read=True)
         if factor != 1:
             out.data.mul_(factor)
-        elements, finish = out.data.numel(), self._home(out, program, op)
+        elements, finish = out.data.numel(), self._home(out, program, op, how)
         if program:
             cuts = chunk_bounds(elements, program)
             return self._issue(Job(program, cuts, out.data, None, finish, op), how)
@@ -89,7 +89,7 @@ class Reductions(Issuer):
         program = self._program_or_exchange(how)
         if self.rank == root:
             buffer, home = out = flat_output(tensor, "reduce: tensor", read=True)
-            finish: Callable[[], None] | None = self._home(out, program, op)
+            finish: Callable[[], None] | None = self._home(out, program, op, how)
         else:
             (buffer, home), finish = flat(tensor), None
             if home is None and ((program and program.changes) or factor != 1):
@@ -166,7 +166,7 @@ class Reductions(Issuer):
             job = Job("reduce_scatter", bounds, buffer, out.data, out.settle, op)
             return self._issue(job, how)
         buffer = buffer if copied or in_place else buffer.clone()
-        home = self._home(Flat(buffer[part], None), program, op)
+        home = self._home(Flat(buffer[part], None), program, op, how)
 
         def finish() -> None:
             home()
@@ -176,9 +176,11 @@ class Reductions(Issuer):
         cuts = uneven_bounds(shards, program)
         return self._issue(Job(program, cuts, buffer, None, finish, op), how)
 
-    def _home(self, out: Flat, program: Program | None, op: ReduceOp) -> Callable[[], None]:
-        """What brings a result home; a program's average is a sum until then."""
-        left = program is not None and op == "avg"
+    def _home(
+        self, out: Flat, program: Program | None, op: ReduceOp, how: How
+    ) -> Callable[[], None]:
+        """What brings a result home; a program's average may be a sum until then."""
+        left = program is not None and op != op_of_rows(op, how, out.data.dtype)
 
         def finish() -> None:
             nonlocal left

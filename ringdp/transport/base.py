@@ -22,7 +22,7 @@ from ringdp.transport.taped import Tape
 
 Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
 OPS: tuple[Op, ...] = get_args(Op)
-ReduceOp = Literal[Op, "avg"]  # what users say; of rows, an average is the sum, divided later
+ReduceOp = Literal[Op, "avg"]  # what users say; of rows, see `Run`
 REDUCE_OPS: tuple[ReduceOp, ...] = (*OPS, "avg")
 
 DTYPES = (
@@ -91,13 +91,16 @@ class Link(NamedTuple):
 class Run(NamedTuple):
     """A program, in place on a buffer with those bounds of chunks.
 
+    An `op` of "avg" is the sum, but what is rounded, sums of 16-bit floats, is divided before: for
+    programs that round whole sums only. Whoever asks divides the others.
+
     Two ranks must agree on the lengths of the chunks that one sends the other, and on no others.
     """
 
     program: Program
     bounds: Bounds
     dtype: torch.dtype
-    op: Op
+    op: ReduceOp
     kind: int
     elements: int  # of the collective, for those who look on
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringdp.schedule.program import NONE, REDUCE, STORE, Program, Row
-from ringdp.transport.base import Op
+from ringdp.transport.base import ReduceOp
 
 
 def _minimum(a: Tensor, b: Tensor) -> Tensor:
@@ -24,8 +24,9 @@ def _maximum(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, torch.where(torch.signbit(a), b, a), torch.maximum(a, b))
 
 
-COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
+    "avg": torch.add,  # and where it is rounded `divided`
     "prod": torch.mul,
     "min": _minimum,
     "max": _maximum,
@@ -42,9 +43,11 @@ class Unequal(Exception):
 class Rows:
     """The chunks of one rank while its program runs."""
 
-    def __init__(self, program: Program, buffer: Tensor, bounds: Sequence[int], op: Op) -> None:
+    def __init__(
+        self, program: Program, buffer: Tensor, bounds: Sequence[int], op: ReduceOp
+    ) -> None:
         """`bounds`: chunk c is [bounds[c], bounds[c+1])."""
-        self._op = op
+        self._op, self._ranks = op, program.ranks
         self._own = range(program.chunks)
         self._chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in self._own}
         self._sums: dict[int, Tensor] = {}  # 16-bit chunks that are being summed, in float32
@@ -64,7 +67,7 @@ class Rows:
             value = COMBINE[self._op](self._wide(row.dst_chunk), widened(value))
         sent = None
         if row.send_peer != NONE:
-            value = value.to(dtype)
+            value = self._rounded(value, dtype)
             sent = value.clone()
         if row.flags & STORE:
             self._write(row.dst_chunk, value, dtype)
@@ -89,8 +92,19 @@ class Rows:
 
     def _read(self, chunk: int) -> Tensor:
         if chunk in self._sums:
-            self._chunks[chunk].copy_(self._sums.pop(chunk))
+            here = self._chunks[chunk]
+            here.copy_(self._rounded(self._sums.pop(chunk), here.dtype))
         return self._chunks[chunk]
+
+    def _rounded(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if value.dtype != dtype and self._op == "avg":
+            value = divided(value, self._ranks)
+        return value.to(dtype)
+
+
+def divided(total: Tensor, by: int) -> Tensor:
+    """By a tensor: by a number a GPU would multiply with 1/by."""
+    return total / torch.full((), by, dtype=total.dtype, device=total.device)
 
 
 def widened(value: Tensor) -> Tensor:

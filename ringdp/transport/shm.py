@@ -27,7 +27,6 @@ from ringdp.transport.arena import Arena, arena_bytes
 from ringdp.transport.base import (
     DIRECT,
     DTYPES,
-    OPS,
     REDUCE_OPS,
     Exchange,
     Failure,
@@ -162,7 +161,7 @@ class ShmTransport:
             program.changes,
             what.bounds,
             DTYPES.index(what.dtype),
-            OPS.index(what.op),
+            REDUCE_OPS.index(what.op),
             what.kind,
             what.elements,
             self.kept,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringdp.errors import ScheduleError, UsageError
 from ringdp.schedule.program import NONE, Program, Row
-from ringdp.transport.base import Op
+from ringdp.transport.base import ReduceOp
 from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.rows import Rows
 
@@ -22,7 +22,7 @@ from ringdp.transport.rows import Rows
 def simulate(
     programs: Sequence[Program],
     buffers: Sequence[Tensor],
-    op: Op = "sum",
+    op: ReduceOp = "sum",
     *,
     depth: int = 2,
     bounds: Sequence[Sequence[int]] | None = None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ringdp import Communicator
-from tests.comm import test_forms, test_groups, test_messages
+from tests.comm import test_collectives, test_forms, test_groups, test_messages
 
 
 def offered(comm: Communicator) -> None:
     test_forms.moved(comm, 10)
     test_forms.added(comm, 10)
+    test_collectives.rounded_once(comm)
     test_forms.begun_in_inference_mode(comm)
     test_messages.exchange(comm)
     test_messages.anybody(comm)

@@ -12,6 +12,8 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.schedule.cost import Machine, closed, seconds
+from tests.comm.test_collectives import rounded_once
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -107,3 +109,9 @@ def beats(comm: Communicator) -> int:
 
 def test_other_threads_go_on_while_a_short_message_is_under_way(ranks):
     assert min(ranks(2)(beats)) > 5
+
+
+@on_ranks(2)
+def test_averages_are_rounded_once(comm: Communicator) -> None:
+    with ringdp.init(link=ringdp.Link(latency=0.001, bandwidth=1e9)) as linked:
+        rounded_once(linked)

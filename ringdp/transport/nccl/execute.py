@@ -15,12 +15,12 @@ import torch
 
 from ringdp.errors import CommunicationError
 from ringdp.kernels import fold as fold_rows
-from ringdp.transport.base import Op
+from ringdp.transport.base import ReduceOp
 from ringdp.transport.device.streams import PARITIES, Streams
 from ringdp.transport.nccl.library import Binding, Comm, grouped
 from ringdp.transport.nccl.plan import Fold, Step
 from ringdp.transport.nccl.tiles import Tiles
-from ringdp.transport.rows import COMBINE, widened
+from ringdp.transport.rows import COMBINE, divided, widened
 
 BYTES = 1  # ncclUint8: what only moves needs no other type
 
@@ -54,7 +54,7 @@ def warm_up(nccl: Nccl, rank: int, ranks: int) -> None:
 def execute(
     nccl: Nccl,
     ranks: Mapping[int, Tiles],
-    op: Op,
+    op: ReduceOp,
     peer: Callable[[int], int] = lambda rank: rank,
 ) -> int:
     """Run the plans of those ranks; returns the bytes that they have sent.
@@ -78,7 +78,7 @@ def execute(
 
 
 def _compute(
-    streams: Streams, ranks: Mapping[int, Tiles], steps: Mapping[int, Step], tile: int, op: Op
+    streams: Streams, ranks: Mapping[int, Tiles], steps: Mapping[int, Step], tile: int, op: ReduceOp
 ) -> None:
     if not any(step.folds for step in steps.values()):
         return
@@ -114,7 +114,7 @@ def _move(
     return sum(size for _, _, (_, size) in sends)
 
 
-def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: Op) -> None:
+def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: ReduceOp) -> None:
     """One fold on one tile, with the bits of `rows.Rows`."""
     out = tiles.place(fold.out, fold.like, tile)
     if not out.numel():
@@ -125,13 +125,16 @@ def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: Op) -> None:
     first, *rest = parts = [tiles.place(part, fold.like, tile) for part in fold.parts]
     own = [i for i, part in enumerate(fold.parts) if part < tiles.plan.chunks]
     block = tiles.block([part for part in fold.parts if part >= tiles.plan.chunks], fold.like, tile)
-    if op == "sum" and out.dtype != torch.bool and block is not None and len(own) < 2:
+    sums = op in ("sum", "avg") and out.dtype != torch.bool
+    if sums and block is not None and len(own) < 2:
+        value = out if op == "sum" else torch.empty_like(out, dtype=torch.float32)
         if own:
-            fold_rows(block, out, parts[own[0]], own[0])
+            fold_rows(block, value, parts[own[0]], own[0])
         else:
-            fold_rows(block, out)
-        return
-    value = widened(first)
-    for part in rest:
-        value = COMBINE[op](value, widened(part))
-    out.copy_(value)
+            fold_rows(block, value)
+    else:
+        value = widened(first)
+        for part in rest:
+            value = COMBINE[op](value, widened(part))
+    if value is not out:
+        out.copy_(divided(value, len(parts)) if op == "avg" else value)

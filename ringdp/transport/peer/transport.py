@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from ringdp.schedule.program import Program
-from ringdp.transport.base import OPS, Exchange, FailureKind, Op, Prepared, Run
+from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, ReduceOp, Run
 from ringdp.transport.c10d import GOLDEN, Failed
 from ringdp.transport.device import under_way
 from ringdp.transport.device.stamp import Stamped
@@ -56,7 +56,7 @@ class _Asked(NamedTuple):
 
     program: Program
     bounds: tuple[int, ...]
-    op: Op
+    op: ReduceOp
     dtype: torch.dtype
     timeout: float
 
@@ -152,7 +152,7 @@ class PeerTransport(DeviceTransport):
                 active=self._shape.channels,
                 number=0,  # this, buffer and room are the launch's
                 timeout=int(min(self.timeout * 1e9, LONGEST)),
-                op=OPS.index(run.op),
+                op=REDUCE_OPS.index(run.op),
                 rows=tables.data_ptr() + 8 * len(run.bounds),
                 length=len(program.rows),
                 bounds=tables.data_ptr(),

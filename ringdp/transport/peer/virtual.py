@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, UsageError
 from ringdp.schedule.program import Program
-from ringdp.transport.base import DTYPES, OPS, Op
+from ringdp.transport.base import DTYPES, REDUCE_OPS, ReduceOp
 from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import SLAB, Fault, Job, Shape, kernel_name
@@ -70,7 +70,7 @@ class VirtualRanks:
         self,
         programs: Sequence[Program],
         buffers: Sequence[Tensor],
-        op: Op = "sum",
+        op: ReduceOp = "sum",
         *,
         bounds: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class VirtualRanks:
         rooms = [self._room(jobs.room_bytes(p, self._shape, active, dtype)) for p in programs]
         each = zip(range(ranks), programs, buffers, rooms, begins, strict=False)
         parts = [
-            self._job(rank, program, buffer, room, table[begin:], OPS.index(op), active)
+            self._job(rank, program, buffer, room, table[begin:], REDUCE_OPS.index(op), active)
             for rank, program, buffer, room, begin in each
         ]
         table.copy_(torch.tensor([*chain.from_iterable(parts), *chain.from_iterable(bounds)]))
