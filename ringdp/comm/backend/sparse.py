@@ -5,7 +5,7 @@
 An average is the sum, divided.
 
 8 bytes an index and dimension, and the values, of every rank, arrive at every other. It is waited
-for, asynchronous or not.
+for, asynchronous or not. DDP's sparse gradients are summed by it, too.
 """
 
 from __future__ import annotations
@@ -31,25 +31,37 @@ def all_reduce_sparse(
             f"allreduce: {op} of a tensor of layout {tensor.layout}; allowed for other than dense "
             "tensors: sum and avg, of torch.sparse_coo"
         )
-    mine = tensor.detach().coalesce()
+    total = sum_of_sparse(comm, tensor.detach(), scale=scale)
+    if op == "avg":
+        total /= comm.size
+    with torch.no_grad():  # detach() would give it another list of elements
+        tensor.copy_(total)
+    return ENDED
+
+
+def sum_of_sparse(
+    comm: Communicator, tensor: Tensor, *, scale: float | None = None, tag: int = 0
+) -> Tensor:
+    """That sum, of COO tensors, coalesced. Collective."""
+    mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values()
     if scale is not None:
         values = values * scale
     counts = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(counts, torch.tensor([values.shape[0]]))
+    comm.all_gather(counts, torch.tensor([values.shape[0]]), tag=tag)
     each = counts.tolist()
     row = values.shape[1:].numel()
     all_indices = indices.new_empty(sum(each), indices.shape[0])
     all_values = values.new_empty(sum(each), *values.shape[1:])
-    comm.all_gather_v(all_indices, indices.t(), [n * indices.shape[0] for n in each])
-    comm.all_gather_v(all_values, values, [n * row for n in each])
+    comm.all_gather_v(all_indices, indices.t(), [n * indices.shape[0] for n in each], tag=tag)
+    comm.all_gather_v(all_values, values, [n * row for n in each], tag=tag)
     total = torch.zeros_like(mine)
     for begin, end in pairwise(bounds_of(each)):
         total += torch.sparse_coo_tensor(
-            all_indices[begin:end].t(), all_values[begin:end], tensor.shape, is_coalesced=True
+            all_indices[begin:end].t(),
+            all_values[begin:end],
+            tensor.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
-    if op == "avg":
-        total /= comm.size
-    with torch.no_grad():  # detach() would give it another list of elements
-        tensor.copy_(total.coalesce())
-    return ENDED
+    return total.coalesce()
