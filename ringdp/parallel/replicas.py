@@ -68,11 +68,10 @@ def gather_json(comm: Communicator, value: object) -> list[Any]:
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(sizes, torch.tensor([data.numel()]))
-    most = int(sizes.max())
-    whole = torch.empty(comm.size * most, dtype=torch.uint8)
-    comm.all_gather(whole, torch.cat([data, data.new_zeros(most - data.numel())]))
-    parts = whole.view(comm.size, most)
-    return [json.loads(bytes(p[:n].tolist())) for p, n in zip(parts, sizes.tolist(), strict=True)]
+    each = sizes.tolist()
+    whole = torch.empty(sum(each), dtype=torch.uint8)
+    comm.all_gather_v(whole, data, each)
+    return [json.loads(bytes(part.tolist())) for part in whole.split(each)]
 
 
 def broadcast(
