@@ -76,8 +76,7 @@ def shard(
             raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
     row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
     offload.check(row)
-    if meta.pending(model):
-        meta.check(model, init)
+    meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
     kinds = kinds_of(model, precision)
     found = find_units(

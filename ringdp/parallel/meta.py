@@ -18,10 +18,6 @@ from ringdp.errors import UsageError
 Init = Callable[[nn.Module], object]
 
 
-def pending(model: nn.Module) -> bool:
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-
-
 def check(model: nn.Module, init: Init | None) -> None:
     """Raises UsageError, naming them, where modules could not be filled."""
     if init is not None:
