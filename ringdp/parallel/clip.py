@@ -48,14 +48,9 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
     norm = grad_norm(engine)
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1:  # NaN too: then all gradients are
-        scale_gradients(engine, factor)
+        for unit in _settled(engine):
+            unit.gradients.reduced.mul_(factor)
     return norm
-
-
-def scale_gradients(engine: Engine, factor: float) -> None:
-    """Multiply what the optimizer will read."""
-    for unit in _settled(engine):
-        unit.gradients.reduced.mul_(factor)
 
 
 def unscale_gradients(engine: Engine, scale: float) -> bool:
