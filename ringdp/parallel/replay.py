@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.prefetch import Groups
+from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.unit import FlatUnit, State
 
 
@@ -44,10 +45,47 @@ def iteration(
     they come and go. `overlap`: whether a reduction goes on during the next unit's backward.
     `yields`: see Note [gathers yield to reductions].
     """
-    replay = _Replay(sizes, groups, limit, freed, buckets or [0] * len(sizes), overlap, yields)
-    replay.forward()
-    replay.backward()
-    return replay.events
+    events: list[Event] = []
+    units = [_Unit(i, size, events, freed=freed) for i, size in enumerate(sizes)]
+    reducing = _Reducing(buckets or [0] * len(sizes), events, overlap=overlap)
+    nowhere: Any = None
+    gathering = Gathering(units, groups, nowhere, limit, reducing if yields else None)
+    inner = range(1, len(groups))
+
+    def use(group: int, *, fill: bool = False) -> None:
+        for unit in groups[group]:
+            gathering.use(unit)
+            events.append(Event("use", unit))
+            if fill and reducing.buckets[unit]:
+                events.append(Event("fill", unit))
+
+    def reduce(group: int) -> None:
+        for unit in reversed(groups[group]):
+            if reducing.buckets[unit]:
+                gathering.prefetch_deferred(wait=True)
+                reducing.reduce(unit)
+
+    def free(group: int) -> None:
+        for unit in groups[group]:
+            gathering.done_with(unit, free=True)
+
+    use(0)
+    for group in inner:
+        use(group)
+        events.append(Event("forward", group))
+        free(group)
+    events.append(Event("forward", 0))
+    use(0, fill=True)
+    events.append(Event("backward", 0))
+    for group in reversed(inner):
+        use(group, fill=True)
+        events.append(Event("backward", group))
+        reduce(group)
+        gathering.prefetch_deferred(wait=True)
+        free(group)
+    reduce(0)
+    reducing.finish()
+    return events
 
 
 class Peaks(NamedTuple):
@@ -105,75 +143,24 @@ class _Unit(FlatUnit):
         self.state = State.SHARDED
 
 
-class _Replay:
-    """What an engine has its gathering and reducing do; of the latter there are buckets only."""
+class _Reducing(Reducing):
+    """One that has buckets only: it tells which is reduced when."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        groups: Groups,
-        limit: int,
-        freed: bool,
-        buckets: Sequence[int],
-        overlap: bool,
-        yields: bool,
-    ) -> None:
-        self.groups, self.buckets, self.overlap = groups, buckets, overlap
-        self.events: list[Event] = []
-        units = [_Unit(i, size, self.events, freed=freed) for i, size in enumerate(sizes)]
-        nowhere: Any = None
-        reducing: Any = self if yields else None
-        self.gathering = Gathering(units, groups, nowhere, limit, reducing)
-        self.reducing: int | None = None  # whose bucket is being reduced
-
-    def forward(self) -> None:
-        inner = range(1, len(self.groups))
-        self.use(0)
-        for group in inner:
-            self.use(group)
-            self.events.append(Event("forward", group))
-            self.free(group)
-        self.events.append(Event("forward", 0))
-
-    def backward(self) -> None:
-        inner = range(1, len(self.groups))
-        self.use(0, fill=True)
-        self.events.append(Event("backward", 0))
-        for group in reversed(inner):
-            self.use(group, fill=True)
-            self.events.append(Event("backward", group))
-            for unit in reversed(self.groups[group]):
-                self.reduce(unit)
-            self.gathering.prefetch_deferred(wait=True)
-            self.free(group)
-        for unit in reversed(self.groups[0]):
-            self.reduce(unit)
-        self.finish()
-
-    def use(self, group: int, *, fill: bool = False) -> None:
-        for unit in self.groups[group]:
-            self.gathering.use(unit)
-            self.events.append(Event("use", unit))
-            if fill and self.buckets[unit]:
-                self.events.append(Event("fill", unit))
-
-    def free(self, group: int) -> None:
-        for unit in self.groups[group]:
-            self.gathering.done_with(unit, free=True)
+    def __init__(self, buckets: Sequence[int], events: list[Event], *, overlap: bool) -> None:
+        self.buckets, self.overlap, self._events = buckets, overlap, events
+        self._unit: int | None = None  # whose bucket is being reduced
 
     def reduce(self, unit: int) -> None:
-        if self.buckets[unit]:
-            self.gathering.prefetch_deferred(wait=True)
+        self.finish()
+        self._events.append(Event("reduce", unit))
+        self._unit = unit
+        if not self.overlap:
             self.finish()
-            self.events.append(Event("reduce", unit))
-            self.reducing = unit
-            if not self.overlap:
-                self.finish()
 
     def finish(self) -> None:
-        if self.reducing is not None:
-            self.events.append(Event("reduced", self.reducing))
-            self.reducing = None
+        if self._unit is not None:
+            self._events.append(Event("reduced", self._unit))
+            self._unit = None
 
     def under_way(self) -> int:
-        return self.buckets[self.reducing] if self.reducing is not None else 0
+        return self.buckets[self._unit] if self._unit is not None else 0
