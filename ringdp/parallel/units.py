@@ -96,35 +96,28 @@ def _chosen(model: nn.Module, rule: UnitRule | int | None) -> set[nn.Module]:
 
 
 def _listed(model: nn.Module) -> set[nn.Module]:
-    chosen: set[nn.Module] = set()
-    below: list[nn.Module] = [model]
-    while below:
-        parent = below.pop()
-        listed = isinstance(parent, nn.ModuleList | nn.Sequential)
-        for child in parent.children():
-            if listed and not isinstance(child, _CONTAINERS):
-                chosen.add(child)
-            else:
-                below.append(child)
-    return chosen
+    return _outermost(model, lambda at, _: isinstance(at, nn.ModuleList | nn.Sequential))
 
 
 def _at_most(model: nn.Module, elements: int) -> set[nn.Module]:
     if elements < 1:
         raise UsageError(f"unit={elements}; as a number of elements it must be at least 1")
+    return _outermost(model, lambda _, m: sum(p.numel() for p in m.parameters()) <= elements)
+
+
+def _outermost(
+    model: nn.Module, chooses: Callable[[nn.Module | None, nn.Module], bool]
+) -> set[nn.Module]:
+    """Of the modules that it `chooses`, by what they lie in, those in no other one."""
     chosen: set[nn.Module] = set()
-    below: list[nn.Module] = [model]
+    below: list[tuple[nn.Module | None, nn.Module]] = [(None, model)]
     while below:
-        module = below.pop()
-        if isinstance(module, _CONTAINERS) or _elements(module) > elements:
-            below += module.children()
-        else:
+        at, module = below.pop()
+        if chooses(at, module) and not isinstance(module, _CONTAINERS):
             chosen.add(module)
+        else:
+            below += [(module, child) for child in module.children()]
     return chosen - {model}
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _matching(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
