@@ -49,12 +49,8 @@ class Widths(NamedTuple):
     trainable: bool = True
 
     def parameters(self, unit: Unit, stage: Stage) -> int:
-        if not self.apart:
-            return self.compute * _kept(unit, stage.parameters)
-        held = _kept(unit, stage.parameters)
-        if stage.parameters is Keep.SHARD and not self.on_device:
-            held = 0
-        return self.master * _kept(unit, stage.optimizer) + self.compute * held
+        held = self.compute * _kept(unit, stage.parameters) if self.on_device else 0
+        return held + self.master * _kept(unit, stage.optimizer) if self.apart else held
 
     def keeps_bucket(self, stage: Stage) -> bool:
         return stage.gradients is Keep.FULL and (stage.optimizer is Keep.SHARD or self.own)
