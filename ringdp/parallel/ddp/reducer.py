@@ -5,9 +5,11 @@
                        those before it are, so that every rank starts the same ones in one order
     backward ends      wait; p.grad is the average
 
-It is the row of stage 0 in `stages.STAGES`: nothing is gathered, so hooks on parameters suffice
-and the model's forward need not be known. Each bucket is reduced with what p.grad held before, as
-torch's DDP does it; `shard` adds the average of the new gradients alone.
+It does what stage 0 of `stages.STAGES` says, but is not the engine of `shard`, since torch's class
+promises more of gradients: they lie in p.grad, and in their bucket, as soon as they exist; a bucket
+is cut by bytes, not by modules, in the order in which they come; what p.grad held before is reduced
+with them, where `shard` adds the average of the new ones alone; and some may never come. In return
+nothing is gathered, so hooks on parameters suffice, and the model's forward need not be known.
 
 Note [gradients that never come]
     By default every parameter must get a gradient; a bucket that stays incomplete is told of when
