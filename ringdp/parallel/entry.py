@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -18,7 +17,7 @@ from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import places
-from ringdp.parallel.precision import Dtypes, Kinds, Precision, kinds_of
+from ringdp.parallel.precision import EMPTY, Precision, kinds_of
 from ringdp.parallel.replicas import broadcast, check_equal
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
@@ -78,16 +77,11 @@ def shard(
     offload.check(row)
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
-    kinds = kinds_of(model, precision)
-    found = find_units(
-        model,
-        unit,
-        persist_below=persist_below,
-        kind=lambda m, p: (kinds[m, p], p.requires_grad),
-    )
+    kind = kinds_of(model, precision)
+    found = find_units(model, unit, persist_below=persist_below, kind=kind)
     check_equal(comm, [named for f in found for named in f.parameters], "shard")
     ledger = Ledger(comm)
-    units = _build(model, found, kinds, row, offload, comm, ledger, init)
+    units = _build(model, found, row, offload, comm, ledger, init)
     meta.fill_rest(model, init, comm.device)
     broadcast(comm, model.buffers())
     ledger.peak = ledger.now.copy()
@@ -116,7 +110,6 @@ def _check(value: object, allowed: Any, name: str) -> None:
 def _build(
     model: nn.Module,
     found: Sequence[Found],
-    kinds: Kinds,
     stage: Stage,
     offload: Offload,
     comm: Communicator,
@@ -132,7 +125,6 @@ def _build(
         for name, p in found[index].parameters:
             resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter
-        first = at[parameters[0]][0].module if parameters else None
         units.append(
             FlatUnit(
                 index,
@@ -140,7 +132,7 @@ def _build(
                 parameters,
                 [at[p] for p in parameters],
                 stage,
-                kinds[first, parameters[0]] if first else Dtypes(*3 * [torch.float32]),
+                (found[index].kind or EMPTY).dtypes,
                 offload,
                 comm,
                 ledger,

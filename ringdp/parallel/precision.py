@@ -68,20 +68,25 @@ def dtypes(master: torch.dtype, *, kept: bool, precision: Precision) -> Dtypes:
     return Dtypes(master, compute, precision.reduce or compute)
 
 
-Kinds = dict[tuple[nn.Module, nn.Parameter], Dtypes]
+class Kind(NamedTuple):
+    """What the parameters of one unit have in common."""
+
+    dtypes: Dtypes
+    trained: bool
 
 
-def kinds_of(model: nn.Module, precision: Precision) -> Kinds:
-    """Of every parameter in every module that it lies in."""
+EMPTY = Kind(Dtypes(*3 * [torch.float32]), trained=False)  # of a unit without parameters
+
+
+def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.Parameter], Kind]:
+    """Of a parameter in a module that it lies in."""
     kept: set[nn.Module] = set()
     for module in model.modules():
         if precision.keeps(module):
             kept.update(module.modules())
-    return {
-        (m, p): dtypes(p.dtype, kept=m in kept, precision=precision)
-        for m in model.modules()
-        for p in m.parameters(recurse=False)
-    }
+    return lambda m, p: Kind(
+        dtypes(p.dtype, kept=m in kept, precision=precision), trained=p.requires_grad
+    )
 
 
 def cast_at(

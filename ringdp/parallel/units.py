@@ -9,7 +9,7 @@ and whether they are trained. A module that owns several kinds is several units.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -23,11 +23,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Found(NamedTuple):
-    """A unit's name in the model ("" for the root), its module and its (name, parameter) pairs."""
+    """A unit's name in the model ("" for the root), its module and its (name, parameter) pairs.
+
+    `kind`: what these have in common, None where there are none.
+    """
 
     name: str
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
+    kind: Any
 
 
 def find_units(
@@ -69,9 +73,9 @@ def find_units(
     if not owned[model]:
         owned[model][None] = []
     return [
-        Found(name, module, parameters)
+        Found(name, module, parameters, of)
         for module, name in names.items()
-        for parameters in owned.get(module, {}).values()
+        for of, parameters in owned.get(module, {}).items()
     ]
 
 

@@ -18,7 +18,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.memory import Widths, widths_of
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import Dtypes, Precision, dtypes, kinds_of
+from ringdp.parallel.precision import EMPTY, Dtypes, Precision, dtypes, kinds_of
 from ringdp.parallel.units import find_units
 from ringdp.schedule.own import load, said
 
@@ -142,17 +142,11 @@ def read(given: str, precision: Precision) -> Model:
 
 def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
     """Units as `ringdp.shard` makes them where no unit is given."""
-    kinds = kinds_of(module, precision)
-    found = find_units(module, None, kind=lambda m, p: (kinds[m, p], p.requires_grad))
-    of: dict[nn.Parameter, Dtypes] = {}
-    for (_, p), kind in kinds.items():
-        of.setdefault(p, kind)
+    found = find_units(module, None, kind=kinds_of(module, precision))
     parts, groups = [], dict[nn.Module, list[int]]()
     for index, unit in enumerate(found):
-        own = [p for _, p in unit.parameters]
-        kind = of[own[0]] if own else Dtypes(*3 * [torch.float32])
         sizes = tuple((n, p.numel()) for n, p in unit.parameters)
-        parts.append(Part(unit.name, sizes, kind, any(p.requires_grad for p in own)))
+        parts.append(Part(unit.name, sizes, *(unit.kind or EMPTY)))
         groups.setdefault(unit.module, []).append(index)
     if not any(elements for part in parts for _, elements in part.parameters):
         raise UsageError(f"--model: {name}() made no parameter of any element; allowed: some")
