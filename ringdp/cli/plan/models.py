@@ -146,7 +146,8 @@ def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
     parts, groups = [], dict[nn.Module, list[int]]()
     for index, unit in enumerate(found):
         sizes = tuple((n, p.numel()) for n, p in unit.parameters)
-        parts.append(Part(unit.name, sizes, *(unit.kind or EMPTY)))
+        kind = unit.kind or EMPTY
+        parts.append(Part(unit.name, sizes, kind.dtypes, kind.trained))
         groups.setdefault(unit.module, []).append(index)
     if not any(elements for part in parts for _, elements in part.parameters):
         raise UsageError(f"--model: {name}() made no parameter of any element; allowed: some")
