@@ -81,7 +81,7 @@ def shard(
     found = find_units(model, unit, persist_below=persist_below, kind=kind)
     check_equal(comm, [named for f in found for named in f.parameters], "shard")
     ledger = Ledger(comm)
-    units = _build(model, found, row, offload, comm, ledger, init)
+    units = _build(model, found, row, offload, ledger, init)
     meta.fill_rest(model, init, comm.device)
     broadcast(comm, model.buffers())
     ledger.peak = ledger.now.copy()
@@ -112,16 +112,15 @@ def _build(
     found: Sequence[Found],
     stage: Stage,
     offload: Offload,
-    comm: Communicator,
     ledger: Ledger,
     init: meta.Init | None,
 ) -> list[FlatUnit]:
-    plans = layout([(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found], comm.size)
-    at = places(model)
+    named = [(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found]
+    plans, at = layout(named, ledger.comm.size), places(model)
     units: list[FlatUnit] = []
     for index in reversed(range(len(found))):  # the root last: it may own a part of every module
         parameters = [p for _, p in found[index].parameters]
-        meta.fill(model, parameters, init, comm.device)
+        meta.fill(model, parameters, init, ledger.comm.device)
         for name, p in found[index].parameters:
             resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter
@@ -134,9 +133,7 @@ def _build(
                 stage,
                 (found[index].kind or EMPTY).dtypes,
                 offload,
-                comm,
                 ledger,
-                parameters[0].device if parameters else comm.device,
             )
         )
     return units[::-1]

@@ -70,11 +70,10 @@ class FlatUnit:
         stage: Stage,
         dtypes: Dtypes,
         offload: Offload,
-        comm: Communicator,
         ledger: Ledger,
-        device: torch.device,
     ) -> None:
         """Lays out `parameters` with rank 0's values. Collective: a broadcast."""
+        comm = ledger.comm
         self.index, self.plan, self.parameters, self.stage = index, plan, parameters, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
         self.ledger, self.rank = ledger, comm.rank
@@ -84,6 +83,7 @@ class FlatUnit:
         self.slices = stage.optimizer is Keep.SHARD  # are what parameters are between uses
         self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
         ledger.spare.let_go()  # what the unit before has left
+        device = parameters[0].device if parameters else comm.device
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
         flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
         comm.broadcast(whole)
