@@ -103,7 +103,7 @@ class Backwards:
             unit
             for unit in self.units
             if unit in self.reducing.kept
-            or (unit.trainable and any(p.requires_grad for p in unit.parameters))
+            or (unit.widths.trainable and any(p.requires_grad for p in unit.parameters))
         ]
 
     def _has_reached(self, index: int) -> bool:

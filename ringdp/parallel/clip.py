@@ -67,7 +67,7 @@ def unscale_gradients(engine: Engine, scale: float) -> bool:
 def _settled(engine: Engine) -> list[FlatUnit]:
     """Units whose `gradient` is what their `p.grad` are."""
     engine.check_reduced("gradients are clipped or scaled")
-    units = [u for u in engine.units if u.trainable]
+    units = [u for u in engine.units if u.widths.trainable]
     for unit in units:
         for p, view in zip(unit.parameters, unit.gradients.views(), strict=True):
             if p.grad is None:

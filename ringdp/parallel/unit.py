@@ -16,7 +16,7 @@ from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
 from ringdp.parallel.guards import resting
 from ringdp.parallel.guards.computed import Computed, Gathered, follow, set_data
-from ringdp.parallel.memory import Ledger, Widths, widths_of
+from ringdp.parallel.memory import Ledger, widths_of
 from ringdp.parallel.offload import Offload, on_host
 from ringdp.parallel.places import Place, put
 from ringdp.parallel.precision import Dtypes
@@ -77,7 +77,8 @@ class FlatUnit:
         self.index, self.plan, self.parameters, self.stage = index, plan, parameters, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
         self.ledger, self.rank = ledger, comm.rank
-        self.trainable = any(p.requires_grad for p in parameters)
+        trained = any(p.requires_grad for p in parameters)
+        self.widths = widths_of(dtypes, offload, trainable=trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
         self.slices = stage.optimizer is Keep.SHARD  # are what parameters are between uses
@@ -117,11 +118,6 @@ class FlatUnit:
     def static(self) -> bool:
         """Whether it is whole at rest, and never SHARDED."""
         return not self.slices and not self.apart
-
-    @property
-    def widths(self) -> Widths:
-        """Bytes per element, for the formulas."""
-        return widths_of(self.dtypes, self.offload, trainable=self.trainable)
 
     def gather(self, comm: Communicator) -> None:
         """SHARDED -> GATHERING: start to fill the full buffer."""
@@ -301,8 +297,8 @@ class FlatUnit:
 
     def thaw(self) -> None:
         """A parameter of it trains from now on: there is room for gradients."""
-        if not self.trainable:
-            self.trainable = True
+        if not self.widths.trainable:
+            self.widths = self.widths._replace(trainable=True)
             self.gradients = self._gradients()
 
     def _free(self) -> None:

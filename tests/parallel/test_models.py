@@ -243,7 +243,7 @@ def lora(comm: Communicator, stage: int, prefetch_bytes: int | None = None) -> l
         optimizer.zero_grad()
         assert engine.sent_bytes() - before == engine.traffic_formula()
     assert engine.memory(optimizer) == engine.memory_formula()
-    frozen = [u for u in engine.units if not u.trainable]
+    frozen = [u for u in engine.units if not u.widths.trainable]
     assert [u.dtypes.compute for u in frozen if u.plan.entries] == [BF16, BF16]
     assert all(u.gradients.reduced.numel() == 0 for u in frozen)
     found = values(engine)

@@ -38,7 +38,7 @@ class Given:
         """An iteration starts: `check`, and that those always whole have the shape they had."""
         self.check()
         for unit in self.units if torch.is_grad_enabled() else ():
-            if unit.static and unit.trainable:  # others settle when they are gathered
+            if unit.static and unit.widths.trainable:  # others settle when they are gathered
                 unit.check(unit.views)
 
     def check(self) -> None:
