@@ -187,7 +187,8 @@ class Engine(Accounts, Watched):
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""
         self.reducing.kept.check_none_waits(self.units, what)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer's."""
         steps.restore(self.units, self._emptied)
 
     # ---- for the user

@@ -179,6 +179,40 @@ def test_each_engine_that_does_something_has_its_own_bytes(ranks, tmp_path):
             assert set(last["args"].values()) == {0}
 
 
+class Around(torch.optim.Optimizer):
+    """Keeps what another, which steps within it, has last made of each parameter."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.inner.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["last"] = p.detach().clone()
+
+
+def trains_with_one_around_another(comm: ringdp.Communicator, path: Path) -> int:
+    engine = ringdp.shard(net(), stage=2, unit=Block, comm=comm)
+    inner = torch.optim.SGD(engine.model.parameters(), lr=0.1, momentum=0.9)
+    outer = Around(inner)
+    with ringdp.trace(path):
+        engine.model(torch.ones(4, 32)).mean().backward()
+        outer.step()
+    held = sum(engine.memory(o).optimizer for o in (inner, outer))
+    engine.close()
+    return held
+
+
+def test_an_optimizer_around_another_has_its_bytes_counted(ranks, tmp_path):
+    held = ranks(2)(trains_with_one_around_another, tmp_path / "run.json")
+    read = Read(tmp_path / "run.json")
+    for rank in range(2):
+        counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
+        assert max(e["args"]["optimizer"] for e in counters) == held[rank]
+
+
 def test_backward_follows_forward_and_blocks_lie_in_the_root(ranks, tmp_path):
     ranks(2)(trains, 3, tmp_path / "run.json")
     read = Read(tmp_path / "run.json")

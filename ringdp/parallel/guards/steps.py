@@ -29,14 +29,14 @@ class Steps(Protocol):
 
     def before_step(self, optimizer: Optimizer) -> None: ...
 
-    def after_step(self) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None: ...
 
 
 def listen(who: Steps) -> list[Any]:
     """Tells of every step of any optimizer, until these handles are removed."""
     return [
         register_optimizer_step_pre_hook(lambda optimizer, *_: who.before_step(optimizer)),
-        register_optimizer_step_post_hook(lambda *_: who.after_step()),
+        register_optimizer_step_post_hook(lambda optimizer, *_: who.after_step(optimizer)),
     ]
 
 

@@ -56,7 +56,8 @@ class Held:
                     counter.values["optimizer"] += found
 
     def stepped(self, optimizer: Optimizer) -> None:
-        if len(optimizer.state) != self._states[optimizer][0] and self._weigh(optimizer):
+        known = self._states.get(optimizer)  # None where the trace began amid its step
+        if known and len(optimizer.state) != known[0] and self._weigh(optimizer):
             self.count()
 
     def end(self) -> None:

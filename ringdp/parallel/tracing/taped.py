@@ -38,16 +38,16 @@ class Watcher:
         self._forwards: list[tuple[Group, int]] = []  # under way, innermost last, and since when
         self._backwards: dict[int, int] = {}  # by a group's first unit: since when
         self._prefetching = False
-        self._optimizer: torch.optim.Optimizer | None = None
         self._held = held = Held(engine, recorder, self._facts)
-        self._label()
+        engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
+        engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
         self._around = around = Around()
         around.after(engine, "_before_forward", self._forward_begins)
         around.before(engine, "_after_forward", self._forward_ends)
         around.after(engine.backwards, "reach", self._backward_begins)
         around.before(engine.backwards, "reduce", self._unit_through)
-        around.before(engine, "before_step", self._steps)
-        around.after(engine, "after_step", self._stepped)
+        around.before(engine, "before_step", held.steps)
+        around.after(engine, "after_step", held.stepped)
         for unit in engine.units:
             self._watch(unit)
         self._watch_prefetch()
@@ -64,11 +64,6 @@ class Watcher:
     def end(self) -> None:
         self._around.off()
         self._held.end()
-
-    def _label(self) -> None:
-        engine = self.engine
-        engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
-        engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
 
     def _facts(self) -> Args:
         engine = self.engine
@@ -161,16 +156,6 @@ class Watcher:
                 self._prefetching = False
 
         self._around.put(self.engine.gathering, "prefetch", prefetch)
-
-    # --- memory
-
-    def _steps(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._held.steps(optimizer)
-
-    def _stepped(self) -> None:
-        if self._optimizer is not None:
-            self._held.stepped(self._optimizer)
 
     def _named(self, group: Group) -> str:
         return _name(self.engine.units[group[0]])
