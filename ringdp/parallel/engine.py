@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import optim_state
 from ringdp.parallel.accounts import Accounts
@@ -60,7 +59,6 @@ class Engine(Accounts, Watched):
         stage: Stage,
         units: Sequence[FlatUnit],
         modules: Sequence[nn.Module],
-        comm: Communicator,
         ledger: Ledger,
         precision: Precision,
         *,
@@ -68,8 +66,8 @@ class Engine(Accounts, Watched):
         overlap: bool,
     ) -> None:
         """`modules`: of every unit. Collective: it makes two communicators."""
-        self.model, self.stage, self.units, self.comm = model, stage, units, comm
-        self.ledger = ledger
+        self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
+        self.comm = comm = ledger.comm
         of: dict[nn.Module, list[int]] = {}
         for index, module in enumerate(modules):
             of.setdefault(module, []).append(index)

@@ -90,7 +90,6 @@ def shard(
         row,
         units,
         [f.module for f in found],
-        comm,
         ledger,
         precision,
         prefetch_bytes=prefetch_bytes if overlap else 0,
