@@ -89,9 +89,7 @@ class Engine(Accounts, Watched):
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
-        def whole() -> bool:
-            return self._summoned or stage.optimizer is Keep.FULL
-
+        whole = self._rests_whole
         own = partial(copies.Hook, may_copy=whole)
         self._made = made.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
@@ -163,7 +161,11 @@ class Engine(Accounts, Watched):
         """Whether the state_dict of an optimizer is now gathered, and not an error."""
         return self.always_gathers_state or self._summoned
 
+    def _rests_whole(self) -> bool:
+        return self._summoned or self.stage.optimizer is Keep.FULL
+
     def _is_whole(self) -> bool:
+        """Always, and not only at rest."""
         return self._summoned or all(u.static for u in self.units)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -241,12 +243,15 @@ class Engine(Accounts, Watched):
             return
         self.closed = True
         recorder.leave(self)
-        if self._is_whole():
+        whole = self._rests_whole()
+        if whole:
             copies.unmark(self.model)
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):
-            if not (self.reducing.comm.ended or self.gathering.comm.ended):
+            ended = self.reducing.comm.ended or self.gathering.comm.ended
+            if not ended:
                 self.backwards.settle()
+            if whole or not ended:  # what is whole at rest gets there by itself
                 self.gathering.end(learn=False)
 
 

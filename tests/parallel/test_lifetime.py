@@ -114,6 +114,24 @@ def test_a_model_closed_whole_is_an_ordinary_one(comm: Communicator, stage: int)
     again.close()
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("param", [None, torch.bfloat16])
+@on_ranks(1)
+def test_a_model_closed_in_stage_0_is_an_ordinary_one(
+    comm: Communicator, param: torch.dtype | None, aborted: bool
+) -> None:
+    """In whatever dtype it computes, amid an iteration, and after an abort."""
+    model = net()
+    with comm.duplicate() as other:
+        engine = ringdp.shard(model, stage=0, precision=ringdp.Precision(param), comm=other)
+        model(batch())
+        if aborted:
+            other.abort()
+        engine.close()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    ringdp.shard(model, stage=1, comm=comm).close()
+
+
 # ---- order
 
 
