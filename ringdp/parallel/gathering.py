@@ -1,8 +1,5 @@
 """Which units hold all their values: gathered as they are used or just ahead, freed after.
 
-The order of uses in one iteration is the forecast for the next. Gathers have a communicator of
-their own, so that they do not queue behind reductions.
-
 Note [nodes run in reverse]
     Autograd runs the nodes that are ready in the reverse order of their making. So once the
     backward of one unit starts, the last call of any unit after it is through, whether or not it
