@@ -76,7 +76,6 @@ class Reducer(Taped):
         self.state = RESTING
         self.flights: list[Callable[[], object]] = []  # what its end waits for
         self.started = 0  # buckets
-        self.idle: set[int] = set()  # unused parameters that count as there
         self._left: list[int] = []  # parts of each gradient that are still to come
         self._order: dict[int, None] = {}  # parameters, as gradients came, if it is `_ordering`
         self._ordering = False
@@ -153,7 +152,6 @@ class Reducer(Taped):
         """The next backward, of a forward that has ended, shall reduce."""
         self.state = ARMED
         self._next = self.started = 0
-        self.idle.clear()
         self._left = list(self._expected)
         self._ordering = self.journal.sampling or not self.rebuilt
         if self._ordering:
@@ -207,8 +205,6 @@ class Reducer(Taped):
 
     def _ready_unused(self, index: int) -> None:
         bucket, place = self._places[index]
-        if index not in self._used:
-            self.idle.add(index)
         self.mixed.raise_(self.parameters[index].parameter)
         bucket.take_unused(place, self._scale)
         bucket.pending -= 1
@@ -233,8 +229,10 @@ class Reducer(Taped):
 
     def _skips(self, bucket: Bucket) -> bool:
         """Whether no gradient in it is anything, on any rank, as the user has promised."""
-        skips = self.settings.skip_all_reduce_unused_params and self.uneven is None
-        return skips and self.idle.issuperset(self.layouts[-1][bucket.index])
+        if not self.settings.skip_all_reduce_unused_params or self.uneven:
+            return False
+        members = self.layouts[-1][bucket.index]
+        return all(self._lacks(i) and i not in self._used for i in members)
 
     def _start(self, bucket: Bucket) -> None:
         self.started += 1
@@ -259,7 +257,7 @@ class Reducer(Taped):
     def _end(self) -> None:
         self.journal.mark(GRADIENTS)
         with span("search_unused_parameters") if self.settings.seeks_unused else nullcontext():
-            missing = self._missing()
+            missing = [i for i in range(len(self.parameters)) if self._lacks(i)]
         if self._learning:
             for index in self._order:
                 self._ready(index)
@@ -298,10 +296,10 @@ class Reducer(Taped):
         """Whether the end of this backward says which parameters have no gradient."""
         return self._learning or self.settings.seeks_unused
 
-    def _missing(self) -> list[int]:
-        """Parameters that have got no gradient in this backward, or never do (static_graph)."""
-        parts = enumerate(zip(self._left, self._expected, strict=True))
-        return [i for i, (left, all_) in parts if all_ == 0 or left == all_]
+    def _lacks(self, index: int) -> bool:
+        """Whether that parameter has got no gradient in this backward, or never does
+        (static_graph)."""
+        return self._left[index] == self._expected[index]
 
     def _ask_users(self, missing: Sequence[int]) -> Callable[[], bool]:
         """What is returned waits, and tells whether any gradient has come in this backward to any
