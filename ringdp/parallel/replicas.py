@@ -71,7 +71,7 @@ def gather_json(comm: Communicator, value: object) -> list[Any]:
     each = sizes.tolist()
     whole = torch.empty(sum(each), dtype=torch.uint8)
     comm.all_gather_v(whole, data, each)
-    return [json.loads(bytes(part.tolist())) for part in whole.split(each)]
+    return [json.loads(bytes(part.tolist())) for part in torch.split(whole, each)]
 
 
 def broadcast(
