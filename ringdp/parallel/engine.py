@@ -141,8 +141,9 @@ class Engine(Accounts, Watched):
             for index in indices:
                 free = index not in self.roots and not self.backwards.running
                 self.gathering.done_with(index, free=free)
+        backwards = weakref.proxy(self.backwards)  # as the model may keep what it returns
         for t in starts:
-            t.register_hook(lambda _: self.backwards.reach(indices))  # type: ignore[no-untyped-call]
+            t.register_hook(lambda _: backwards.reach(indices))  # type: ignore[no-untyped-call]
         ends = indices is self.roots or self._is_alone()
         if ends and not (starts or self._summoned or self.gathering.again):
             self.gathering.end(learn=False)

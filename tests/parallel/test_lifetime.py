@@ -132,6 +132,20 @@ def test_a_model_closed_in_stage_0_is_an_ordinary_one(
     ringdp.shard(model, stage=1, comm=comm).close()
 
 
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_an_engine_goes_with_a_model_that_keeps_what_it_returned(
+    comm: Communicator, stage: int
+) -> None:
+    engine = ringdp.shard(CASES["left in an attribute"].make(), stage=stage, comm=comm)
+    engine.model(batch())
+    engine.close()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
 # ---- order
 
 
