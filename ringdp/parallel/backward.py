@@ -67,6 +67,7 @@ class Backwards:
     def recompute(self, index: int) -> None:
         """The unit's forward starts again, within a backward."""
         self._reduce_through(index)
+        self._now = self._now or self._begin()
         self._use(index)
 
     @unguarded

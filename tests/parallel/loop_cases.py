@@ -18,6 +18,7 @@ from tests.parallel.loop_models import (
     Detached,
     Fail,
     Guided,
+    GuidedByFrozen,
     Leaves,
     Objects,
     Outer,
@@ -168,6 +169,7 @@ CASES = {
     "unequal": Case(Unequal),
     "gradients amid a forward": Case(Guided),
     "gradients amid a forward, micro-batches": Case(Guided, micro_batches),
+    "gradients amid a forward, of a checkpoint": Case(GuidedByFrozen),
     "buffers": Case(buffered),
     "channels last": Case(
         lambda: nn.Sequential(

@@ -281,6 +281,30 @@ class Guided(Chain):
         return x * self.scale
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class GuidedByFrozen(Chain):
+    """Takes a gradient amid its forward through a checkpoint, for which autograd saves a frozen
+    parameter itself, not a view."""
+
+    def __init__(self) -> None:
+        super().__init__(block(), freeze(Scale()), block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, frozen, last = self.blocks
+        x = first(x * self.scale)
+        y = checkpoint(lambda x: torch.tanh(frozen(x)), x, use_reentrant=False)
+        (by_input,) = torch.autograd.grad(y.square().sum(), x)
+        return last(x - by_input)
+
+
 class Unequal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
