@@ -17,7 +17,7 @@ from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import places
-from ringdp.parallel.precision import EMPTY, Precision, kinds_of
+from ringdp.parallel.precision import EMPTY, Precision, check_casts, kinds_of
 from ringdp.parallel.replicas import broadcast, check_equal
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
@@ -79,6 +79,7 @@ def shard(
     comm = communicator_of(comm, model.parameters())
     kind = kinds_of(model, precision)
     found = find_units(model, unit, persist_below=persist_below, kind=kind)
+    check_casts(found)
     check_equal(comm, [named for f in found for named in f.parameters], "shard")
     ledger = Ledger(comm)
     units = _build(model, found, row, offload, ledger, init)

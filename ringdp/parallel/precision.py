@@ -10,7 +10,7 @@ is cast to `master`. Modules that `keep_fp32` names compute in the dtype they ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
+from ringdp.kernels.precision import wide_dtype
 from ringdp.parallel.guards.copies import Own
-from ringdp.parallel.units import UnitRule, matches
+from ringdp.parallel.units import Found, UnitRule, matches
 from ringdp.parallel.values.outputs import map_tensors
 from ringdp.parallel.values.passed import change_inputs
 
@@ -87,6 +88,22 @@ def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.
     return lambda m, p: Kind(
         dtypes(p.dtype, kept=m in kept, precision=precision), trained=p.requires_grad
     )
+
+
+def check_casts(units: Iterable[Found]) -> None:
+    """Raises UsageError if gradients cannot be cast on their way, which within no_sync is by the
+    masters' dtype."""
+    for unit in units:
+        (master, compute, reduce), trained = unit.kind or EMPTY
+        try:
+            for source, target in ((compute, reduce), (compute, master), (master, reduce)):
+                wide_dtype(source, target)
+        except ValueError as e:
+            if trained:
+                raise UsageError(
+                    f"gradients of parameter {unit.parameters[0][0]} are made in {compute}, "
+                    f"kept in {master} and reduced in {reduce}: {e}"
+                ) from None
 
 
 def cast_at(

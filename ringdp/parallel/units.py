@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
+from ringdp.kernels.precision import FLOATS
 
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
@@ -148,8 +149,10 @@ def _check(model: nn.Module) -> None:
             raise UsageError(
                 f"parameter {name} has no shape yet; give its lazy module a batch first"
             )
-        if not p.is_floating_point():
-            raise UsageError(f"parameter {name} is {p.dtype}; parameters must be floats")
+        if p.dtype not in FLOATS:
+            raise UsageError(
+                f"parameter {name} is {p.dtype}; parameters must be floats of 16, 32 or 64 bits"
+            )
         if not p.is_meta and p.device != first.device:
             raise UsageError(
                 f"parameters must be on one device: {first_name} is on {first.device}, "

@@ -34,6 +34,23 @@ def test_a_dtype_has_its_default():
         Precision(param=torch.int32)
 
 
+DOUBLE = torch.float64
+
+
+@pytest.mark.parametrize(
+    ("master", "precision", "why"),
+    [
+        (FLOAT, Precision(DOUBLE, BF16), "of parameter weight .*float64 to torch.bfloat16 would"),
+        (HALF, Precision(DOUBLE, FLOAT), "float64 to torch.float16 would round twice"),
+        (DOUBLE, Precision(BF16), "reduced in torch.bfloat16: .* twice; go through torch.float32"),
+        (FLOAT, Precision(torch.float8_e5m2), "float8_e5m2 is not supported; both must be"),
+    ],
+)
+def test_a_gradient_that_cannot_be_cast_is_told_before_it_comes(master, precision, why):
+    with pytest.raises(ringdp.UsageError, match=why):
+        ringdp.shard(nn.Linear(2, 2).to(master), stage=1, precision=precision, comm=ringdp.init())
+
+
 def test_what_holds_itself_is_refused():
     cyclic: dict[str, object] = {"x": torch.ones(2)}
     cyclic["self"] = [cyclic]
