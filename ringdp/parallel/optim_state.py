@@ -11,21 +11,34 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel import layout
+from ringdp.parallel.cut import Cut
 from ringdp.parallel.replicas import gather_json
-from ringdp.parallel.unit import FlatUnit
+
+
+class Slices(Protocol):
+    """What a rank steps of the parameters of one flat buffer: a unit's."""
+
+    index: int
+    rank: int
+    plan: layout.Unit
+    cut: Cut
+    parameters: Sequence[nn.Parameter]
 
 
 class Whole(Protocol):
     """Who has the other slices: an engine."""
 
     comm: Communicator
-    units: Sequence[FlatUnit]
     closed: bool
+
+    @property
+    def units(self) -> Sequence[Slices]: ...
 
     @property
     def gathers_state(self) -> bool: ...
@@ -33,7 +46,7 @@ class Whole(Protocol):
 
 def belong(optimizer: Optimizer, whole: Whole) -> None:
     """It is about to step slices for the first time. Raises UsageError for state of other ones."""
-    _slice(optimizer, whole.units)
+    keep_slices(optimizer, whole.units)
     reference = weakref.ref(whole)
 
     def saved(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -44,17 +57,17 @@ def belong(optimizer: Optimizer, whole: Whole) -> None:
                 "slices. Use ringdp.save and ringdp.load, which take the optimizer, too, or call "
                 "it within full_parameters(), on every rank"
             )
-        return state | {"state": _gathered(engine, optimizer, state["state"])}
+        return state | {"state": gathered(engine.comm, engine.units, optimizer, state["state"])}
 
     def loaded(optimizer: Any) -> None:
         if (engine := reference()) is not None and not engine.closed:
-            _slice(optimizer, engine.units)
+            keep_slices(optimizer, engine.units)
 
     optimizer.register_state_dict_post_hook(saved)
     optimizer.register_load_state_dict_post_hook(loaded)
 
 
-def _slice(optimizer: Optimizer, units: Sequence[FlatUnit]) -> None:
+def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
     """State of whole parameters, which a load_state_dict or a step before shard has left, becomes
     of this rank's slices."""
     for unit in units:
@@ -79,9 +92,16 @@ def _slice(optimizer: Optimizer, units: Sequence[FlatUnit]) -> None:
                 optimizer.state.pop(p, None)
 
 
-def _gathered(engine: Whole, optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
-    """`state` of slices, by the number of the parameter, whole. Collective."""
-    places = {id(p): (unit, at) for unit in engine.units for at, p in enumerate(unit.parameters)}
+def gathered(
+    comm: Communicator,
+    units: Sequence[Slices],
+    optimizer: Optimizer,
+    state: dict[Any, Any],
+    root: int | None = None,
+) -> dict[Any, Any]:
+    """`state` of slices, by the number of the parameter, whole; where there is a `root`, on other
+    ranks meta tensors. Collective."""
+    places = {id(p): (unit, at) for unit in units for at, p in enumerate(unit.parameters)}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
     mine = [
         [number, name, *_told(name, value, unit.cut.spans[at][1] - unit.cut.spans[at][0])]
@@ -92,7 +112,7 @@ def _gathered(engine: Whole, optimizer: Optimizer, state: dict[Any, Any]) -> dic
     ]
     whole = {n: dict(values) for n, values in state.items() if id(numbered[n]) not in places}
     views: dict[tuple[int, str, str], list[Tensor]] = {}
-    for facts in gather_json(engine.comm, mine):
+    for facts in gather_json(comm, mine):
         for number, name, dtype, shape, value in facts:
             unit, at = places[id(numbered[number])]
             if name in whole.setdefault(number, {}):
@@ -100,7 +120,7 @@ def _gathered(engine: Whole, optimizer: Optimizer, state: dict[Any, Any]) -> dic
             if dtype is not None and shape is None:
                 key = unit.index, name, dtype
                 if key not in views:
-                    views[key] = _gather(engine.comm, unit, optimizer, name, getattr(torch, dtype))
+                    views[key] = _gather(comm, unit, optimizer, name, getattr(torch, dtype), root)
                 value = views[key][at]
             elif dtype is not None:
                 value = torch.tensor(value, dtype=getattr(torch, dtype)).view(shape)
@@ -129,14 +149,23 @@ def _told(name: str, value: Any, elements: int) -> tuple[str | None, list[int] |
 
 
 def _gather(
-    comm: Communicator, unit: FlatUnit, optimizer: Optimizer, name: str, dtype: torch.dtype
+    comm: Communicator,
+    unit: Slices,
+    optimizer: Optimizer,
+    name: str,
+    dtype: torch.dtype,
+    root: int | None,
 ) -> list[Tensor]:
     """Of every parameter of the unit; zeros where a rank has none."""
-    own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.master.device)
+    own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.parameters[0].device)
     for p, (begin, end) in zip(unit.parameters, unit.cut.spans, strict=True):
         value = optimizer.state.get(p, {}).get(name)
         if value is not None and _is_slice(name, value, end - begin):
             own[begin:end] = value
-    full = own.new_empty(unit.plan.padded)
-    comm.all_gather(full, own, tag=unit.index)
+    here = root in (None, comm.rank)
+    full = own.new_empty(unit.plan.padded, device=own.device if here else "meta")
+    if root is None:
+        comm.all_gather(full, own, tag=unit.index)
+    else:
+        comm.gather(full, own, root, tag=unit.index)
     return unit.cut.whole(full)

@@ -7,21 +7,36 @@ one that has some, and with the options, such as lr, that it has itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import JoinHook
+from torch.utils._pytree import tree_map_only
 
 from ringdp.comm import Communicator, communicator_of
-from ringdp.errors import UsageError
-from ringdp.parallel import replicas
+from ringdp.errors import ModelError, UsageError
+from ringdp.parallel import optim_state, replicas
+from ringdp.parallel.cut import Cut
 from ringdp.parallel.guards.steps import check_slices
 from ringdp.parallel.joins import Joins, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.refuse import refuse
+
+
+@dataclass
+class Slices:
+    """This rank's slices, `parameters`, of the parameters of one dtype, `wholes`."""
+
+    index: int
+    rank: int
+    plan: Unit
+    cut: Cut
+    wholes: Sequence[Tensor]
+    parameters: Sequence[nn.Parameter]
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
@@ -53,7 +68,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
             process_group, (p for group in self.param_groups for p in group["params"])
         )
         self._parts: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # this rank's, of each parameter
-        self._plans: list[tuple[Unit, list[Tensor]]] = []  # of each dtype
+        self._units: list[Slices] = []
+        self._consolidated: dict[Any, Any] | None = None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -66,10 +82,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
         for dtype, tensors in by_dtype.items():
             named = [(str(i), p.numel()) for i, p in enumerate(tensors)]
             (plan,) = layout([(str(dtype), named)], self.comm.size)
-            self._plans.append((plan, tensors))
             for entry, p in zip(plan.entries, tensors, strict=True):
                 span = slice(*plan.part(entry, self.comm.rank))
                 self._parts[p] = nn.Parameter(p.detach().view(-1)[span], p.requires_grad), span
+            cut = Cut(plan, [p.shape for p in tensors], self.comm.rank, slices=True)
+            parts = [self._parts[p][0] for p in tensors]
+            self._units.append(Slices(len(self._units), self.comm.rank, plan, cut, tensors, parts))
         groups = [
             _options(group) | {"params": [self._parts[p][0] for p in group["params"]]}
             for group in self.param_groups
@@ -100,8 +118,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
 
     @torch.no_grad()
     def _step(self) -> None:
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            inner.update(_options(group))
+        self._hand_on_options()
         for p, (part, span) in self._parts.items():
             part.grad = None
             part.data = p.detach().view(-1)[span]  # p.data may be other memory by now
@@ -111,8 +128,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
         self._show_options()
         for part, _ in self._parts.values():
             part.grad = None  # a view of p.grad, which would hold DDP's bucket
-        for plan, tensors in self._plans:
-            self._share(plan, tensors)
+        for unit in self._units:
+            self._share(unit)
 
     def _share_gradients(self, *, trains: bool) -> None:
         """Ranks that have no inputs take the gradients of one that trains. Collective."""
@@ -137,19 +154,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
         self._share_gradients(trains=False)
         self._step()
 
+    def _hand_on_options(self) -> None:
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            inner.update(_options(group))
+
     def _show_options(self) -> None:
         """For schedulers. An optimizer may also count in them, as schedule-free ones do."""
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             group.update(_options(inner))
 
-    def _share(self, plan: Unit, tensors: list[Tensor]) -> None:
-        flat, rank = tensors[0].new_zeros(plan.padded), self.comm.rank
-        shard = flat[rank * plan.shard : (rank + 1) * plan.shard]
-        for e, p in zip(plan.entries, tensors, strict=True):
-            shard[slice(*plan.local(e, rank))] = self._parts[p][0].detach()
+    def _share(self, unit: Slices) -> None:
+        flat = unit.wholes[0].new_zeros(unit.plan.padded)
+        shard = flat[unit.cut.part]
+        for (begin, end), part in zip(unit.cut.spans, unit.parameters, strict=True):
+            shard[begin:end] = part.detach()
         self.comm.all_gather(flat, shard)
-        for e, p in zip(plan.entries, tensors, strict=True):
-            p.detach().view(-1).copy_(flat[e.offset : e.offset + e.elements])
+        for p, values in zip(unit.wholes, unit.cut.whole(flat), strict=True):
+            p.detach().copy_(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not implemented once it is made: the shards are laid out."""
@@ -159,20 +180,30 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
             )
         super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not implemented, see state_dict."""
-        self.state_dict()
-
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Not implemented, see state_dict."""
-        self.state_dict()
+        """Gather what state_dict() is to give on rank `to`, in host memory. Collective."""
+        self._hand_on_options()
+        state = self.optim.state_dict()["state"]
+        whole = optim_state.gathered(self.comm, self._units, self.optim, state, to)
+        here = self.comm.rank == to
+        self._consolidated = tree_map_only(Tensor, Tensor.cpu, whole) if here else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Not implemented: the state is in shards, which `ringdp.save` can write for stage 1."""
-        raise UsageError(
-            "ZeroRedundancyOptimizer: state_dict and load_state_dict are not implemented; use "
-            "ringdp.shard(stage=1) and ringdp.save, which any number of ranks can load"
-        )
+        """The state of whole parameters, as it was at the last consolidate_state_dict(), and the
+        groups' options of now: what any optimizer of that class loads."""
+        if self._consolidated is None:
+            raise ModelError(
+                "ZeroRedundancyOptimizer: the state has not been consolidated on this rank, where "
+                f"only its slices are: call consolidate_state_dict(to={self.comm.rank}) on all "
+                "ranks first"
+            )
+        return super().state_dict() | {"state": self._consolidated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of whole parameters, the same on every rank, which keeps its slices of it."""
+        self.optim.load_state_dict(state_dict)
+        optim_state.keep_slices(self.optim, self._units)
+        self._show_options()
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
