@@ -152,8 +152,12 @@ class Gathering:
 
     def reshard_all(self) -> None:
         """Every unit sharded, nothing in flight."""
+        self.reshard(self.units)
+
+    def reshard(self, units: Sequence[FlatUnit]) -> None:
+        """These sharded."""
         lost: list[str] = []
-        for unit in self.units:
+        for unit in units:
             if unit.state is State.GATHERING:
                 unit.unshard()
             if unit.state is State.UNSHARDED and not unit.static:

@@ -157,7 +157,7 @@ def test_a_module_may_have_names_of_its_own():
 
     def named() -> Any:
         model: Any = net()
-        model.register_comm_hook, model.no_sync, model.unshard = 1, 2, torch.nn.Tanh()
+        model.register_comm_hook, model.no_sync, model.set_symm_mem_for_comm = 1, 2, torch.nn.Tanh()
         return model
 
     wrapped = fronts.FullyShardedDataParallel(named(), comm)
@@ -167,6 +167,6 @@ def test_a_module_may_have_names_of_its_own():
     sharded: Any = fronts.fully_shard(named(), comm=comm)
     assert wrapped.register_comm_hook == 1
     assert engine.no_sync == 2
-    assert isinstance(sharded.unshard, torch.nn.Tanh)
+    assert isinstance(sharded.set_symm_mem_for_comm, torch.nn.Tanh)
     for each in (engine, wrapped, sharded):
         each.engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from ringdp import CommunicationError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
+from ringdp.parallel.unit import State
 from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import assert_equal, loss, net
 from tests.ranks import on_ranks
@@ -92,6 +94,56 @@ def test_gradients_are_kept_of_a_whole_model_only(comm: Communicator) -> None:
             module.set_requires_gradient_sync(False, **how)
     assert model.engine.backwards.sync
     model.engine.close()
+
+
+def unsharded_ahead(comm: Communicator, shards: Any, *, frees: bool) -> list[Any]:
+    """Gathers ahead of forwards, uses a weight outside of one, and frees after evaluation."""
+    model: Any = net()
+    for block in (*model, model):
+        shards(block, reshard_after_forward=frees)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[Any] = []
+    for step in range(3):
+        model.unshard()
+        handle = model[0].unshard(async_op=True)
+        model[1].unshard(async_op=True)  # the forward waits
+        handle.wait()
+        found.append(model[0][0].weight.detach().clone())
+        model[0].reshard()
+        value = loss(model, 2 * step + comm.rank)
+        model[2].unshard()
+        penalty = model[2][0].weight.square().sum()
+        model.reshard()
+        (value + penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found += [value.item(), loss(model, step).item()]
+            model.unshard()
+            for block in (*model, model):
+                block.reshard()
+    if hasattr(model, "engine"):
+        assert all(u.state is State.SHARDED for u in model.engine.units)
+        model.unshard()
+        model[1].unshard()
+        with torch.no_grad():
+            model[1][0].bias.zero_()
+        if frees:
+            with pytest.raises(UsageError, match=r"written to while .*: 1\.0\.bias"):
+                model[1].reshard()
+        model.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("frees", [True, False])
+@on_ranks(2)
+def test_scripts_that_unshard_and_reshard_train_as_with_torchs(
+    comm: Communicator, frees: bool
+) -> None:
+    gloo()
+    ours = unsharded_ahead(comm, partial(fronts.fully_shard, comm=comm), frees=frees)
+    theirs = unsharded_ahead(comm, torchs_fully_shard, frees=frees)
+    torch.testing.assert_close(ours, theirs)
 
 
 def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> str:

@@ -26,18 +26,19 @@ from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.moving import move_to_ranks
 
 # Of torch's FSDPModule.
 ABSENT = (
-    "finalize_backward", "reset_iter_state", "reshard", "set_all_reduce_hook",
+    "finalize_backward", "reset_iter_state", "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
     "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor",
     "set_keep_unsharded_storage", "set_manual_backward_finalization", "set_post_optim_event",
     "set_reduce_scatter_divide_factor", "set_reduce_scatter_max_input_buffers",
     "set_reduce_scatter_unused_params", "set_requires_all_reduce", "set_reshard_after_backward",
     "set_reshard_after_forward", "set_separate_reduce_scatter_group", "set_symm_mem_for_comm",
-    "set_unshard_in_backward", "unshard",
+    "set_unshard_in_backward",
 )  # fmt: skip
 WHOLE = 1 << 62  # elements: a unit rule under which the model is one unit
 
@@ -48,6 +49,18 @@ class Asked(NamedTuple):
     reshard_after_forward: bool
     mp_policy: Precision
     offload_policy: str | None
+
+
+class Unsharding(NamedTuple):
+    """What unshard(async_op=True) returns."""
+
+    units: list[FlatUnit]
+
+    def wait(self) -> None:
+        """Until the parameters are whole. The module's forward does it, too."""
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.unshard()
 
 
 class FSDPModule:
@@ -73,15 +86,34 @@ class FSDPModule:
         """Whether torch's waits for reductions where a backward ends. Here each does, and how
         gradients add up is the same."""
 
+    def unshard(self, async_op: bool = False) -> Unsharding | None:
+        """Gather its parameters, but for those of modules within that fully_shard was called on,
+        ahead of its forward or to be used outside. Collective."""
+        engine, units = self.engine, _units_of(self.engine, [self])
+        engine.backwards.settle()
+        engine.gathering.prefetch_deferred(wait=True)
+        for unit in units:
+            if unit.state is State.SHARDED:
+                unit.gather(engine.gathering.comm)
+        if async_op:
+            return Unsharding(units)
+        Unsharding(units).wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free what unshard() or a forward has gathered; a backward through the module's call
+        gathers it again."""
+        self.engine.backwards.settle()
+        self.engine.gathering.reshard(_units_of(self.engine, [self]))
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The engine sees by itself which modules come next: this lets it gather ahead as many
         bytes as these have, if it may not gather more already."""
         if others := [type(m).__name__ for m in modules if not isinstance(m, FSDPModule)]:
             raise UsageError(f"modules to prefetch: fully_shard has not sharded {others[0]}")
-        engine = self.engine
-        names = {name for name, m in engine.model.named_modules() if m in modules}
-        ahead = sum(u.bytes for u in engine.units if u.plan.name in names)
-        engine.gathering.limit = max(engine.gathering.limit, ahead)
+        gathering = self.engine.gathering
+        ahead = sum(u.bytes for u in _units_of(self.engine, modules))
+        gathering.limit = max(gathering.limit, ahead)
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
@@ -191,6 +223,12 @@ def fully_shard(
     for m in (module, *units):
         m._ringdp_engine = engine
     return module
+
+
+def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
+    """Those that are the modules' own."""
+    names = {name for name, m in engine.model.named_modules() if m in modules}
+    return [u for u in engine.units if u.plan.name in names]
 
 
 def _within(module: nn.Module) -> dict[str, FSDPModule]:
