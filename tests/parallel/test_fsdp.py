@@ -82,7 +82,7 @@ def by_hand(comm: Communicator) -> None:
     model[0], model[2] = wrapped(model[0], auto_wrap_policy=linear), wrapped(model[2])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model)]
     whole = wrapped(model)
-    assert [u.plan.name for u in whole.engine.units] == ["", "0.module.0", "2.module"]
+    assert [u.plan.name for u in whole.engine.units] == ["", "0.0", "2"]
     for step in range(2):
         for m, optimizer in zip((twin, whole), optimizers, strict=True):
             optimizer.zero_grad()

@@ -4,6 +4,7 @@ torch's FSDP2 on the same script."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,13 +125,22 @@ def test_what_else_it_steps_is_left_as_it_is(comm: Communicator) -> None:
     engine.close()
 
 
+def by_blocks(model: Any, shards: Any) -> Any:
+    for block in (model[1], model[2], model):
+        shards(block)
+    return model
+
+
+def by_hand(model: Any, wraps: Any) -> Any:
+    model[1] = wraps(model[1])
+    return wraps(model)
+
+
 def through_dcp(comm: Communicator, shards: Any) -> tuple[Any, ...]:
-    """A script of FSDP2: states of a run go to another, by all ranks or by rank 0."""
+    """A script of FSDP's: states of a run go to another, by all ranks or by rank 0."""
 
     def made(seed: int) -> tuple[Any, Any]:
-        model = net(seed)
-        for block in (model[1], model[2], model):
-            shards(block)
+        model = shards(net(seed))
         return model, torch.optim.AdamW(groups(model))
 
     model, optimizer = made(0)
@@ -160,13 +170,20 @@ def through_dcp(comm: Communicator, shards: Any) -> tuple[Any, ...]:
 
 @on_ranks(2)
 def test_torchs_functions_get_and_set_what_they_do_with_fsdp2(comm: Communicator) -> None:
+    """FSDP's, too, whose own needs a GPU."""
     gloo()
-    ours = through_dcp(comm, lambda block: fronts.fully_shard(block, comm=comm))
-    theirs = through_dcp(comm, torchs.fully_shard)
-    torch.testing.assert_close(dict(ours[0][0]), dict(theirs[0][0]))
-    assert_same(ours[0][1], theirs[0][1])
-    for found in (*ours[1], theirs[1][1]):
-        torch.testing.assert_close(dict(found), dict(theirs[1][0]))
+    theirs = through_dcp(comm, lambda model: by_blocks(model, torchs.fully_shard))
+    wraps = partial(fronts.FullyShardedDataParallel, process_group=comm)
+    for shards in (
+        lambda model: by_blocks(model, partial(fronts.fully_shard, comm=comm)),
+        partial(wraps, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+        lambda model: by_hand(model, wraps),
+    ):
+        ours = through_dcp(comm, shards)
+        torch.testing.assert_close(dict(ours[0][0]), dict(theirs[0][0]))
+        assert_same(ours[0][1], theirs[0][1])
+        for found in (*ours[1], theirs[1][1]):
+            torch.testing.assert_close(dict(found), dict(theirs[1][0]))
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -178,9 +195,8 @@ def test_fsdps_is_by_names(comm: Communicator, wrapped: bool) -> None:
 
     def made() -> tuple[Any, Any]:
         model = net()
-        if not wrapped:
-            model[1] = front(model[1], comm)
-        model = front(model, comm, auto_wrap_policy=wrap)
+        wraps = partial(front, process_group=comm)
+        model = wraps(model, auto_wrap_policy=wrap) if wrap else by_hand(model, wraps)
         return model, torch.optim.AdamW(groups(model))
 
     twin, (model, optimizer) = net(), made()

@@ -151,6 +151,21 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 raise _absent(name) from None
             return getattr(self.module, name)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Under the names of the model that is not wrapped, as are parameters and buffers, then."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """So torch.distributed.checkpoint.state_dict leaves the name out that has this value."""
+        return {"": "module"}
+
     def __getitem__(self, key: Any) -> Any:
         """Of a module that is a sequence."""
         return self.module[key]  # type: ignore[index]
@@ -285,15 +300,8 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
 
 
 def _names(wrapper: FullyShardedDataParallel, optim: torch.optim.Optimizer) -> list[str]:
-    """Of what it steps: those in state_dict()."""
-    wrapped = [n for n, m in wrapper.named_modules() if isinstance(m, FullyShardedDataParallel)]
-    names: dict[int, str] = {}
-    for name, p in wrapper.named_parameters():
-        for within in reversed(wrapped):
-            outside = f"{within}." if within else ""
-            if name.startswith(f"{outside}module."):
-                name = outside + name.removeprefix(f"{outside}module.")
-        names[id(p)] = name
+    """Of what it steps."""
+    names = {id(p): name for name, p in wrapper.named_parameters()}
     return [names[id(p)] for group in optim.param_groups for p in group["params"]]
 
 
