@@ -52,6 +52,13 @@ def states(comm: Communicator, strategy: str) -> None:
             assert same(model.state_dict(), net(1))
     assert same(found, net(1)) if comm.rank == 0 else found == {}
     assert same(model.state_dict(), net(1))
+    set_type = FullyShardedDataParallel.set_state_dict_type
+    before = set_type(model, StateDictType.FULL_STATE_DICT, one)
+    assert before.state_dict_config == FullStateDictConfig()
+    assert bool(model.state_dict()) == (comm.rank == 0)
+    assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_config == one
+    set_type(model, before.state_dict_type, before.state_dict_config)
+    assert same(model.state_dict(), net(1))
     for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
         with (
             pytest.raises(UsageError, match=f"state_dict_type='{kind.name}' is not implemented"),

@@ -29,8 +29,7 @@ STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
 ABSENT = (
     "check_is_root", "flatten_sharded_optim_state_dict", "fsdp_modules", "full_optim_state_dict",
-    "get_state_dict_type", "register_comm_hook",
-    "rekey_optim_state_dict", "scatter_full_optim_state_dict", "set_state_dict_type",
+    "register_comm_hook", "rekey_optim_state_dict", "scatter_full_optim_state_dict",
     "shard_full_optim_state_dict", "sharded_optim_state_dict",
 )  # fmt: skip
 
@@ -94,10 +93,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             )
         refuse(
             "FullyShardedDataParallel",
-            ignored_modules=(ignored_modules, None),
+            ignored_modules=(ignored_modules or None, None),
             backward_prefetch=(prefetch, "BACKWARD_PRE"),
             limit_all_gathers=(limit_all_gathers, True),
-            ignored_states=(ignored_states, None),
+            ignored_states=(ignored_states or None, None),
         )
         if not (auto_wrap_policy is None or callable(auto_wrap_policy)):
             raise UsageError(
@@ -120,8 +119,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         if auto_wrap_policy:
             self._units = units_of(module, auto_wrap_policy)
         self.module = module
-        self._state_config: Any = None
-        self._optim_state_config: Any = None
+        self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
         self.engine = shard(
             module,
             stage=stage,
@@ -179,9 +177,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         state_dict_type. Collective."""
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
-        if getattr(self._state_config, "rank0_only", False) and self.engine.comm.rank > 0:
+        config, _ = self._state_configs
+        if getattr(config, "rank0_only", False) and self.engine.comm.rank > 0:
             state.clear()
-        if getattr(self._state_config, "offload_to_cpu", False):
+        if getattr(config, "offload_to_cpu", False):
             state.update({k: v.cpu() for k, v in state.items() if isinstance(v, torch.Tensor)})
         return state
 
@@ -198,20 +197,42 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """Within it state_dict() and optim_state_dict() are as the configs of torch's
-        FULL_STATE_DICT say."""
-        wrapper = _wrapper("state_dict_type", module)
-        kind = getattr(state_dict_type, "name", state_dict_type)
-        refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
-        before = wrapper._state_config, wrapper._optim_state_config
-        wrapper._state_config, wrapper._optim_state_config = (
-            state_dict_config,
-            optim_state_dict_config,
+        """Within it state_dict() and optim_state_dict() are as set_state_dict_type says."""
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
         )
         try:
             yield
         finally:
-            wrapper._state_config, wrapper._optim_state_config = before
+            FullyShardedDataParallel.set_state_dict_type(module, *vars(before).values())
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Any:
+        """From now on state_dict() and optim_state_dict() are as the configs of torch's
+        FULL_STATE_DICT say. Returns what was set before, as get_state_dict_type."""
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        kind = getattr(state_dict_type, "name", state_dict_type)
+        refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
+        wrapper = _wrapper("state_dict_type", module)
+        wrapper._state_configs = state_dict_config, optim_state_dict_config
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> Any:
+        """torch's StateDictSettings."""
+        from torch.distributed import fsdp  # who calls this has it
+
+        model, optimizer = _wrapper("state_dict_type", module)._state_configs
+        return fsdp.StateDictSettings(
+            fsdp.StateDictType.FULL_STATE_DICT,
+            model or fsdp.FullStateDictConfig(),
+            optimizer or fsdp.FullOptimStateDictConfig(),
+        )
 
     @staticmethod
     def optim_state_dict(
@@ -224,7 +245,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         refuse("optim_state_dict", group=(group, None))
         wrapper = _wrapper("optim_state_dict", model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        config = wrapper._optim_state_config
+        _, config = wrapper._state_configs
         if getattr(config, "rank0_only", False) and wrapper.engine.comm.rank > 0:
             return {}
         if getattr(config, "offload_to_cpu", False):
