@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
+from ringdp.parallel.fronts.schedules import OneCycle
 from tests.parallel.small import batch, net, whole
 from tests.ranks import on_ranks
 
@@ -213,7 +214,47 @@ def test_a_configs_scheduler_is_deepspeeds_or_torchs():
     falls = rates("WarmupDecayLR", 9, **warm, warmup_type="linear", total_num_steps=6)
     assert falls == pytest.approx([*line, 0.5, 0.3, 0.1, 0.1])
     assert rates("WarmupLR", 4, warmup_num_steps=1) == pytest.approx([0, 0, LR, LR])  # to its own
+    cosine = rates(
+        "WarmupCosineLR", 10, total_num_steps=8, warmup_num_steps=4, warmup_type="linear",
+        warmup_min_ratio=0.2, cos_min_ratio=0.1,
+    )  # fmt: skip
+    down = [0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4, 4)]
+    assert cosine == pytest.approx([LR * r for r in (0, 0.2, 0.4, 0.6, 0.8, *down)])
+    cycle: dict[str, Any] = {
+        "cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4,
+        "cycle_second_step_size": 2,
+    }  # fmt: skip
+    falls = rates("OneCycle", 9, **cycle, decay_lr_rate=0.5, decay_step_size=1)
+    assert falls == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.1 / 1.5, 0.1 / 2])
+    stairs = rates("OneCycle", 8, **cycle, cycle_first_stair_count=2)
+    assert stairs == pytest.approx([0.1, 0.1, 0.3, 0.3, 0.5, 0.3, 0.1, 0.1])
+    optimizer = ADAM(net().parameters())
+    schedule = OneCycle(optimizer, **cycle, decay_mom_rate=0.5, decay_step_size=1)
+    betas = [optimizer.param_groups[0]["betas"][0]]
+    for _ in range(7):
+        optimizer.step()
+        schedule.step()
+        betas.append(optimizer.param_groups[0]["betas"][0])
+    assert betas == pytest.approx([0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 1.35])
     assert rates("StepLR", 3, step_size=2, gamma=0.5) == pytest.approx([LR, LR, LR / 2])
+
+
+def test_auto_is_what_is_known_without_hugging_faces_trainer():
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    tuned = (
+        "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    )  # fmt: skip
+    warm = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2}
+    config = NAMED | {
+        **dict.fromkeys(sizes, "auto"), "train_batch_size": 4,
+        "zero_optimization": {"stage": 3, **dict.fromkeys(tuned, "auto")},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**warm, "total_num_steps": 9}},
+    }  # fmt: skip
+    engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
+    assert (engine.batches.micro, engine.batches.accumulation) == (4, 1)
+    trained(engine, 0, 1, 2)
+    assert engine.get_lr() == pytest.approx([LR])
+    engine.engine.close()
 
 
 def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
@@ -279,13 +320,40 @@ def stepped() -> tuple[Any, torch.optim.Optimizer]:
         ({"config": SIZED | {"optimizer": {"type": "OneBitAdam"}}}, "'OneBitAdam'; allowed: Adam"),
         (
             {"config": SIZED | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}},
-            "params .*'auto'.* do not fit AdamW: ",
+            "config.optimizer.params: lr is 'auto'; allowed: its value",
         ),
         (
             {"config": NAMED | {"scheduler": {"type": "StepLR"}}, "lr_scheduler": falling},
             "a lr_scheduler and config.scheduler; allowed: one",
         ),
-        ({"config": NAMED | {"scheduler": {"type": "OneCycle"}}}, "'OneCycle'; allowed: WarmupLR,"),
+        (
+            {"config": NAMED | {"gradient_clipping": "auto"}},
+            "config.gradient_clipping is 'auto'; allowed: a number",
+        ),
+        (
+            {"config": NAMED | {"train_micro_batch_size_per_gpu": "auto"}},
+            "give train_batch_size or train_micro_batch_size_per_gpu",
+        ),
+        (
+            {"config": NAMED | {"scheduler": {"type": "LRRangeTest"}}},
+            "'LRRangeTest'; allowed: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, and torch",
+        ),
+        (
+            {
+                "config": NAMED
+                | {
+                    "scheduler": {
+                        "type": "OneCycle",
+                        "params": {
+                            "cycle_min_lr": 0,
+                            "cycle_max_lr": 1,
+                            "cycle_first_step_size": 0,
+                        },
+                    }
+                }
+            },
+            "do not fit OneCycle: step sizes are 0 and 0; allowed: at least 1",
+        ),
         (
             {"config": NAMED | {"scheduler": {"type": "WarmupDecayLR"}}},
             "config.scheduler.params {} do not fit WarmupDecayLR: .*total_num_steps",

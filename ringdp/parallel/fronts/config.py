@@ -94,6 +94,15 @@ KEYS: dict[str, Any] = {
     **dict.fromkeys(_OFF, Key({}, "off")),
 }
 ADAMS = ("adam", "adamw")  # in any case
+# What "auto", as in configs for Hugging Face's Trainer, stands for where that is known; elsewhere
+# a value is asked for.
+AUTO: dict[str, Any] = dict.fromkeys(
+    (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold", "stage3_max_live_parameters", "warmup_max_lr",
+    )
+) | {"warmup_min_lr": 0.0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
         )
     out: dict[str, Any] = {}
     for name, key in known.items():
-        value, place = given.get(name), f"{where}.{name}"
+        value, place = _known(name, given.get(name)), f"{where}.{name}"
         if isinstance(key, dict):
             out[name] = _filled(place, {} if value is None else value, key)
         else:
@@ -199,7 +208,7 @@ def _value(where: str, value: Any, key: Key) -> Any:
         "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
         "scheduler": (
             isinstance(value, str) and schedules.named(value) is not None,
-            "WarmupLR, WarmupDecayLR, and torch.optim.lr_scheduler's names",
+            f"{', '.join(schedules.OURS)}, and torch.optim.lr_scheduler's names",
         ),
         "options": (isinstance(value, Mapping), "keyword arguments"),
         "only": (_is(value, key.default), json.dumps(key.default)),
@@ -212,7 +221,15 @@ def _value(where: str, value: Any, key: Key) -> Any:
         allowed += f" and below {key.below:g}" if key.below < math.inf else ""
     if not fits:
         raise UsageError(f"{where} is {value!r}; allowed: {allowed}")
+    if key.kind == "options":
+        value = {name: _known(name, option) for name, option in value.items()}
+        if unknown := [name for name, option in value.items() if _is(option, "auto")]:
+            raise UsageError(f"{where}: {', '.join(unknown)} is 'auto'; allowed: its value")
     return int(value) if key.kind == "whole" else value
+
+
+def _known(name: str, value: Any) -> Any:
+    return AUTO[name] if name in AUTO and _is(value, "auto") else value
 
 
 def _is(value: object, default: object) -> bool:
