@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.memory import Ledger, Widths, holders
-from ringdp.parallel.offload import Offload, on_host
+from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Stage
 
@@ -58,7 +58,7 @@ class Gradients:
         if self.bucket is not None and width.own:
             self.reduced = self.bucket[part]
         elif self.offload.any:
-            self.reduced = on_host(size, master)
+            self.reduced = self.offload.empty(size, master)
             self.ledger.take("gradients", self.reduced.nbytes)
         else:
             self.reduced = self.ledger.empty("gradients", size, master, device)

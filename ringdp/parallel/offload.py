@@ -1,8 +1,8 @@
 """What waits in host memory while the device does not need it.
 
 Masters, the gradients that the optimizer reads and, as optimizers make their state where their
-parameters are, the optimizer's state go together: all stay on the host, pinned where there is a
-GPU, and the optimizer steps there. With `parameters` the device keeps nothing of a unit between its
+parameters are, the optimizer's state go together: all stay on the host, and the optimizer steps
+there. With `parameters` the device keeps nothing of a unit between its
 uses; without, it keeps a shard in the compute dtype, from which it gathers.
 """
 
@@ -20,10 +20,12 @@ from ringdp.parallel.stages import Keep, Stage
 @dataclass(frozen=True)
 class Offload:
     """optimizer: masters, their gradients and the optimizer's state (stages 1 to 3).
-    parameters: these, and the shards that stage 3 gathers from."""
+    parameters: these, and the shards that stage 3 gathers from. pin: lock that memory where there
+    is a GPU, to which copies are then faster and run beside."""
 
     parameters: bool = False
     optimizer: bool = False
+    pin: bool = True
 
     def check(self, stage: Stage) -> None:
         """Raises UsageError if the stage has nothing that could be offloaded."""
@@ -36,7 +38,6 @@ class Offload:
     def any(self) -> bool:
         return self.parameters or self.optimizer
 
-
-def on_host(elements: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised flat buffer in host memory, pinned where that speeds up copies."""
-    return torch.empty(elements, dtype=dtype, pin_memory=torch.cuda.is_available())
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised flat buffer in host memory."""
+        return torch.empty(elements, dtype=dtype, pin_memory=self.pin and torch.cuda.is_available())

@@ -17,7 +17,7 @@ from ringdp.parallel.gradients import Gradients
 from ringdp.parallel.guards import resting
 from ringdp.parallel.guards.computed import Computed, Gathered, follow, set_data
 from ringdp.parallel.memory import Ledger, widths_of
-from ringdp.parallel.offload import Offload, on_host
+from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import Place, put
 from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Keep, Stage
@@ -282,7 +282,9 @@ class FlatUnit:
         if not self.apart:
             return self.shard
         own = whole[self.cut.part]
-        return on_host(own.numel(), own.dtype).copy_(own) if self.offload.any else own.clone()
+        if self.offload.any:
+            return self.offload.empty(own.numel(), own.dtype).copy_(own)
+        return own.clone()
 
     def _gradients(self) -> Gradients:
         return Gradients(

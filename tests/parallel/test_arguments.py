@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed import fsdp, optim
 from torch.distributed.fsdp import (
     BackwardPrefetch,
-    CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
 )
@@ -167,11 +166,6 @@ SIZED = {"train_micro_batch_size_per_gpu": 1}
             "of at least 0 and below 128",
         ),
         (SIZED | {"fp16": {"enabled": True, "min_loss_scale": 0}}, ringdp.AdamW, "minimum=0"),
-        (
-            SIZED | {"zero_optimization": {"offload_param": {"pin_memory": False}}},
-            ringdp.AdamW,
-            "offload_param.pin_memory is False; allowed: true",
-        ),
         (SIZED | {"zero_optimization": {"sub_group_size": 1}}, ringdp.AdamW, "allowed: 10+.0$"),
         (SIZED | {"wall_clock_breakdown": True}, ringdp.AdamW, "is True; allowed: false"),
         (SIZED | {"prescale_gradients": 0}, ringdp.AdamW, "is 0; allowed: false"),
@@ -267,7 +261,6 @@ class Newer(MixedPrecisionPolicy):
         ({"mp_policy": MixedPrecision()}, "allowed: a MixedPrecisionPolicy"),
         ({"mp_policy": Newer(chosen=3)}, "MixedPrecisionPolicy: chosen=3 is not implemented"),
         ({"offload_policy": True}, "offload_policy is a bool"),
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "pin_memory=False"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
         ({"ignored_params": set()}, "ignored_params"),
         ({"dp_mesh_dims": 3}, "dp_mesh_dims=3"),

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from ringdp import CommunicationError, Communicator, UsageError
+from ringdp import CommunicationError, Communicator, Offload, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
 from ringdp.parallel.unit import State
@@ -57,6 +57,8 @@ def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> N
         assert engine.stage.number == stage, (first, second, whole)
         if whole is out:
             assert engine.units[1].dtypes == (torch.float32, BF16, torch.float32)
+    pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    assert sharded(pageable, pageable, pageable).units[0].offload == Offload(True, True, pin=False)
     for first, second, whole, said in (
         (keeps, frees, given, "reshard_after_forward of module '2' was True, and is False of"),
         (keeps, keeps, frees, "reshard_after_forward of module '1' was False, and is True of"),
@@ -67,7 +69,7 @@ def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> N
             offloads,
             {},
             offloads,
-            "offload_policy of module '2' was None, and is 'CPUOffloadPolicy'",
+            r"offload_policy of module '2' was None, and is 'CPUOffloadPolicy\(pin_memory=True\)'",
         ),
     ):
         with pytest.raises(UsageError, match=said):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import IterableDataset, TensorDataset
 
 import ringdp
-from ringdp import Communicator, UsageError
+from ringdp import Communicator, Offload, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.schedules import OneCycle
 from tests.parallel.small import batch, net, whole
@@ -255,6 +255,18 @@ def test_auto_is_what_is_known_without_hugging_faces_trainer():
     trained(engine, 0, 1, 2)
     assert engine.get_lr() == pytest.approx([LR])
     engine.engine.close()
+
+
+def test_host_memory_is_pinned_unless_a_config_says_not(monkeypatch):
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    config = NAMED | {"zero_optimization": offload}
+    engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
+    assert engine.engine.units[0].offload == Offload(optimizer=True, pin=False)
+    engine.engine.close()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Offload(pin=False).empty(3, torch.float32).shape == (3,)
+    with pytest.raises(RuntimeError):  # as there is none
+        Offload().empty(3, torch.float32)
 
 
 def test_a_scheduler_may_be_of_an_optimizer_that_is_given():

@@ -35,7 +35,7 @@ class Key(NamedTuple):
     below: float = math.inf
 
 
-_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "only")}
+_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
 _OFF = (
     "amp", "autotuning", "comet", "comms_logger", "csv_monitor", "curriculum_learning",
     "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine",

@@ -90,6 +90,7 @@ def initialize(
         offload=Offload(
             parameters=zero["offload_param"]["device"] == "cpu",
             optimizer=zero["offload_optimizer"]["device"] == "cpu",
+            pin=zero["offload_param"]["pin_memory"] and zero["offload_optimizer"]["pin_memory"],
         ),
         prefetch_bytes=None if prefetch is None else prefetch * itemsize,
         persist_below=zero["stage3_param_persistence_threshold"],

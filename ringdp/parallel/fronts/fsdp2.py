@@ -198,11 +198,11 @@ def fully_shard(
     kind = type(offload_policy).__name__
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
-    refuse("CPUOffloadPolicy", pin_memory=(getattr(offload_policy, "pin_memory", True), True))
+    pins = getattr(offload_policy, "pin_memory", True)
     asked = Asked(
         reshard_after_forward is not False,
         _precision(mp_policy),
-        kind if kind == "CPUOffloadPolicy" else None,
+        repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
     )
     stage = 3 if _agreed(module, asked, reshard_after_forward) else 2
     units: list[Any] = [*_within(module).values()]
@@ -212,7 +212,7 @@ def fully_shard(
         stage=stage,
         unit=units.__contains__ if units else WHOLE,
         precision=_reduced(asked.mp_policy, module),
-        offload=Offload(stage == 3, optimizer=True) if asked.offload_policy else None,
+        offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
         comm=move_to_ranks(module, of_mesh(comm, mesh), device_of(mesh)),
         init=init,
     )
