@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
@@ -146,6 +147,25 @@ def test_scripts_that_unshard_and_reshard_train_as_with_torchs(
     ours = unsharded_ahead(comm, partial(fronts.fully_shard, comm=comm), frees=frees)
     theirs = unsharded_ahead(comm, torchs_fully_shard, frees=frees)
     torch.testing.assert_close(ours, theirs)
+
+
+def asked_for_whole(shards: Any, frees: bool) -> dict[str, Tensor]:
+    """A script that writes the model as one process would have it."""
+    model: Any = net()
+    for block in (*model, model):
+        shards(block, reshard_after_forward=frees)
+    loss(model).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frees", [True, False])
+@on_ranks(3)
+def test_scripts_may_ask_for_full_tensors(comm: Communicator, frees: bool) -> None:
+    gloo()
+    found = asked_for_whole(partial(fronts.fully_shard, comm=comm), frees)
+    torch.testing.assert_close(found, asked_for_whole(torchs_fully_shard, frees))
+    assert {type(value) for value in found.values()} == {Tensor}
 
 
 def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> str:

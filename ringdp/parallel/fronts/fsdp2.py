@@ -179,7 +179,8 @@ def fully_shard(
     mesh: of one dimension; comm: in its place. A model on the CPU goes to the current GPU, if the
     mesh or group is of GPUs. init: as of `shard`, fills what is on the meta device, which is made
     real by this call, not by to_empty() after it.
-    Between steps a parameter is a flat slice, not a DTensor; what state_dict() gives is whole.
+    Between steps a parameter is a flat slice, not a DTensor, but has full_tensor(); what
+    state_dict() gives is whole.
     Raises UsageError for what is not implemented.
     """
     if not isinstance(reshard_after_forward, bool | None):

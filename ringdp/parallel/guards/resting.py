@@ -51,6 +51,10 @@ class Sharded(Resting):
 
     _ringdp_guards = True  # see `sliced`
 
+    def full_tensor(self) -> Tensor:
+        """As of torch's DTensor. Collective."""
+        return sliced.full(self)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

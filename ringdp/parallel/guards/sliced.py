@@ -24,12 +24,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel import layout
+from ringdp.parallel.cut import Cut
+
+
+class Unit(Protocol):
+    """Parameters that are slices."""
+
+    index: int
+    plan: layout.Unit
+    cut: Cut
+    parameters: Sequence[nn.Parameter]
 
 
 class Whole(Protocol):
     """Who has the other slices: an engine."""
 
     comm: Communicator
+
+    @property
+    def units(self) -> Sequence[Unit]: ...
 
     def check_reduced(self, what: str) -> None: ...
 
@@ -82,6 +96,20 @@ def part(values: Tensor, parameter: nn.Parameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if values.shape == parameter.shape and parameter in _WHOLES:
             _mark(values, _WHOLES[parameter], Part)
+
+
+def full(parameter: nn.Parameter) -> Tensor:
+    """Of a slice all there is. Collective."""
+    if (whole := _WHOLES[parameter]()) is None:
+        raise UsageError("full_tensor(), but the engine that has the other slices is gone")
+    with torch._C.DisableTorchFunctionSubclass():
+        own = parameter.detach()
+    places = ((u, at) for u in whole.units for at, p in enumerate(u.parameters) if p is parameter)
+    unit, at = next(places)
+    parts = [unit.plan.part(unit.plan.entries[at], rank) for rank in range(whole.comm.size)]
+    out = own.new_empty(unit.plan.entries[at].elements)
+    whole.comm.all_gather_v(out, own, [end - begin for begin, end in parts], tag=unit.index)
+    return out.view(unit.cut.shapes[at])
 
 
 Emptied = list[tuple[nn.Parameter, Tensor]]  # whose gradients have no elements, and these
