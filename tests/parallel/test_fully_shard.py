@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from ringdp import CommunicationError, Communicator, Offload, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
+from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.unit import State
 from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import assert_equal, loss, net
@@ -149,14 +152,17 @@ def test_scripts_that_unshard_and_reshard_train_as_with_torchs(
     torch.testing.assert_close(ours, theirs)
 
 
-def asked_for_whole(shards: Any, frees: bool) -> dict[str, Tensor]:
+def asked_for_whole(shards: Any, frees: bool) -> list[dict[str, Tensor]]:
     """A script that writes the model as one process would have it."""
     model: Any = net()
     for block in (*model, model):
         shards(block, reshard_after_forward=frees)
     loss(model).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return {name: p.full_tensor() for name, p in model.named_parameters()}
+    return [
+        {name: value.full_tensor() for name, value in named}
+        for named in (model.named_parameters(), model.state_dict().items())
+    ]
 
 
 @pytest.mark.parametrize("frees", [True, False])
@@ -165,7 +171,29 @@ def test_scripts_may_ask_for_full_tensors(comm: Communicator, frees: bool) -> No
     gloo()
     found = asked_for_whole(partial(fronts.fully_shard, comm=comm), frees)
     torch.testing.assert_close(found, asked_for_whole(torchs_fully_shard, frees))
-    assert {type(value) for value in found.values()} == {Tensor}
+    assert {type(value) for values in found for value in values.values()} == {Tensor}
+
+
+@on_ranks(2)
+def test_a_state_becomes_ordinary_tensors(comm: Communicator, tmp_path: Path) -> None:
+    """Where it is copied, saved, or assigned to another model."""
+    model: Any = net()
+    fronts.fully_shard(model, comm=comm)
+    state = model.state_dict()
+    torch.save(state, tmp_path / str(comm.rank))
+    saved = torch.load(tmp_path / str(comm.rank), weights_only=True)
+    for values in (copy.deepcopy(state), saved, {k: v.clone() for k, v in state.items()}):
+        assert {type(value) for value in values.values()} == {Tensor}
+        torch.testing.assert_close(dict(values), dict(net().state_dict()))
+    with torch.device("meta"):
+        twin = net()
+    twin.load_state_dict(state, assign=True)
+    assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+    loss(twin).backward()
+    torch.testing.assert_close([*copy.deepcopy(twin).parameters()], [*net().parameters()])
+    assert isinstance(state["0.0.weight"], FullTensor)
+    assert model.state_dict(keep_vars=True)["0.0.weight"] is model[0][0].weight
+    model.engine.close()
 
 
 def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> str:

@@ -14,13 +14,14 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
+from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.mesh import device_of, of_mesh
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
@@ -121,7 +122,11 @@ class FSDPModule:
         """A whole one, which the model does not change; so is its optimizer's, once it has stepped.
         So torch.distributed.checkpoint.state_dict gets and sets both. Collective."""
         with self.engine.full_parameters():
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        for name, value in state.items() if "destination" not in kwargs else ():
+            if type(value) is Tensor:
+                state[name] = value.as_subclass(FullTensor)
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A whole one, the same on every rank. Collective."""
@@ -179,8 +184,8 @@ def fully_shard(
     mesh: of one dimension; comm: in its place. A model on the CPU goes to the current GPU, if the
     mesh or group is of GPUs. init: as of `shard`, fills what is on the meta device, which is made
     real by this call, not by to_empty() after it.
-    Between steps a parameter is a flat slice, not a DTensor, but has full_tensor(); what
-    state_dict() gives is whole.
+    Between steps a parameter is a flat slice, not a DTensor; what state_dict() gives is whole. Both
+    have full_tensor().
     Raises UsageError for what is not implemented.
     """
     if not isinstance(reshard_after_forward, bool | None):

@@ -1,0 +1,38 @@
+"""Tensors of the state_dict that `fully_shard`'s model gives, which are whole: scripts of FSDP2
+ask each for all of it, which is itself.
+
+What is made of one, copied, saved or assigned to a model, is of torch's classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FullTensor(Tensor):
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def full_tensor(self) -> Tensor:
+        """As of torch's DTensor."""
+        return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.full_tensor(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # nn.Parameter(data), as load_state_dict(assign=True) calls it, wants these to be of data's
+    # class, and then says that they are parameters: so they become one.
+
+    def detach(self) -> FullTensor:
+        return self.full_tensor().detach().as_subclass(FullTensor)
+
+    def _become_parameter(self, _: bool) -> None:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    _is_param = property(fset=_become_parameter)
