@@ -8,7 +8,7 @@
 `ranks` models compute gradients in each; a server is one process more.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,8 @@ import ringdp
 from ringdp.cli import gpt
 from ringdp.cli.launch import launch
 from ringdp.cli.options import Options
-from ringdp.cli.runs import Job, load, reporting, silent, text_digest
-from ringdp.cli.training import Optimizer, Progress, Step, parameter_digest, train
+from ringdp.cli.runs import Followed, Job, followed, load, silent, text_digest
+from ringdp.cli.training import Optimizer, Progress, parameter_digest, train
 from ringdp.parallel.simple import SERVER, DataParallel, RemoteOptimizer, serve, serve_each
 
 Emit = Callable[[Progress], None]
@@ -94,7 +94,8 @@ def _naive(options: Options, data: bytes, emit: Emit) -> Part:
     model = DataParallel(gpt.build(gpt.Shape(options.context), options.seed), options.ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     steps = train(model, optimizer, data, options, rows=slice(None), mean=_own)
-    return _measured("naive", steps, options, emit, lambda: model.copied, model)
+    done = followed(steps, "naive", options, emit, sent=lambda: model.copied)
+    return _measured(done, model)
 
 
 def part(job: Job, emit: Emit) -> Part:
@@ -123,7 +124,7 @@ def _part(job: Job, comm: ringdp.Communicator, emit: Emit) -> Part:
     share = options.global_batch // options.ranks
     rows = slice(worker * share, (worker + 1) * share)
     steps = train(net, optimizer, data, options, rows=rows, mean=_own)
-    return _measured(mode, steps, options, report, sent, model)
+    return _measured(followed(steps, mode, options, report, sent=sent), model)
 
 
 def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communicator) -> Part:
@@ -137,24 +138,8 @@ def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communica
     return Part((), (), sent, parameter_digest(model), tuple(staleness))
 
 
-def _measured(
-    mode: str,
-    steps: Iterator[Step],
-    options: Options,
-    emit: Emit,
-    sent: Callable[[], int],
-    model: nn.Module,
-) -> Part:
-    done, totals = [], [sent()]
-    for step in reporting(steps, mode, options, emit, dict):
-        done.append(step)
-        totals.append(sent())
-    return Part(
-        tuple(step.loss for step in done),
-        tuple(step.seconds for step in done),
-        totals[-1] - totals[-2],
-        parameter_digest(model),
-    )
+def _measured(done: Followed, model: nn.Module) -> Part:
+    return Part(done.loss, done.seconds, done.sent[-1], parameter_digest(model))
 
 
 def _own(loss: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -53,13 +53,13 @@ def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) 
     model = gpt.build(gpt.Shape(options.context), options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     steps = train(model, optimizer, data, options, rows=slice(None), mean=lambda loss: loss)
-    done = list(reporting(steps, "single", options, emit, dict))
+    done = followed(steps, "single", options, emit)
     return Record(
         stage=None,
         ranks=1,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        loss=tuple(step.loss for step in done),
-        seconds=tuple(step.seconds for step in done),
+        loss=done.loss,
+        seconds=done.seconds,
         tokens_per_step=options.global_batch * options.context,
         digest=parameter_digest(model),
         sample=_sample(model, options),
@@ -105,58 +105,69 @@ def _run_stage(
     share = options.global_batch // comm.size
     rows = slice(comm.rank * share, (comm.rank + 1) * share)
     steps = train(model, optimizer, data, options, rows=rows, mean=mean)
-    report = emit if comm.rank == 0 else silent
-    done, sent = [], [engine.sent_bytes()]
-    for step in reporting(
-        steps, f"stage {stage}", options, report, lambda: engine.memory(optimizer)._asdict()
-    ):
-        done.append(step)
-        sent.append(engine.sent_bytes())
+    done = followed(
+        steps,
+        f"stage {stage}",
+        options,
+        emit if comm.rank == 0 else silent,
+        memory=lambda: engine.memory(optimizer)._asdict(),
+        sent=engine.sent_bytes,
+    )
     memory = engine.memory(optimizer)._asdict()
     with engine.full_parameters():
         digest = parameter_digest(model)
         sample = _sample(model, options)
+    formula = engine.traffic_formula()
     record = Record(
         stage=stage,
         ranks=comm.size,
         parameters=parameters,
-        loss=tuple(step.loss for step in done),
-        seconds=tuple(step.seconds for step in done),
+        loss=done.loss,
+        seconds=done.seconds,
         tokens_per_step=options.global_batch * options.context,
         digest=digest,
         sample=sample,
         memory=memory,
         memory_formula=engine.memory_formula()._asdict(),
-        sent=_per_step(sent, engine.traffic_formula()),
-        sent_formula=engine.traffic_formula(),
+        sent=max(done.sent, key=lambda sent: abs(sent - formula)),  # so that no other hides it
+        sent_formula=formula,
     )
     engine.close()
     return record
 
 
-def _per_step(sent: list[int], formula: int) -> int:
-    """Bytes sent in a step, from the totals before and after each: of all steps, the one that is
-    furthest from the formula, so that no other hides it."""
-    deltas = [after - before for before, after in pairwise(sent)]
-    return max(deltas, key=lambda delta: abs(delta - formula))
+class Followed(NamedTuple):
+    """Of all steps, one after another."""
+
+    loss: tuple[float, ...]
+    seconds: tuple[float, ...]
+    sent: tuple[int, ...]  # bytes
 
 
-def reporting(
+def followed(
     steps: Iterator[Step],
     run: str,
     options: Options,
     emit: Callable[[Progress], None],
-    memory: Callable[[], dict[str, int]],
-) -> Iterator[Step]:
-    """Pass steps on, and emit progress after the first, the last, and every REPORT_EVERY."""
-    spent, due = 0.0, 0.0
+    *,
+    memory: Callable[[], dict[str, int]] = dict,
+    sent: Callable[[], int] = lambda: 0,
+) -> Followed:
+    """Take all steps, and emit progress after the first, the last, and every REPORT_EVERY.
+
+    `sent`: bytes so far.
+    """
+    done, totals, spent, due = list[Step](), [sent()], 0.0, 0.0
     for step in steps:
+        done.append(step)
+        totals.append(sent())
         spent += step.seconds
-        if time.monotonic() >= due or step.number + 1 == options.steps:
+        if time.monotonic() >= due or len(done) == options.steps:
             due = time.monotonic() + REPORT_EVERY
-            speed = options.global_batch * options.context * (step.number + 1) / spent
-            emit(Progress(run, step.number + 1, options.steps, step.loss, speed, memory()))
-        yield step
+            speed = options.global_batch * options.context * len(done) / spent
+            emit(Progress(run, len(done), options.steps, step.loss, speed, memory()))
+    loss, seconds = zip(*done, strict=True)
+    return Followed(loss, seconds, tuple(after - before for before, after in pairwise(totals)))
 
 
 def _sample(model: gpt.GPT, options: Options) -> bytes:

@@ -18,7 +18,6 @@ from ringdp.cli.options import Options
 class Step(NamedTuple):
     """One finished step."""
 
-    number: int  # from 0
     loss: float  # mean over the global batch, before the update
     seconds: float
 
@@ -61,7 +60,7 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         value = mean(loss.detach()).item()
-        yield Step(index, value, time.perf_counter() - start)
+        yield Step(value, time.perf_counter() - start)
 
 
 def parameter_digest(model: nn.Module) -> str:
