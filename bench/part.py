@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from ringdp.transport.processes import stat
+from ringdp.cli.doctor.job import parents
 
 ROOT = Path(__file__).parent.parent
 TAIL = 6000  # characters of a part's output that are kept
@@ -130,9 +130,4 @@ def _kill_children(others: set[int]) -> None:
 
 def _children() -> set[int]:
     """Of this process."""
-    found = set()
-    for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
-        with suppress(OSError):  # it has ended
-            if int(stat(pid)[1]) == os.getpid():
-                found.add(pid)
-    return found
+    return {pid for pid, parent in parents() if parent == os.getpid()}

@@ -47,15 +47,9 @@ def say_written(console: Console, file: Path | None, then: str = "") -> None:
         say(console, f"wrote {file}{then}")
 
 
-def wide_enough(console: Console, width: int) -> Console:
-    """A file has room for so many characters; a terminal has what it has."""
-    return console if console.is_terminal else plain(console.file, max(width, console.width))
-
-
-def width_of(console: Console, made: Table) -> int:
-    """Characters that it needs."""
-    options = console.options.update(width=MOST_WIDTH)
-    return Measurement.get(console, options, made).maximum
+def fits(console: Console, made: Table) -> bool:
+    """A file has room for all; a terminal has what it has."""
+    return not console.is_terminal or _width(console, made) <= console.width
 
 
 def table(*headings: str, left: Collection[str] = ()) -> Table:
@@ -66,13 +60,20 @@ def table(*headings: str, left: Collection[str] = ()) -> Table:
     return made
 
 
+def folding(*headings: str, shown: bool = True) -> Table:
+    """Without rows or lines. A cell too wide for its column is folded."""
+    made = Table(box=None, pad_edge=False, header_style="dim", show_header=shown)
+    for heading in headings:
+        made.add_column(heading, overflow="fold")
+    return made
+
+
 def show_table(console: Console, made: Table, keys: int = 1) -> None:
     """Where it does not fit as many columns at a time as do, its first `keys` before each lot."""
-    console = wide_enough(console, width_of(console, made))
     first, last = keys, len(made.columns)
     while first < last:
         end = last
-        while end > first + 1 and width_of(console, _some(made, keys, first, end)) > console.width:
+        while end > first + 1 and not fits(console, _some(made, keys, first, end)):
             end -= 1
         put(console, _some(made, keys, first, end))
         first = end
@@ -83,10 +84,17 @@ def put(console: Console, made: Table) -> None:
     if console.is_terminal:
         console.print(made)
         return
-    with console.capture() as printed:
-        console.print(made)
+    wide = plain(console.file, max(_width(console, made), console.width))
+    with wide.capture() as printed:
+        wide.print(made)
     for line in printed.get().splitlines():
         say(console, line.rstrip())
+
+
+def _width(console: Console, made: Table) -> int:
+    """Characters that it needs."""
+    options = console.options.update(width=MOST_WIDTH)
+    return Measurement.get(console, options, made).maximum
 
 
 def _some(made: Table, keys: int, first: int, end: int) -> Table:

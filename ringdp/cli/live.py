@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from ringdp.cli.console import say, width_of
+from ringdp.cli.console import fits, say
 from ringdp.cli.record import MEMORY
 from ringdp.cli.training import Progress
 
@@ -51,7 +51,7 @@ class Display:
         for all of it shows no memory, one narrower still no bar."""
         for memory, bar in ((self._memory, True), (False, True), (False, False)):
             made = self._table(memory=memory, bar=bar)
-            if width_of(self._console, made) <= self._console.width:
+            if fits(self._console, made):
                 break
         return made
 

@@ -16,19 +16,26 @@ HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last fin
 
 
 def table(observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0) -> str:
-    """Aligned columns; those that are empty for every rank are left out. `beside`: the same ranks
-    in other communicators, where one may wait for a call of `this_rank`."""
+    """Aligned columns."""
+    lines = cells(observed, beside, this_rank)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def cells(
+    observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0
+) -> list[tuple[str, ...]]:
+    """The headings, and a line for each rank; without columns that are empty for all. `beside`: the
+    same ranks in other communicators, where one may wait for a call of `this_rank`."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for r in range(observed.ranks):
         elsewhere = [call for other in beside if (call := _awaited(other, r, this_rank))]
         rows.append(row(observed, r, elsewhere))
     columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return list(zip(*columns, strict=True))
 
 
 def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from ringdp.cli.bench.cases import CASES, itemsize
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report, Row, best_peer
-from ringdp.cli.console import counted, say, show_table, table, wide_enough, width_of
+from ringdp.cli.console import counted, fits, say, show_table, table
 
 
 class Column(NamedTuple):
@@ -73,7 +73,6 @@ def show(console: Console, report: Report, options: Options) -> None:
     """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
     rows = report.rows
     tables = [rows_shown(rows, options.op, most) for most in (3, 2, 1, 0)]
-    console = wide_enough(console, width_of(console, tables[0]))
     first = rows[0]
     peers = any(not row.ours for row in rows)
     calls = " to ".join(f"{n:,}" for n in sorted({f(r.calls for r in rows) for f in (min, max)}))
@@ -85,7 +84,7 @@ def show(console: Console, report: Report, options: Options) -> None:
         f"{calls} calls in {counted(options.rounds, 'round')}, in which all take turns; bandwidths "
         f"in GB/s; predicted by α β γ fitted to these medians; % of the physical bound{versus}.",
     )
-    fitting = (made for made in tables if width_of(console, made) <= console.width)
+    fitting = (made for made in tables if fits(console, made))
     keys = [column.header for column in tables[-1].columns].index("p50 µs")
     show_table(console, next(fitting, tables[-1]), keys)
     if beaten := [f"{r.label} at {r.bytes:,} bytes" for r in rows if r.beats_bound]:

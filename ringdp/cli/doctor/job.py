@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from ringdp.cli.console import say
+from ringdp.cli.console import folding, put, say
 from ringdp.comm.outside import asked
 from ringdp.comm.store import VARIABLES
-from ringdp.comm.table import HEADINGS, missing, row, table
+from ringdp.comm.table import cells, missing
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import FailureKind
 from ringdp.transport.processes import has_ended, stat
@@ -59,14 +57,15 @@ def show_job(job: str, console: Console) -> int:
 
 def family(pid: int) -> list[int]:
     """The process and all that descend from it; none if there is no such process."""
-    parents = dict(_parents())
-    below = [pid] if pid in parents else []
+    parent_of = dict(parents())
+    below = [pid] if pid in parent_of else []
     for one in below:
-        below += [child for child, parent in parents.items() if parent == one]
+        below += [child for child, parent in parent_of.items() if parent == one]
     return below
 
 
-def _parents() -> Iterator[tuple[int, int]]:
+def parents() -> Iterator[tuple[int, int]]:
+    """Every process, and its own parent."""
     for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
         try:
             yield pid, int(stat(pid)[1])
@@ -147,10 +146,11 @@ def _show(found: list[Seen], console: Console) -> int:
             continue
         lines = [f"{heading}: {observed.ranks} ranks", *_verdicts(observed, failed)]
         say(console, "\n".join(lines))
-        if console.is_terminal:
-            console.print(_rich(observed))
-        else:
-            say(console, table(observed))
+        headings, *rows = cells(observed)
+        made = folding(*headings)
+        for row in rows:
+            made.add_row(*row)
+        put(console, made)
     return int(any(seen.observed is None for seen in found))
 
 
@@ -164,12 +164,3 @@ def _verdicts(observed: Observed, failed: tuple[FailureKind, int] | None) -> Ite
     if under_way:
         first = min(under_way)
         yield f"collective #{first}: {missing(observed, first)}"
-
-
-def _rich(observed: Observed) -> Table:
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in HEADINGS:
-        shown.add_column(heading, overflow="fold")
-    for rank in range(observed.ranks):
-        shown.add_row(*map(Text, row(observed, rank)))  # text, not markup
-    return shown

@@ -10,10 +10,8 @@ import json
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from ringdp.cli.console import put, wide_enough, width_of
+from ringdp.cli.console import folding, put
 from ringdp.cli.doctor.check import Check
 from ringdp.cli.doctor.host import HOST
 from ringdp.cli.doctor.packages import PACKAGES
@@ -32,13 +30,10 @@ def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"runs": runs, "checks": [c._asdict() for c in checks]}, indent=1))
         return int(not runs)
-    table = Table(box=None, pad_edge=False, header_style="dim", show_header=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
+    table = folding("", "", "", shown=False)
     for check in checks:
         todo = f"\n-> {check.advice}" if check.advice else ""
-        cells = MARKS[check.well, check.needed], check.what, check.found + todo
-        table.add_row(*map(Text, cells))  # text, not markup
-    put(wide_enough(console, width_of(console, table)), table)
+        table.add_row(MARKS[check.well, check.needed], check.what, check.found + todo)
+    put(console, table)
     console.print("ringdp can run here" if runs else "ringdp cannot run here")
     return int(not runs)
