@@ -1,4 +1,4 @@
-"""Spans and counters in the format of Chrome's tracing, which Perfetto opens; and back, checked.
+"""Spans and counters in the format of Chrome's tracing, which Perfetto opens.
 
 A process is a rank, a thread a lane: one of its threads, or a communicator. `ts` and `dur` are µs,
 the former since the trace began.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from math import isfinite
 from typing import Any
 
 from ringdp.tape.recorder import Recorder
@@ -46,44 +45,6 @@ class Shift:
 
     def __call__(self, time: int) -> int:
         return time + self.first + round(self.rate * (time - self.at))
-
-
-def problems(document: object) -> list[str]:
-    """What a reader of the format would trip over, one line each; empty for a good one."""
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        return ["it has no list traceEvents"]
-    found = []
-    for index, event in enumerate(events):
-        wrong = _wrong(event)
-        if wrong:
-            found.append(f"traceEvents[{index}]: {wrong}")
-    return found
-
-
-def _wrong(event: object) -> str | None:
-    if not isinstance(event, dict):
-        return "it is no object"
-    phase = event.get("ph")
-    needs = {"X": ("ts", "dur", "pid", "tid"), "C": ("ts", "pid"), "M": ("pid",)}.get(str(phase))
-    if needs is None:
-        return f"ph is {phase!r}; there are X, C, M"
-    if not isinstance(event.get("name"), str):
-        return f"name is {event.get('name')!r}, no text"
-    for key in needs:
-        if not _number(event.get(key)):
-            return f"{key} is {event.get(key)!r}, no number"
-    if not isinstance(event.get("args"), dict):
-        return f"args are {event.get('args')!r}, no object"
-    if phase == "X" and event["dur"] < 0:
-        return f"dur is {event['dur']}, below 0"
-    if phase == "C" and not all(map(_number, event["args"].values())):
-        return f"args of a counter are {event['args']!r}, not all numbers"
-    return None
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _names(recorder: Recorder, rank: int) -> Iterator[Event]:

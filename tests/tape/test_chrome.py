@@ -1,4 +1,4 @@
-"""The format: what is written passes, and what viewers would trip over is found."""
+"""The format that viewers want, and how the parts of the ranks become one file of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.tape import recorder
-from ringdp.tape.chrome import Shift, lines, problems
+from ringdp.tape.chrome import Shift, lines
 from ringdp.tape.parts import merge, part_path, write_part
 from ringdp.tape.recorder import Counter, Recorder, Span
 
@@ -40,28 +40,6 @@ def test_events_as_viewers_want_them():
         },
         {"name": "memory", "ph": "C", "ts": 2000.0, "pid": 3, "args": {"parameters": 8}},
     ]
-    assert problems({"traceEvents": events}) == []
-
-
-GOOD = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "pid": 0, "tid": 0, "args": {}}
-BAD = {
-    "ph": ({**GOOD, "ph": "B"}, "ph is 'B'"),
-    "name": ({**GOOD, "name": 3}, "name is 3"),
-    "ts": ({**GOOD, "ts": "1"}, "ts is '1'"),
-    "dur": ({**GOOD, "dur": -1}, "dur is -1, below 0"),
-    "no dur": ({k: v for k, v in GOOD.items() if k != "dur"}, "dur is None"),
-    "infinite": ({**GOOD, "ts": float("inf")}, "ts is inf"),
-    "args": ({**GOOD, "args": []}, "args are []"),
-    "counter": ({**GOOD, "ph": "C", "args": {"a": "b"}}, "not all numbers"),
-    "no object": (7, "it is no object"),
-}
-
-
-@pytest.mark.parametrize(("event", "says"), BAD.values(), ids=BAD)
-def test_what_is_wrong_is_named(event, says: str):
-    (found,) = problems({"traceEvents": [GOOD, event]})
-    assert found.startswith("traceEvents[1]: ")
-    assert says in found
 
 
 def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
@@ -79,7 +57,6 @@ def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
         "missing": {"1": "gone"},
         "parts": {"0": {"host": "h"}, "2": {"host": "h"}},
     }
-    assert problems(read) == []
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ringdp.tape.chrome import problems
+from ringdp.cli.timeline.read import read
 
 Event = dict[str, Any]
 
@@ -15,8 +15,8 @@ class Read:
     """A trace file, whose format is sound."""
 
     def __init__(self, path: Path) -> None:
+        read(path)
         document = json.loads(path.read_bytes())
-        assert problems(document) == []
         self.events: list[Event] = document["traceEvents"]
         self.about: dict[str, Any] = document["ringdp"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringdp.cli.timeline import shapes
-from ringdp.cli.timeline.shapes import misfit
+from ringdp.cli.timeline.shapes import misfits
 from ringdp.errors import UsageError
-from ringdp.tape.chrome import VERSION, Event, problems
+from ringdp.tape.chrome import VERSION, Event
 
 WRITTEN_BY = "allowed: a file of ringdp.trace or of `ringdp train --trace`"
 
@@ -44,38 +43,38 @@ def read(path: Path) -> Run:
     about = document.get("ringdp") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise UsageError(f"{path} is no trace of this version of ringdp; {WRITTEN_BY}")
-    for problem in chain(problems(document), _misfits(about, document)):
-        raise UsageError(f"{path} is damaged: {problem}; {WRITTEN_BY}")
+    if found := next(_misfits(about, document), None):
+        raise UsageError(f"{path} is damaged: {found}; {WRITTEN_BY}")
     parts = {int(rank): part for rank, part in about["parts"].items()}
     return Run(about["ranks"], about["missing"], parts, document["traceEvents"])
 
 
 def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
-    """Of a document without `problems`."""
-    found = misfit(about, shapes.ABOUT, "ringdp")
-    if found is not None:
-        yield found
-        return
+    """What comes later may rely on all that is before: the first is all that is asked for."""
+    yield from misfits(document, {"traceEvents": [dict]}, "it")
+    yield from misfits(about, shapes.ABOUT, "ringdp")
     for rank, part in about["parts"].items():
         where = f"ringdp.parts.{rank}"
-        yield from filter(None, [misfit(part, shapes.PART, where)])
+        yield from misfits(part, shapes.PART, where)
         if not rank.isdecimal() or int(rank) >= about["ranks"]:
             yield f"{where} is of no rank"
     engines = [e for part in about["parts"].values() for e in part.get("engines") or ()]
     counters = {engine.get("counter") for engine in engines if isinstance(engine, dict)}
     for index, event in enumerate(document["traceEvents"]):
-        where, phase = f"traceEvents[{index}]", event["ph"]
-        kind = event.get("cat") if phase == "X" else event["name"]
-        of = shapes.ARGS.get((phase, str(kind)))
+        where, phase = f"traceEvents[{index}]", str(event.get("ph"))
+        if phase not in shapes.EVENT:
+            yield f"{where}.ph is {phase!r:.60}; there are {', '.join(shapes.EVENT)}"
+        yield from misfits(event, shapes.EVENT[phase], where)
+        kind = event["cat"] if phase == "X" else event["name"]
+        of = shapes.ARGS.get((phase, kind))
         if phase == "C" and kind in counters:
             of = shapes.BYTES
-        yield from filter(None, [misfit(event, shapes.EVENT[phase], where)])
         if event["pid"] >= about["ranks"]:
             yield f"{where}.pid is {event['pid']}, of no rank"
         if of is not None:
-            yield from filter(None, [misfit(event["args"], of, f"{where}.args")])
+            yield from misfits(event["args"], of, f"{where}.args")
     for why in about["missing"].values():
-        yield from filter(None, [misfit(why, str, "ringdp.missing")])
+        yield from misfits(why, str, "ringdp.missing")
 
 
 def _parts_beside(path: Path) -> str:

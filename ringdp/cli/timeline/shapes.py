@@ -6,7 +6,8 @@ object that has at least these keys; a key that ends in "?" may be missing, and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 MOST = 1e15  # µs, bytes, numbers: 30 years
 
@@ -17,6 +18,7 @@ class Number(NamedTuple):
     whole: bool = True
 
 
+KINDS: dict[type, str] = {str: "text", dict: "object", list: "list"}  # in words
 Shape = type | Number | list[Any] | dict[str, Any]
 
 COUNT, TIME, RANKS = Number(0), Number(0, whole=False), Number(1, 4096)
@@ -29,10 +31,11 @@ CHUNK: Shape = {
     "round": Number(-1),
     "waited_us?": TIME,
 }
-EVENT: dict[str, Shape] = {
-    "X": {"cat": str, "ts": Number(whole=False), "dur": TIME, "pid": COUNT, "tid": COUNT},
-    "C": {"ts": Number(whole=False), "pid": COUNT},
-    "M": {"pid": COUNT, "tid?": COUNT},
+NAMED: dict[str, Shape] = {"name": str, "args": dict, "pid": COUNT}
+EVENT: dict[str, Shape] = {  # by phase
+    "X": {**NAMED, "cat": str, "ts": Number(whole=False), "dur": TIME, "tid": COUNT},
+    "C": {**NAMED, "ts": Number(whole=False)},
+    "M": {**NAMED, "tid?": COUNT},
 }
 HELD = ("parameters", "gathered", "gradients", "buckets", "optimizer")
 FORMULA = {"gathered": "gathered_peak"}  # where the formula's name is another
@@ -75,30 +78,30 @@ PART: Shape = {
 ABOUT: Shape = {"ranks": RANKS, "missing": dict, "parts": dict}
 
 
-def misfit(value: object, shape: Shape, where: str) -> str | None:
-    """Where and how `value` is not of that shape, in a line; None where it is."""
+def misfits(value: object, shape: Shape, where: str) -> Iterator[str]:
+    """Where and how `value` is not of that shape, a line each."""
     if isinstance(shape, Number):
-        return None if _fits(value, shape) else f"{where} is {value!r:.60}, no number of its kind"
-    if isinstance(shape, type):
-        name = "text" if shape is str else "object"
-        return None if isinstance(value, shape) else f"{where} is {value!r:.60}, no {name}"
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            return f"{where} is {value!r:.60}, no list"
-        found = (misfit(v, shape[0], f"{where}[{i}]") for i, v in enumerate(value))
-        return next(filter(None, found), None)
-    if not isinstance(value, dict):
-        return f"{where} is {value!r:.60}, no object"
-    return next(filter(None, (_of_key(value, key, of, where) for key, of in shape.items())), None)
+        right, kind = _fits(value, shape), "number of its kind"
+    else:
+        of = shape if isinstance(shape, type) else type(shape)
+        right, kind = isinstance(value, of), KINDS[of]
+    if not right:
+        yield f"{where} is {value!r:.60}, no {kind}"
+    elif isinstance(shape, list):
+        for i, item in enumerate(cast(list[object], value)):
+            yield from misfits(item, shape[0], f"{where}[{i}]")
+    elif isinstance(shape, dict):
+        for key, inner in shape.items():
+            yield from _of_key(cast(dict[str, object], value), key, inner, where)
 
 
-def _of_key(value: dict[str, Any], key: str, shape: Shape, where: str) -> str | None:
+def _of_key(value: dict[str, object], key: str, shape: Shape, where: str) -> Iterator[str]:
     name = key.removesuffix("?")
-    if key != name and value.get(name) is None:
-        return None
-    if name not in value:
-        return f"{where} has no {name}"
-    return misfit(value[name], shape, f"{where}.{name}")
+    if key == name or value.get(name) is not None:
+        if name in value:
+            yield from misfits(value[name], shape, f"{where}.{name}")
+        else:
+            yield f"{where} has no {name}"
 
 
 def _fits(value: object, number: Number) -> bool:

@@ -176,6 +176,7 @@ def test_predictions_from_a_bench(tmp_path: Path):
     assert found["collectives"][0]["predicted"] == pytest.approx(guess, abs=0.05)
 
 
+ABOUT = '{"version": 1, "ranks": 1, "missing": {}, "parts": {}}'
 REFUSED = {
     "missing": (None, "cannot read {}: No such file or directory; allowed: a file of ringdp.trace"),
     "empty": ("", "{} is not JSON"),
@@ -184,10 +185,11 @@ REFUSED = {
     "a list": ("[]", "{} is no trace of this version of ringdp"),
     "another's": ('{"traceEvents": []}', "{} is no trace of this version of ringdp"),
     "newer": ('{"traceEvents": [], "ringdp": {"version": 99}}', "{} is no trace of this version"),
-    "no events": ('{"ringdp": {"version": 1}}', "{} is damaged: it has no list traceEvents"),
+    "no events": ('{"ringdp": {"version": 1}}', "{} is damaged: it has no traceEvents"),
     "no ranks": ('{"traceEvents": [], "ringdp": {"version": 1}}', "ringdp has no ranks; allowed"),
     "deep": ("[" * 200_000, "{} is nested too deeply; allowed"),
-    "events": ('{"traceEvents": [{"ph": "Q"}], "ringdp": {"version": 1}}', "ph is 'Q'"),
+    "events": (f'{{"traceEvents": [{{"ph": "Q"}}], "ringdp": {ABOUT}}}', "[0].ph is 'Q'"),
+    "no event": (f'{{"traceEvents": [7], "ringdp": {ABOUT}}}', "traceEvents[0] is 7, no object"),
 }
 
 
