@@ -26,8 +26,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,13 +55,25 @@ Rows = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a slow link leaves to wait for. `bucket_mib`: of DDP's argument; None: the default."""
+    """What a slow link leaves to wait for: medians in ms. `bucket_mib`: of DDP's argument; None:
+    the default."""
 
     bucket_mib: float | None
     mb_per_s: float
-    ms: dict[str, float]  # medians
-    hidden_share: float
-    without_copies: float
+    communication: float
+    together: float
+    silent: float
+    backward: float
+    copies: float
+    exposed: float
+
+    @property
+    def hidden_share(self) -> float:
+        return 1 - self.exposed / self.communication
+
+    @property
+    def without_copies(self) -> float:
+        return self.hidden_share + self.copies / self.communication
 
 
 def main() -> None:
@@ -75,12 +88,14 @@ def main() -> None:
     write_json(arguments.json, report(steps, overlaps))
 
 
-def report(steps: Rows, overlaps: Sequence[object]) -> dict[str, object]:
+def report(steps: Rows, overlaps: Sequence[Any]) -> dict[str, object]:
     """Print them, and say all that is written of them."""
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
-    for row in (*steps, *overlaps):
-        print(json.dumps(row, default=asdict))
+    for row in steps:
+        print(json.dumps(row))
+    for overlap in overlaps:
+        print(f"{overlap.hidden_share:.1%} hidden: {overlap}")
     return {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
 
 
@@ -151,25 +166,24 @@ def overlapped(rounds: int) -> list[Overlap]:
     times = interleaved(steps, "over the link", rounds)
     found = []
     for cap in CAPS:
-        ms = {
-            name: 1e3 * statistics.median(times[f"{name} {cap}"])
-            for name in ("communication", "together")
-        }
-        ms["silent"] = 1e3 * statistics.median(times["silent"])
-        exposed = 1e3 * longer(times[f"together {cap}"], times["silent"])
-        hidden = ms["communication"] - exposed
-        ms |= {"backward": 1e3 * backward, "copies": 1e3 * statistics.median(copies[cap])}
-        ms |= {"exposed": exposed, "hidden": hidden}
+        together = times[f"together {cap}"]
         found.append(
             Overlap(
                 bucket_mib=cap,
                 mb_per_s=round(link.bandwidth / 1e6, 1),
-                ms={name: round(value, 1) for name, value in ms.items()},
-                hidden_share=round(hidden / ms["communication"], 3),
-                without_copies=round((hidden + ms["copies"]) / ms["communication"], 3),
+                communication=median_ms(times[f"communication {cap}"]),
+                together=median_ms(together),
+                silent=median_ms(times["silent"]),
+                backward=round(1e3 * backward, 1),
+                copies=median_ms(copies[cap]),
+                exposed=round(1e3 * longer(together, times["silent"]), 1),
             )
         )
     return found
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    return round(1e3 * statistics.median(seconds), 1)
 
 
 def slow(

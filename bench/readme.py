@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import ddp_step as ddp
+from bench import zero_step as zero
 from bench.ddp_step import KEPT
 from bench.guard import Row
 from bench.kernel_table import table as kernels
@@ -210,34 +212,33 @@ def torch_backend() -> str:
 def ddp_step() -> str:
     """Milliseconds of a step, and what a slow link leaves, from `python -m bench.ddp_step`."""
     found = load("ddp_step")
-    default = found["slow_link"][0]
-    ms = default["ms"]
+    default = ddp.Overlap(**found["slow_link"][0])
     return (
         _steps(found, "by_torch", "torch's DDP over gloo") + "\n\n"
-        f"Over an emulated link of {default['mb_per_s']:.0f} MB/s, where all reductions take "
-        f"{ms['communication']:.0f} ms and backward {ms['backward']:.0f} ms, forward and backward "
-        f"take {ms['exposed']:.0f} ms longer than without communication: "
-        f"{default['hidden_share']:.0%} is hidden, and {default['without_copies']:.0%} but for the "
-        f"{ms['copies']:.0f} ms for which the emulation itself takes the core."
+        f"Over an emulated link of {default.mb_per_s:.0f} MB/s, where all reductions take "
+        f"{default.communication:.0f} ms and backward {default.backward:.0f} ms, forward and "
+        f"backward take {default.exposed:.0f} ms longer than without communication: "
+        f"{default.hidden_share:.0%} is hidden, and {default.without_copies:.0%} but for the "
+        f"{default.copies:.0f} ms for which the emulation itself takes the core."
     )
 
 
 def zero_step() -> str:
     """Milliseconds of a step, and what a slow link leaves, from `python -m bench.zero_step`."""
     found = load("zero_step")
-    default, drawn = found["slow_link"]
+    default, drawn = (zero.Overlap(**row) for row in found["slow_link"])
     return (
         _steps(found, "by_fsdp2", "FSDP2 over gloo") + "\n\n"
-        f"Over an emulated link of {default['mb_per_s']:.0f} MB/s, where a step's communication "
-        f"takes {default['communication']:.0f} ms and its compute {default['silent']:.0f} ms, "
-        f"stage 3 takes {default['together']:.0f} ms. All could be hidden but the "
-        f"{default['edges']:.0f} ms of the first two gathers and the last reduction, beside which "
-        f"there is nothing to compute: of {default['communication'] - default['edges']:.0f} ms "
-        f"{default['hidden']:.0f} are, {default['hidden_share']:.0%}. "
-        f"With {drawn['ahead']} blocks gathered ahead instead of "
-        f"{default['ahead']}, as drawn here, it takes {drawn['together']:.0f} ms, and "
-        f"of {drawn['communication'] - drawn['edges']:.0f} ms {drawn['hidden']:.0f} are hidden, "
-        f"{drawn['hidden_share']:.0%}."
+        f"Over an emulated link of {default.mb_per_s:.0f} MB/s, where a step's communication "
+        f"takes {default.communication:.0f} ms and its compute {default.silent:.0f} ms, "
+        f"stage 3 takes {default.together:.0f} ms. All could be hidden but the "
+        f"{default.edges:.0f} ms of the first two gathers and the last reduction, beside which "
+        f"there is nothing to compute: of {default.communication - default.edges:.0f} ms "
+        f"{default.hidden:.0f} are, {default.hidden_share:.0%}. "
+        f"With {drawn.ahead} blocks gathered ahead instead of "
+        f"{default.ahead}, as drawn here, it takes {drawn.together:.0f} ms, and "
+        f"of {drawn.communication - drawn.edges:.0f} ms {drawn.hidden:.0f} are hidden, "
+        f"{drawn.hidden_share:.0%}."
     )
 
 

@@ -23,6 +23,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import nn
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, report, slow, train
+from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, median_ms, report, slow, train
 from bench.lanes import Span
 from bench.results import parser
 from bench.torch_backend import fsdp2
@@ -40,7 +41,6 @@ from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.cli.files import write_json
 from ringdp.parallel.replay import iteration
-from ringdp.transport.base import Link
 
 FSDP2 = "FSDP2, gloo"
 WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 2", "stage 3")
@@ -99,8 +99,30 @@ class _Waited:
         self.spans.append(Span("wait", str(self.tag), begin, end))
 
 
-def overlapped(rounds: int) -> tuple[list[dict[str, float]], list[Span]]:
-    """A row for each of AHEAD, and one step's spans at the last."""
+@dataclass(frozen=True)
+class Overlap:
+    """What a slow link leaves to wait for: medians in ms. `ahead`: blocks that may be gathered
+    before their use; one is the default."""
+
+    ahead: int
+    mb_per_s: float
+    silent: float
+    together: float
+    communication: float
+    edges: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        return self.communication - self.exposed
+
+    @property
+    def hidden_share(self) -> float:
+        return self.hidden / (self.communication - self.edges)
+
+
+def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
+    """One for each of AHEAD, and one step's spans at the last."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     single = ringdp.init().split(rank)
@@ -141,33 +163,20 @@ def overlapped(rounds: int) -> tuple[list[dict[str, float]], list[Span]]:
         "over the link",
         rounds,
     )
-    ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
-    for ahead in AHEAD:
-        ms[f"exposed {ahead}"] = 1e3 * longer(times[f"{ahead}"], times["silent"])
-    found = [overlap_row(ahead, link, ms) for ahead in AHEAD]
+    found = [
+        Overlap(
+            ahead=ahead,
+            mb_per_s=round(link.bandwidth / 1e6, 1),
+            silent=median_ms(times["silent"]),
+            together=median_ms(times[f"{ahead}"]),
+            communication=median_ms(times[f"sent {ahead}"]),
+            edges=median_ms(times["edges"]),
+            exposed=round(1e3 * longer(times[f"{ahead}"], times["silent"]), 1),
+        )
+        for ahead in AHEAD
+    ]
     net, engine = trained[AHEAD[-1]]
     return found, recorded(net, engine, lambda: both(net))
-
-
-def overlap_row(ahead: int, link: Link, ms: dict[str, float]) -> dict[str, float]:
-    """What a slow link leaves to wait for: medians in ms. `ahead`: blocks that may be gathered
-    before their use; one is the default."""
-    exposed, communication = ms[f"exposed {ahead}"], ms[f"sent {ahead}"]
-    hidden = communication - exposed
-    found = {
-        "silent": ms["silent"],
-        "together": ms[f"{ahead}"],
-        "communication": communication,
-        "edges": ms["edges"],
-        "exposed": exposed,
-        "hidden": hidden,
-    }
-    return {
-        "ahead": ahead,
-        "mb_per_s": round(link.bandwidth / 1e6, 1),
-        **{name: round(value, 1) for name, value in found.items()},
-        "hidden_share": round(hidden / (communication - ms["edges"]), 3),
-    }
 
 
 def gather(engine: ringdp.Engine, unit: Any) -> None:
