@@ -51,6 +51,7 @@ def main(
     for name in names or ():
         if name not in RUNS:
             raise UsageError(f"no run {name!r}; there are {', '.join(RUNS)}")
+    into.mkdir(parents=True, exist_ok=True)
     for name in names or RUNS:
         options = replace(RUNS[name], rounds=rounds, max=max, json=into / f"{name}.json")
         codes.append(bench(options, plain()))

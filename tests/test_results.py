@@ -71,6 +71,18 @@ def test_names_of_the_suite_are_checked_before_anything_is_measured(
     assert not measured
 
 
+def test_the_suite_makes_the_folder_of_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench import suite
+
+    found: list[Path] = []
+    monkeypatch.setattr(suite, "bench", lambda options, _: found.append(options.json) or 0)
+    assert suite.main(["all_reduce"], max="64M", into=tmp_path / "of" / "another") == 0
+    assert found == [tmp_path / "of" / "another" / "all_reduce.json"]
+    assert found[0].parent.is_dir()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
