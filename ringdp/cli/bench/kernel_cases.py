@@ -43,25 +43,27 @@ def _tensors(elems: int, device: torch.device) -> tuple[list[Tensor], list[int]]
     return made, places
 
 
+def _scaled(inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Call]:
+    def foreach() -> None:
+        torch._foreach_copy_(outputs, inputs)
+        torch._foreach_mul_(outputs, -1.0)
+
+    def each() -> None:
+        for x, out in zip(inputs, outputs, strict=True):
+            torch.mul(x, -1.0, out=out)
+
+    return {"_foreach": foreach, "mul of each": each}
+
+
 def _flatten(elems: int, device: torch.device) -> dict[str, Call]:
     tensors, places = _tensors(elems, device)
     out = torch.empty(elems, device=device)
     views = [out[p : p + len(x)] for p, x in zip(places, tensors, strict=True)]
-
-    def foreach() -> None:
-        torch._foreach_copy_(views, tensors)
-        torch._foreach_mul_(views, -1.0)
-
-    def each() -> None:
-        for x, view in zip(tensors, views, strict=True):
-            torch.mul(x, -1.0, out=view)
-
     return {
         OURS: lambda: flatten(tensors, out, scale=-1.0, offsets=places),
         "cat, mul_": lambda: torch.cat(tensors, out=out).mul_(-1.0),
         "_chunk_cat, mul_": lambda: torch._chunk_cat(tensors, 0, 1, out=out[None]).mul_(-1.0),
-        "_foreach": foreach,
-        "mul of each": each,
+        **_scaled(tensors, views),
     }
 
 
@@ -69,19 +71,9 @@ def _unflatten(elems: int, device: torch.device) -> dict[str, Call]:
     tensors, places = _tensors(elems, device)
     flat = torch.randn(elems, device=device)
     views = [flat[p : p + len(x)] for p, x in zip(places, tensors, strict=True)]
-
-    def foreach() -> None:
-        torch._foreach_copy_(tensors, views)
-        torch._foreach_mul_(tensors, -1.0)
-
-    def each() -> None:
-        for x, view in zip(tensors, views, strict=True):
-            torch.mul(view, -1.0, out=x)
-
     return {
         OURS: lambda: unflatten(flat, tensors, scale=-1.0, offsets=places),
-        "_foreach": foreach,
-        "mul of each": each,
+        **_scaled(views, tensors),
     }
 
 
