@@ -1,7 +1,8 @@
-"""What all commands check of what they are asked. Every refusal is a UsageError of one line: the
-option, what was given, what is allowed."""
+"""What all commands read and check of what they are asked. Every refusal is a UsageError of one
+line: the option, what was given, what is allowed."""
 
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,6 +17,20 @@ def between(name: str, value: int, least: int, most: int) -> None:
 def one_of(name: str, given: str, allowed: Collection[str]) -> None:
     if given not in allowed:
         raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
+
+
+def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
+    """`1K`, `64M`, `4096`: powers of `kilo`; `64MiB` of 1024."""
+    match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(i(?=B))?B?", given.strip(), re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"{option} is {given!r}; allowed: bytes, as in 4096, 1K, 64M or 1G")
+    unit: int = (1024 if match[3] else kilo) ** " KMG".index(match[2].upper() or " ")
+    return int(match[1]) * unit
+
+
+def names(given: str) -> tuple[str, ...]:
+    """What stands between commas, each once and in the order given."""
+    return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:

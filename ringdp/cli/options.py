@@ -12,7 +12,7 @@ from typing import Annotated
 from typer import Option
 
 from ringdp.cli.bench.rows import OURS
-from ringdp.cli.checks import between, check_writable
+from ringdp.cli.checks import between, check_writable, names
 from ringdp.comm.tracing import unwritable
 from ringdp.errors import UsageError
 
@@ -79,14 +79,14 @@ def parse_stages(given: str) -> tuple[int, ...]:
 
 
 def _some_of(option: str, given: str, among: tuple[str, ...], example: str) -> tuple[str, ...]:
-    """`all`, or some between commas, each once and in the order given."""
+    """`all`, or some between commas."""
     if given.strip() == "all":
         return among
-    words = [word.strip() for word in given.split(",")]
-    if not set(words) <= set(among):
+    words = names(given)
+    if not words or not set(words) <= set(among):
         allowed = f"all, {', '.join(among)}, or some as in {example}"
         raise UsageError(f"{option} is {given!r}; allowed: {allowed}")
-    return tuple(dict.fromkeys(words))
+    return words
 
 
 def check(options: Options) -> None:

@@ -4,7 +4,6 @@ The fields are the command's options, as they are typed, and the docstring is it
 refusal is a UsageError of one line: the option, what was given, what is allowed.
 """
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +15,13 @@ from ringdp.cli import gpus
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
-from ringdp.cli.checks import between, check_writable, one_of
+from ringdp.cli.checks import between, check_writable, names, one_of, parse_bytes
 from ringdp.cli.options import MOST_RANKS
 from ringdp.errors import UsageError
 
 MOST_BYTES = 4 << 30
 KERNELS, ERROR = "kernels", "error"  # what else is measured, in place of a collective
+MEASURED = (*CASES, KERNELS, ERROR)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
     with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
     far the sums of each algorithm are from float64's."""
 
-    collective: Annotated[str, Argument(help=", ".join((*CASES, KERNELS, ERROR)))]
+    collective: Annotated[str, Argument(help=", ".join(MEASURED))]
     ranks: Annotated[int, Option(help="processes of each contender")] = 2
     min: Annotated[str, Option(help="smallest buffer in bytes, as in 1K")] = "1K"
     max: Annotated[str, Option(help="largest")] = "64M"
@@ -54,10 +54,19 @@ class Options:
     json: Annotated[Path | None, Option(help="write rows and machine here")] = None
 
     @property
+    def least(self) -> int:
+        """Bytes."""
+        return parse_bytes("--min", self.min)
+
+    @property
+    def most(self) -> int:
+        return parse_bytes("--max", self.max)
+
+    @property
     def sizes(self) -> list[int]:
         """Bytes."""
-        found, most = [parse_bytes("--min", self.min)], parse_bytes("--max", self.max)
-        while found[-1] * self.factor <= most:
+        found = [self.least]
+        while found[-1] * self.factor <= self.most:
             found.append(found[-1] * self.factor)
         return found
 
@@ -85,27 +94,10 @@ def has_own(transport: str) -> bool:
     return transport.startswith(LIBRARYS)
 
 
-def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
-    """`1K`, `64M`, `4096`: powers of `kilo`; `64MiB` of 1024."""
-    match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(i(?=B))?B?", given.strip(), re.IGNORECASE)
-    if match is None:
-        raise UsageError(f"{option} is {given!r}; allowed: bytes, as in 4096, 1K, 64M or 1G")
-    unit: int = (1024 if match[3] else kilo) ** " KMG".index(match[2].upper() or " ")
-    return int(match[1]) * unit
-
-
-def names(given: str) -> tuple[str, ...]:
-    """What stands between commas, each once and in the order given."""
-    return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
-
-
 def check(options: Options) -> None:
     """Raise UsageError for the first thing that cannot work, ScheduleError for an algorithm of
     one's own that is wrong."""
-    if options.collective not in CASES:
-        raise UsageError(
-            f"COLLECTIVE is {options.collective!r}; allowed: {', '.join((*CASES, KERNELS, ERROR))}"
-        )
+    one_of("COLLECTIVE", options.collective, MEASURED)
     one_of("--dtype", options.dtype, DTYPES)
     one_of("--op", options.op, FOLDS)
     _check_transports(options)
@@ -131,9 +123,8 @@ def check(options: Options) -> None:
 
 def check_sizes(options: Options, *, least: int) -> None:
     """And how often each is measured. `least`: bytes."""
-    low, high = parse_bytes("--min", options.min), parse_bytes("--max", options.max)
-    between("--min", low, least, MOST_BYTES)
-    between("--max", high, low, MOST_BYTES)
+    between("--min", options.least, least, MOST_BYTES)
+    between("--max", options.most, options.least, MOST_BYTES)
     between("--factor", options.factor, 2, 1 << 20)
     between("--rounds", options.rounds, 1, 10_000)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from ringdp.cli import gpus
@@ -61,7 +61,7 @@ def measure(
     names = [*options.transports, *options.peers, "probe"]
     largest = -(-max(options.sizes[-1], LEAST) // PAGE) * PAGE
     rows: list[Row] = []
-    asked = asdict(replace(options, json=None))
+    asked = asdict(options) | {"min": options.least, "max": options.most, "json": None}
     with Groups(names, options.ranks, cores, largest) as groups:
         contenders = {
             name: _described(name, version, options.ranks, len(cores))

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ringdp.cli.bench.options import parse_bytes
-from ringdp.cli.checks import between, check_writable, one_of
+from ringdp.cli.checks import between, check_writable, one_of, parse_bytes
 from ringdp.cli.console import say_written
 from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ringdp.cli.bench.options import names
 from ringdp.cli.bench.rows import Row, priced, read
+from ringdp.cli.checks import names
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, fit
 
