@@ -62,12 +62,7 @@ function drawChunks() {
     g.fillRect(x + w * part, y, w * (1 - part), 24);
     if (w > 60) {
       g.fillStyle = w * part > 30 ? ink("--text") : "#10141a";
-      g.save();
-      g.beginPath();
-      g.rect(x, y, w - 2, 24);
-      g.clip();
-      g.fillText(data.names[name], x + 3, y + 12);
-      g.restore();
+      label(g, data.names[name], x, y, w - 2, 24);
     }
   }
   g.fillStyle = ink("--soft");

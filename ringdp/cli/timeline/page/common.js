@@ -95,6 +95,25 @@ function mark(id, colors) {
   });
 }
 
+// A canvas's keys; with Ctrl or the command key they are the browser's.
+function onKeys(id, acts) {
+  byId(id).addEventListener("keydown", (e) => {
+    if (!acts[e.key] || e.ctrlKey || e.metaKey) return;
+    e.preventDefault();
+    acts[e.key]();
+  });
+}
+
+// Within a box, and cut off where that ends.
+function label(g, text, x, y, width, height) {
+  g.save();
+  g.beginPath();
+  g.rect(x, y, width, height);
+  g.clip();
+  g.fillText(text, x + 4, y + height / 2);
+  g.restore();
+}
+
 // A canvas as wide as its place, and a context in CSS pixels.
 function surface(id, height) {
   const canvas = byId(id), width = canvas.clientWidth, scale = devicePixelRatio || 1;

@@ -14,15 +14,10 @@ function listen() {
     before: () => choose(chosen - 1), after: () => choose(chosen + 1),
   };
   for (const [id, act] of Object.entries(clicks)) byId(id).addEventListener("click", act);
-  const keys = {
+  onKeys("timeline", {
     ArrowLeft: clicks.left, ArrowRight: clicks.right, "+": clicks.in, "=": clicks.in,
     "-": clicks.out, 0: clicks.fit, n: () => walk(1, 0), p: () => walk(-1, 0),
     ArrowDown: () => walk(0, 1), ArrowUp: () => walk(0, -1),
-  };
-  canvas.addEventListener("keydown", (e) => {
-    if (!keys[e.key] || e.ctrlKey || e.metaKey) return;
-    e.preventDefault();
-    keys[e.key]();
   });
   let held = null;
   canvas.addEventListener("pointerdown", (e) => {
@@ -45,12 +40,7 @@ function listen() {
     const at = view[0] + (e.offsetX / canvas.clientWidth) * (view[1] - view[0]);
     zoom(e.deltaY > 0 ? 1.25 : 0.8, at);
   }, { passive: false });
-  byId("chunks").addEventListener("keydown", (e) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
-    if (!by || e.ctrlKey || e.metaKey) return;
-    e.preventDefault();
-    walkChunks(by);
-  });
+  onKeys("chunks", { ArrowLeft: () => walkChunks(-1), ArrowRight: () => walkChunks(1) });
   for (const when of ["pointerdown", "pointermove"]) {
     byId("chunks").addEventListener(when, (e) => tellChunk(chunkAt(e.offsetX, e.offsetY)));
   }

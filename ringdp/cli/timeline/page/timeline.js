@@ -84,14 +84,10 @@ function drawTimeline() {
         g.lineWidth = 2;
         g.strokeRect(x, y + 1, Math.max(w, 3), h - 2);
       }
-      if (w > 46) {
-        g.save();
-        g.beginPath();
-        g.rect(Math.max(x, 0), y, w - 3, h);
-        g.clip();
+      const left = Math.max(x, 0), seen = x + w - left;
+      if (seen > 46) {
         g.fillStyle = inkOn(data.names[category]);
-        g.fillText(data.names[name], Math.max(x, 0) + 4, y + h / 2);
-        g.restore();
+        label(g, data.names[name], left, y, seen - 3, h);
       }
     }
   }
