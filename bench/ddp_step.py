@@ -22,10 +22,9 @@ exposed in `hidden_share`, and not in `without_copies`. Of several starts the mi
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +36,7 @@ from torch import nn
 import ringdp
 from bench import jobs
 from bench.results import parser
-from bench.turns import ROUNDS, STARTS, between_jobs, interleaved, longer, rows
+from bench.turns import ROUNDS, STARTS, Row, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.cli.files import write_json
 from ringdp.transport import heap
@@ -49,8 +48,6 @@ SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
 CAPS = (None, 0.5, 25)  # MiB of a bucket, over the slow link: ours, less, and torch's
 LATENCY = 5e-5  # s, of the slow link
-
-Rows = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -80,20 +77,18 @@ def main() -> None:
     arguments = parser(__doc__, ROUNDS).parse_args()
     ways = {way: partial(train, way, "torch", wrapped) for way in WAYS}
     times = between_jobs(RANKS, ways, arguments.rounds)
-    steps = rows(
-        times, by_alone="alone", by_apart="apart", by_torch="torch", by_kept=f"torch{KEPT}"
-    )
+    steps = rows(times, alone="alone", apart="apart", peer="torch", kept=f"torch{KEPT}")
     links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
     overlaps = [typical(found) for found in zip(*links, strict=True)]
     write_json(arguments.json, report(steps, overlaps))
 
 
-def report(steps: Rows, overlaps: Sequence[Any]) -> dict[str, object]:
+def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:
     """Print them, and say all that is written of them."""
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
     for row in steps:
-        print(json.dumps(row))
+        print(row)
     for overlap in overlaps:
         print(f"{overlap.hidden_share:.1%} hidden: {overlap}")
     return {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}

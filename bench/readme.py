@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import ddp_step as ddp
+from bench import torch_backend as backend
+from bench import trace as tracing
+from bench import turns
 from bench import zero_step as zero
 from bench.ddp_step import KEPT
 from bench.guard import Row
@@ -56,11 +59,11 @@ def best() -> str:
         ("ddp_step", "training step, DDP", "ringdp", f"torch over gloo{KEPT}"),
         ("zero_step", "training step, stage 3", "stage 3", f"FSDP2 over gloo{KEPT}"),
     ):
-        steps = load(name)["steps"]
-        (ours,) = (row for row in steps if row["name"] == way)
-        (peer,) = (row for row in steps if row["by_kept"] == 1)
-        times = f"{ours['median']:.0f} ms", f"{peer['median']:.0f} ms ({other})"
-        lines.append([case, *times, f"{ours['by_kept']:.2f}"])
+        steps = [turns.Row(**row) for row in load(name)["steps"]]
+        (ours,) = (row for row in steps if row.name == way)
+        (peer,) = (row for row in steps if row.by["kept"] == 1)
+        times = f"{ours.median:.0f} ms", f"{peer.median:.0f} ms ({other})"
+        lines.append([case, *times, f"{ours.by['kept']:.2f}"])
     table = markdown(["2 ranks, medians", "ringdp", "the best of others", "ringdp / it"], lines)
     least, case = min((found, r.case) for r in REQUIRED if (found := reached(r, median, OTHER)))
     return (
@@ -194,16 +197,16 @@ def _on(results: Path) -> str:
 
 def torch_backend() -> str:
     """Medians in ms, and by how much they differ, from `python -m bench.torch_backend`."""
-    rows = load("torch_backend")["rows"]
+    rows = [backend.Row(**row) for row in load("torch_backend")["rows"]]
     ways = ("ringdp", "gloo", f"gloo{KEPT}")
     lines = []
-    found = {(row["case"], row["backend"]): row for row in rows}
-    for case in dict.fromkeys(row["case"] for row in rows):
-        cells = [f"{found[case, way]['median'] / 1e3:,.3g}" for way in ways]
-        cells += [f"{found[case, 'ringdp'][by]:.3g}" for by in ("by_gloo", "by_kept")]
-        lines.append([case, *cells])
+    found = {(row.case, row.backend): row for row in rows}
+    for case in dict.fromkeys(row.case for row in rows):
+        ours = found[case, "ringdp"]
+        cells = [f"{found[case, way].median / 1e3:,.3g}" for way in ways]
+        lines.append([case, *cells, f"{ours.by_gloo:.3g}", f"{ours.by_kept:.3g}"])
     table = markdown(["on 2 ranks", *ways, "ringdp / gloo", f"ringdp / gloo{KEPT}"], lines)
-    least = found["DDP step", "nothing"]["by_kept"]
+    least = found["DDP step", "nothing"].by_kept
     return (
         f"{table}\n\nDDP whose hook reduces nothing takes {least:.3g} of its step over gloo{KEPT}."
     )
@@ -214,7 +217,7 @@ def ddp_step() -> str:
     found = load("ddp_step")
     default = ddp.Overlap(**found["slow_link"][0])
     return (
-        _steps(found, "by_torch", "torch's DDP over gloo") + "\n\n"
+        _steps(found, "torch's DDP over gloo") + "\n\n"
         f"Over an emulated link of {default.mb_per_s:.0f} MB/s, where all reductions take "
         f"{default.communication:.0f} ms and backward {default.backward:.0f} ms, forward and "
         f"backward take {default.exposed:.0f} ms longer than without communication: "
@@ -228,7 +231,7 @@ def zero_step() -> str:
     found = load("zero_step")
     default, drawn = (zero.Overlap(**row) for row in found["slow_link"])
     return (
-        _steps(found, "by_fsdp2", "FSDP2 over gloo") + "\n\n"
+        _steps(found, "FSDP2 over gloo") + "\n\n"
         f"Over an emulated link of {default.mb_per_s:.0f} MB/s, where a step's communication "
         f"takes {default.communication:.0f} ms and its compute {default.silent:.0f} ms, "
         f"stage 3 takes {default.together:.0f} ms. All could be hidden but the "
@@ -242,15 +245,14 @@ def zero_step() -> str:
     )
 
 
-def _steps(found: dict[str, Any], peer: str, name: str) -> str:
-    """`peer`: the key of a row's times over those of a peer, which has that name."""
-    others = [f"/ {other}" for other in ("one process alone", name, "the same, freed memory kept")]
+def _steps(found: dict[str, Any], peer: str) -> str:
+    others = [f"/ {other}" for other in ("one process alone", peer, "the same, freed memory kept")]
     model = f"{found['parameters']:,} parameters, {found['ranks']} ranks"
     lines = []
-    for row in found["steps"]:
-        cells = [f"{row[key]:.0f}" for key in ("min", "median", "max")]
-        cells += [f"{row[key]:.2f}" for key in ("by_alone", peer, "by_kept")]
-        lines.append([row["name"], *cells])
+    for row in (turns.Row(**row) for row in found["steps"]):
+        cells = [f"{ms:.0f}" for ms in (row.min, row.median, row.max)]
+        cells += [f"{row.by[way]:.2f}" for way in ("alone", "peer", "kept")]
+        lines.append([row.name, *cells])
     return markdown([model, "min, ms", "median", "max", *others], lines)
 
 
@@ -258,9 +260,9 @@ def trace() -> str:
     """From `python -m bench.trace`."""
     found = load("trace")
     lines = []
-    for name, row in found["rows"].items():
-        times = [f"{row[when]:,.3g}" for when in ("off_median", "on_median")]
-        lines.append([name, *times, f"{row['slower']:.1%}"])
+    for row in (tracing.Row(**row) for row in found["rows"]):
+        times = f"{row.off_median:,.3g}", f"{row.on_median:,.3g}"
+        lines.append([row.name, *times, f"{row.slower:.1%}"])
     return markdown(
         [f"{found['ranks']} ranks, medians", "without a trace", "with one", "slower"], lines
     )

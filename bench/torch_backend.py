@@ -10,8 +10,8 @@ memory that is freed, as ranks of ours do by themselves (`ringdp.transport.heap`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,24 +40,36 @@ ELEMENTS = 1024  # float32: 4 KiB
 CALLS = 200  # timed at once: what the first ones find cold, after the other jobs, counts little
 
 
+@dataclass(frozen=True)
+class Row:
+    """µs of a call, or of a training step, and how many times as long as gloo's that is: where
+    freed memory is not kept, and where it is."""
+
+    case: str
+    backend: str
+    min: float
+    median: float
+    max: float
+    by_gloo: float
+    by_kept: float
+
+
 def main() -> None:
     arguments = parser(__doc__, ROUNDS).parse_args()
     machine = describe(RANKS)
     times = between_jobs(RANKS, {case: partial(made, *case) for case in CASES}, arguments.rounds)
-    # µs of a call, or of a training step, and how many times as long as gloo's that is: where freed
-    # memory is not kept, and where it is.
     rows = [
-        {
-            "case": case,
-            "backend": backend,
+        Row(
+            case,
+            backend,
             **spread(seconds, 1e6 / (CALLS if case == SMALL else 1)),
-            "by_gloo": ratio(seconds, times[case, "gloo"]),
-            "by_kept": ratio(seconds, times[case, f"gloo{KEPT}"]),
-        }
+            by_gloo=ratio(seconds, times[case, "gloo"]),
+            by_kept=ratio(seconds, times[case, f"gloo{KEPT}"]),
+        )
         for (case, backend), seconds in times.items()
     ]
     for row in rows:
-        print(json.dumps(row))
+        print(row)
     write_json(arguments.json, {"machine": machine, "rows": rows})
 
 

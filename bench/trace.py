@@ -10,11 +10,11 @@ tile, and at one of the communicator for each call.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -33,15 +33,32 @@ STAGES = (0, 3)
 ROUNDS, STEPS, CALLS = 14, 4, 2000  # the first round warms up
 
 
+@dataclass(frozen=True)
+class Row:
+    """Of the slowest rank's times, without a trace and with one."""
+
+    name: str
+    off_min: float
+    off_median: float
+    on_min: float
+    on_median: float
+    samples: int
+
+    @property
+    def slower(self) -> float:
+        """By which share, at the medians."""
+        return self.on_median / self.off_median - 1
+
+
 def main() -> None:
     arguments = parser(__doc__, ROUNDS).parse_args()
     rows = jobs.run(RANKS, measured, arguments.rounds)
-    for name, row in rows.items():
-        print(name, json.dumps(row, ensure_ascii=False))
+    for row in rows:
+        print(f"{row.slower:+.1%}: {row}")
     write_json(arguments.json, {"ranks": RANKS, "rounds": arguments.rounds, "rows": rows})
 
 
-def measured(rounds: int) -> dict[str, dict[str, float]]:
+def measured(rounds: int) -> list[Row]:
     comm = ringdp.init()
     work = {f"step of stage {stage}, ms": (sharded(stage, comm), STEPS, 1e3) for stage in STAGES}
     small = torch.ones(1024)
@@ -64,7 +81,7 @@ def compared(
     comm: ringdp.Communicator,
     work: dict[str, tuple[Callable[[], object], int, float]],
     rounds: int,
-) -> dict[str, dict[str, float]]:
+) -> list[Row]:
     times: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for round_ in range(rounds + 1):
         for name, (act, repeats, unit) in work.items():
@@ -79,23 +96,14 @@ def compared(
                         times[name, traced].append((time.perf_counter() - start) * unit)
                 if traced:
                     recorder.stop()
-    return {name: row(comm, times[name, False], times[name, True]) for name in work}
+    return [row_of(name, comm, times[name, False], times[name, True]) for name in work]
 
 
-def row(comm: ringdp.Communicator, off: list[float], on: list[float]) -> dict[str, float]:
-    """Of the slowest rank's times. `slower`: the medians' ratio less one, and the minima's."""
+def row_of(name: str, comm: ringdp.Communicator, off: list[float], on: list[float]) -> Row:
     both = torch.tensor([off, on], dtype=torch.float64)
     comm.all_reduce(both, "max")
-    off, on = both.tolist()
-    return {
-        "off_min": round(min(off), 3),
-        "off_median": round(statistics.median(off), 3),
-        "on_min": round(min(on), 3),
-        "on_median": round(statistics.median(on), 3),
-        "slower": round(statistics.median(on) / statistics.median(off) - 1, 4),
-        "slower_minima": round(min(on) / min(off) - 1, 4),
-        "samples": len(off),
-    }
+    figures = [round(of(times), 4) for times in both.tolist() for of in (min, statistics.median)]
+    return Row(name, *figures, samples=len(off))
 
 
 if __name__ == "__main__":

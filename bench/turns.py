@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -156,17 +157,27 @@ def longer(way: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a - b for a, b in zip(way, other, strict=True))
 
 
+@dataclass(frozen=True)
+class Row:
+    """ms of a way's turns. `by`: how many times as long as those of other ways."""
+
+    name: str
+    min: float
+    median: float
+    max: float
+    by: dict[str, float]
+
+
+def rows(times: Mapping[str, Sequence[float]], **by: str) -> list[Row]:
+    """`by`: the ways that each is compared with."""
+    return [
+        Row(way, **spread(seconds, 1e3), by={n: ratio(seconds, times[o]) for n, o in by.items()})
+        for way, seconds in times.items()
+    ]
+
+
 def spread(seconds: Sequence[float], unit: float) -> dict[str, float]:
     """`unit`: of them in a second."""
     times = [unit * s for s in seconds]
     found = {"min": min(times), "median": statistics.median(times), "max": max(times)}
     return {name: round(value, 2) for name, value in found.items()}
-
-
-def rows(times: Mapping[str, Sequence[float]], **by: str) -> list[dict[str, str | float]]:
-    """Milliseconds of each way; under a name in `by`, how many times as long as that way's."""
-    return [
-        {"name": way, **spread(seconds, 1e3)}
-        | {name: ratio(seconds, times[other]) for name, other in by.items()}
-        for way, seconds in times.items()
-    ]

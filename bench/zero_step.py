@@ -52,7 +52,7 @@ def main() -> None:
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     ways = {way: partial(train, way, FSDP2, wrapped) for way in WAYS}
     times = between_jobs(RANKS, ways, arguments.rounds)
-    steps = rows(times, by_alone="alone", by_fsdp2=FSDP2, by_kept=f"{FSDP2}{KEPT}")
+    steps = rows(times, alone="alone", peer=FSDP2, kept=f"{FSDP2}{KEPT}")
     write_json(arguments.json, report(steps, overlaps) | {"spans": spans})
 
 
