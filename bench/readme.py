@@ -32,7 +32,6 @@ ROOT = Path(__file__).parent.parent
 README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
 FIGURE = RESULTS / "ring.svg"
 LESS = "↓"
-BEATEN = "\n\nThe best call is faster than numpy's passes, and so below its bound, here: {}."
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
     "all_gather": "the same for all_gather",
@@ -138,8 +137,11 @@ def all_reduce() -> str:
         lines.append([f"{size:,}", *cells, *(_bound(bounds[where]) for where in (False, True))])
     names = (*(_heading(*label) for label in labels), "bound", "bound, registered")
     beaten = [f"{r.min_us:,.0f} µs at {_bytes(r.bytes)}" for r in rows if r.beats_bound]
-    says = BEATEN.format(", ".join(beaten)) if beaten else ""
-    return markdown(["bytes", *names], lines, left=()) + says
+    table = markdown(["bytes", *names], lines, left=())
+    if not beaten:
+        return table
+    says = "The best call is faster than numpy's passes, and so below its bound, here:"
+    return f"{table}\n\n{says} {', '.join(beaten)}."
 
 
 def _bound(us: float | None) -> str:

@@ -63,10 +63,9 @@ def measure(
     rows: list[Row] = []
     asked = asdict(options) | {"min": options.least, "max": options.most, "json": None}
     with Groups(names, options.ranks, cores, largest) as groups:
-        contenders = {
-            name: _described(name, version, options.ranks, len(cores))
-            for name, version in groups.versions().items()
-        }
+        contenders = groups.versions()
+        for peer in MPIS.keys() & contenders.keys():
+            contenders[peer] += f"; {launch(peer, options.ranks, len(cores)).settings}"
         for place, size in enumerate(options.sizes):
             count = elements(CASES[options.collective], options.dtype, size, options.ranks)
             entries = _entries(options, count, max(size, LEAST))
@@ -156,7 +155,3 @@ def _speeds(ranks: int, samples: dict[Entry, Samples]) -> Speeds:
 
 def _label(entry: Entry) -> str:
     return entry.task.algorithm + (" reg" if entry.task.registered else "")
-
-
-def _described(peer: str, version: str, ranks: int, cores: int) -> str:
-    return f"{version}; {launch(peer, ranks, cores).settings}" if peer in MPIS else version

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ringdp.cli.console import counted, say, show_table, table
-from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.options import UTILISATION, Options
 from ringdp.cli.plan.published import figures
@@ -43,7 +42,8 @@ def show(
     rate = "given" if options.flops else f"{options.device} × {share:g}, assumed"
     network = setting.network
     fits = [f"{name}: {terms(machine)}" for name, machine in network.fitted.items()]
-    hides = "" if network.beside(setting.ranks) else _not_beside(network)
+    shares = f"; the {network.cores} cores that compute move the bytes, so nothing is hidden"
+    hides = "" if network.beside(setting.ranks) else shares
     for line in (
         f"{model.name}: {model.elements:,} parameters in {counted(len(model.parts), 'unit')}, "
         f"{options.precision}",
@@ -87,10 +87,6 @@ def terms(machine: Machine) -> str:
     found = [f"{name} {x:.3g} {unit}" for name, x, unit in named if x]
     found += [f"bus +{more:.3g} s/B past {end / 1e6:.3g} MB" for end, more in caches]
     return ", ".join(found)
-
-
-def _not_beside(network: Network) -> str:
-    return f"; the {network.cores} cores that compute move the bytes, so nothing is hidden"
 
 
 def _unit(units: Sequence[Unit], most: float) -> Unit:
