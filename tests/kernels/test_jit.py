@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ringdp.kernels.adamw import adamw_kernel
+from tests import scripts
 
 USE = """
 import sys, torch
@@ -27,7 +28,8 @@ stochastic_round(out, torch.empty(64, dtype=torch.bfloat16), seed=1)
 assert "triton" not in sys.modules
 """
 INTERPRET = """
-import torch
+import os, torch
+os.environ["TRITON_INTERPRET"] = "1"
 from ringdp.kernels.copying import copy_kernel
 from ringdp.kernels.flatten import flatten_triton
 out = torch.empty(10)
@@ -37,24 +39,18 @@ assert type(copy_kernel.function).__name__ == "InterpretedFunction"
 """
 
 
-def python(code: str, **env: str) -> None:
+def test_cpu_path_imports_no_triton() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | env,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
+        [sys.executable, "-c", USE], capture_output=True, encoding="utf-8", timeout=600
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_cpu_path_imports_no_triton() -> None:
-    python(USE)
-
-
-def test_interpreter_is_chosen_at_the_first_use() -> None:
+@pytest.mark.process
+def test_interpreter_is_chosen_at_the_first_use(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    python(INTERPRET, TRITON_INTERPRET="1")
+    (tmp_path / "interpret.py").write_text(INTERPRET, encoding="utf-8")
+    scripts.run(tmp_path / "interpret.py", ranks=0)
 
 
 def test_interpreted_ends_with_its_test(interpreted: None, request: pytest.FixtureRequest) -> None:

@@ -216,15 +216,18 @@ def test_hosts_that_are_not_one_are_told(forks):
     assert "gloo" in first.said[0]
 
 
-def spawned(rank: int, path: str) -> None:
+def started_by_torch(rank: int, path: str) -> None:
     ringdp.init  # noqa: B018  the import is what registers the backend
     dist.init_process_group("ringdp", init_method=f"file://{path}", rank=rank, world_size=2)
     assert summed() == 2.0
     dist.destroy_process_group()
 
 
-def test_processes_that_torch_spawns(tmp_path):
-    started = processes.spawn(spawned, (str(tmp_path / "store"),), nprocs=2, join=False)
+def test_processes_that_torch_starts(tmp_path):
+    path = str(tmp_path / "store")
+    started = processes.start_processes(
+        started_by_torch, (path,), nprocs=2, join=False, start_method="forkserver"
+    )
     until = time.monotonic() + 600
     try:
         while not started.join(until - time.monotonic()):  # whether all have ended
