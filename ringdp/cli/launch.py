@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
 
@@ -130,6 +130,7 @@ def launch(
 
 def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection]) -> Result:
     """Runs in each rank."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     # From here on an interrupt ends the rank at once, inside a C++ wait too.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -144,6 +145,14 @@ def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection])
         finally:  # also where nobody listens any more
             # No destructors: a communicator whose peers are gone must not hold this process.
             os._exit(1)
+
+
+def _end_with_launcher() -> None:
+    """Also where that was killed, or interrupted while it started this rank, and never knew it."""
+    launcher = parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
 
 
 def _end_soon(signum: int, frame: object) -> None:

@@ -47,7 +47,7 @@ def misbehaving(
     with processes() as start:
         started = [
             (entry, start("env", f"TMPDIR={long}", sys.executable, str(SCRIPT), entry))
-            for entry in ("talks", "sleeps", "sleeps")
+            for entry in ("talks", "sleeps", "sleeps", "sleeps")
         ]
 
         def take(wanted: str) -> subprocess.Popen[str]:
@@ -150,3 +150,25 @@ def test_an_interrupt_ends_every_rank(misbehaving, to_group: bool) -> None:
     assert process.returncode == 130
     assert stderr == "ringdp: ended by SIGINT; every rank has ended\n"
     assert_gone(process, pids)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(misbehaving) -> None:
+    process = misbehaving("sleeps")
+    await_ranks(process)
+    process.kill()
+    process.wait(SECONDS)
+    assert_gone(process, [])
+
+
+def test_an_interrupt_while_ranks_start_leaves_none_of_them(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start(sys.executable, str(SCRIPT), "sleeps")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("Learning ")
+    time.sleep(0.3)  # the first waits for what it is forked from, which imports
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert stderr == "ringdp: ended by SIGINT; every rank has ended\n"
+    assert_gone(process, [])
