@@ -97,12 +97,10 @@ class Prepared {
     const auto used = uses(whole, part, site);
     {
       nb::gil_scoped_release free;
-      if (!brief_)
-        ticket = core_.run(what, kSlice);
-      else if (core_.wait(ticket, kSlice))
-        ticket = 0;
+      if (!brief_) ticket = core_.start(what, false);
+      if (core_.wait(ticket, kSlice)) return 0;
     }
-    return ticket ? keep(kept_, ticket, used) : 0;
+    return keep(kept_, ticket, used);
   }
 
  private:

@@ -70,17 +70,11 @@ class Progress final : public Records {
     return settle(ticket, [&] { work_on(lock, ticket, seconds); });
   }
 
-  // Begun and waited for: 0 if it has ended, else its ticket.
-  std::uint64_t run(const Job& job, double seconds) {
-    std::unique_lock lock(mutex_);
-    const auto ticket = queue(job, false);
-    return settle(ticket, [&] { work_on(lock, ticket, seconds); }) ? 0 : ticket;
-  }
-
   // Whether a job of so many bytes may be run by `dash`, if it seldom waits. Over a link none is short.
   bool brief(std::size_t bytes) const { return bytes <= kBrief && !far_; }
 
-  // As `run`, but under the lock all the time, and only until it would have to sleep: some tens of us.
+  // Begun and waited for under the lock, until it would have to sleep: some tens of us. 0 if it has ended,
+  // else its ticket.
   std::uint64_t dash(const Job& job) {
     std::lock_guard lock(mutex_);
     if (!jobs_.empty() || running_ || failed_ || waits_.on()) return queue(job, false);
