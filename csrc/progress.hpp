@@ -112,11 +112,9 @@ class Progress final : public Records {
   }
 
   void close() {
-    if (closed_) return;
-    closed_ = true;
     {
       std::unique_lock lock(mutex_);
-      stop_.store(true);
+      if (stop_.exchange(true)) return;
       work_.notify_one();
       done_.wait(lock, [&] { return !running_; });
       if (!failed_) failed_ = Failed{Failure::stopped, rank_};
@@ -304,7 +302,8 @@ class Progress final : public Records {
 
   // Under the lock.
   void announce(const Failed& failed) {
-    if (std::exchange(announced_, true)) return;  // what others may be reading stays as it is
+    // relaxed: if it is this rank's, the finding that others may be reading stays as it is
+    if (segment_.header().failed.load(std::memory_order_relaxed) != 0) return;
     segment_.record(rank_).finding = {failed.expected, failed.found};
     std::uint64_t none = 0;
     // release: the finding, and the messages sent before it; the first to fail stays
@@ -313,7 +312,6 @@ class Progress final : public Records {
   }
 
   std::uint64_t digest_ = 1;
-  bool announced_ = false;
   std::atomic<bool> stop_{false};  // read relaxed by who waits: nothing else is told by it
   Segment segment_;
   int rank_;
@@ -333,7 +331,6 @@ class Progress final : public Records {
   std::optional<Failed> failed_;
   std::string why_;  // of what `fail` was told
   std::thread thread_;
-  bool closed_ = false;
 };
 
 }  // namespace ringdp
