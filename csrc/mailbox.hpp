@@ -11,9 +11,9 @@ namespace ringdp {
 class Mailbox {
  public:
   // `fd`: as that of `Matching`.
-  Mailbox(Progress& progress, int fd, int rank)
-      : progress_(progress), segment_(progress.segment()),
-        messages_(segment_, fd, rank, progress.messages_sent), rank_(rank), ranks_(segment_.ranks()) {}
+  Mailbox(Progress& progress, int fd)
+      : progress_(progress), segment_(progress.segment()), rank_(progress.rank()),
+        ranks_(progress.ranks()), messages_(segment_, fd, rank_, progress.messages_sent) {}
   ~Mailbox() { close(); }
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
@@ -179,8 +179,8 @@ class Mailbox {
 
   Progress& progress_;
   Segment& segment_;
-  Matching messages_;
   int rank_, ranks_;
+  Matching messages_;
 
   std::mutex mutex_;
   std::atomic<int> asking_{0};  // threads that ask for a turn

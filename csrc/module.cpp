@@ -182,8 +182,7 @@ NB_MODULE(_core, m) {
   m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");
   nb::class_<Mailbox>(m, "Mailbox")  // its tickets are negative here, to be told from those of Progress
-      .def(nb::init<Progress&, int, int>(), nb::keep_alive<1, 2>(), nb::arg("progress"),
-           nb::arg("fd"), nb::arg("rank"))
+      .def(nb::init<Progress&, int>(), nb::keep_alive<1, 2>(), nb::arg("progress"), nb::arg("fd"))
       .def("send",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int to,
               bool background, nb::dict kept, nb::object used) {

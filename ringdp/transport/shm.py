@@ -136,7 +136,7 @@ class ShmTransport:
             self.tape = self._core
             table = Tensor.__dlpack_c_exchange_api__  # see csrc/tensors.hpp
             self.ready = _core.Ready(self.rank, self.ranks, table, Tensor, torch.nn.Parameter)
-            self._mail = _core.Mailbox(self._core, files[1], self.rank)
+            self._mail = _core.Mailbox(self._core, files[1])
 
     def prepare(self, what: Run | Exchange) -> Prepared:
         if isinstance(what, Exchange):

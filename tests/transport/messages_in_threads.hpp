@@ -9,7 +9,7 @@ std::vector<std::unique_ptr<Mailbox>> mailboxes(std::vector<std::unique_ptr<Prog
   const int n = int(ranks.size()), fd = int(syscall(SYS_memfd_create, "ringdp-mail", 0));
   check(ftruncate(fd, Channels::size(n, kDepth, kSlab)) == 0, "a file for messages");
   std::vector<std::unique_ptr<Mailbox>> found;
-  for (int r = 0; r < n; ++r) found.push_back(std::make_unique<Mailbox>(*ranks[r], fd, r));
+  for (int r = 0; r < n; ++r) found.push_back(std::make_unique<Mailbox>(*ranks[r], fd));
   close(fd);
   return found;
 }
