@@ -215,7 +215,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("failed",
                    [](Watch& self) {
                      const Failed f = unpacked(self.header().failed.load());
-                     return nb::make_tuple(int(f.failure), f.rank, f.reporter);
+                     return nb::make_tuple(int(f.failure), f.rank);
                    });
   m.def(
       "adamw",

@@ -129,7 +129,7 @@ class Repeated:
 
 class Watch(Records):
     ranks: int
-    failed: tuple[int, int, int]
+    failed: tuple[int, int]
     def __init__(self, fd: int) -> None: ...
 
 class Mailbox:

@@ -44,7 +44,7 @@ class Watched:
 
     def failure(self) -> tuple[FailureKind, int] | None:
         """What ended it, and the rank at fault, or that gave up."""
-        kind, rank, _ = self._watch.failed
+        kind, rank = self._watch.failed
         known = kind in [k.value for k in FailureKind] and 0 <= rank < self.ranks
         return (FailureKind(kind), rank) if known else None
 
