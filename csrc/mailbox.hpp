@@ -43,8 +43,7 @@ class Mailbox {
   // Whether that message has been sent, or has come; after a failure none is any more.
   bool wait(std::uint64_t ticket, double seconds) {
     auto lock = turn();
-    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(seconds));
+    const auto end = after(seconds);
     ++waiters_;
     for (int idle = 0; messages_.find(ticket) && !dead();) {
       idle = move() ? 0 : idle + 1;

@@ -88,10 +88,7 @@ class Peers {
   static constexpr std::chrono::milliseconds kLook{10};
 
   Peers(Segment& segment, int rank, const std::atomic<bool>& stop)
-      : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {
-    // More ranks than cores: whoever spins keeps the core from the rank that it waits for.
-    crowded_ = segment.ranks() > cores_;
-  }
+      : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {}
 
   // Bytes of collectives, which one thread at a time runs: to add to them needs no locked access.
   std::uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
@@ -263,8 +260,9 @@ class Peers {
   int rank_;
   const std::atomic<bool>& stop_;
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
+  // More ranks than cores: whoever spins keeps the core from the rank that it waits for.
+  const bool crowded_ = segment_.ranks() > cores_;
   std::atomic<std::uint64_t> sent_{0};
-  bool crowded_;
   Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
   bool background_ = false, dashes_ = false;
 };

@@ -179,8 +179,7 @@ class Progress final : public Records {
   }
 
   void work_on(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
-    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(seconds));
+    const auto end = after(seconds);
     // Another thread that waits says nothing of whether the one that calls computes.
     const bool idle = std::this_thread::get_id() == caller_;
     do {

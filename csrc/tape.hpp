@@ -21,6 +21,11 @@ inline std::uint64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
 
+// So many seconds from now on.
+inline Clock::time_point after(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
 // transport.taped's order. `call` and `failed` are followed by kCallCells - 1 cells of a CallCells.
 enum class What : std::int32_t { row, lay_out, read, fold, take, collect, wait, call, failed };
 
