@@ -34,7 +34,6 @@ struct ncclComm {
 
   hostnccl::Shared shared;
   const int ranks, rank;
-  std::uint64_t token = 0;
   std::atomic<bool> aborted{false};  // read relaxed: nothing else is told by it
   std::atomic<bool> busy{false};  // a thread launches on it
   std::atomic<ncclResult_t> error{ncclSuccess};
@@ -83,7 +82,6 @@ inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int ra
   int nobody = 0;
   if (!made->shared.header().pids[rank].compare_exchange_strong(nobody, getpid()))
     return ncclInvalidUsage;
-  made->token = place.token;
   ++made->shared.header().attached;
   *comm = made;
   return ncclSuccess;
@@ -92,7 +90,7 @@ inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int ra
 // Waits for all ranks, as NCCL does: for as long as it takes.
 inline ncclComm* meet(const Comm& comm) {
   for (Pause pause; comm->shared.header().attached.load() < comm->ranks;) pause.rest();
-  withdraw(comm->token);
+  withdraw(comm->shared.header().token);
   std::lock_guard lock(handles().mutex);
   handles().all[comm.get()] = comm;
   return comm.get();
