@@ -32,6 +32,7 @@ class Matching {
     std::uint64_t bytes, kind;
     int peer;  // -1: anybody
     std::int64_t* source;  // null: a send
+    const std::byte* announced = nullptr;  // of a send that waits for a READY
     std::uint64_t come = 0;
     Clock::time_point looked{};  // whether its peer is still there
   };
@@ -52,11 +53,11 @@ class Matching {
 
   // `kind`: the tag << 24, and the dtype.
   void send(std::uint64_t ticket, const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to) {
-    pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
+    Request& request = pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
     if (bytes <= slab_) {
       out_[to].push_back({kWhole, ticket, kind, bytes, data, bytes, ticket});
     } else {
-      announced_[ticket] = data;
+      request.announced = data;
       out_[to].push_back({kAnnounce, ticket, kind, bytes, nullptr, 0, 0});
     }
   }
@@ -180,11 +181,10 @@ class Matching {
   }
 
   void start(int to, const Envelope& e) {
-    const auto a = announced_.find(e.id);
-    if (a == announced_.end() || pending_[e.id].peer != to) refuse(to, e);
-    const Request& r = pending_[e.id];
-    out_[to].push_back({kPart, e.id, r.kind, r.bytes, a->second, r.bytes, e.id});
-    announced_.erase(a);
+    Request* const r = find(e.id);
+    if (!r || !r->announced || r->peer != to) refuse(to, e);
+    const auto* data = std::exchange(r->announced, nullptr);
+    out_[to].push_back({kPart, e.id, r->kind, r->bytes, data, r->bytes, e.id});
   }
 
   void add(int from, const Envelope& e, const std::byte* payload) {
@@ -217,7 +217,6 @@ class Matching {
   std::vector<std::deque<Out>> out_;                    // by receiver
   std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
   std::list<Arrived> arrived_;                          // messages without a buffer
-  std::map<std::uint64_t, const std::byte*> announced_;  // by ticket: what waits for a READY
   std::map<std::pair<int, std::uint64_t>, std::uint64_t> coming_;  // (sender, id) -> ticket
 };
 
