@@ -150,7 +150,8 @@ class C10dTransport(Answering):
             if (found, size) != (kind, buffer.nbytes):
                 expected = MESSAGE, kind, buffer.nbytes
                 raise Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
-            message.take(buffer, peer, rest_tag(rest), lambda part: self._until(part, peer))
+            with self._talking(peer):
+                message.take(buffer, peer, rest_tag(rest), lambda part: self._until(part, peer))
             source[0] = peer
             self._end(ticket)
 
@@ -256,7 +257,8 @@ class C10dTransport(Answering):
         if found != expected or found[2] % size or not 0 <= found[2] <= whole:
             raise Failed(FailureKind.MISMATCH, peer, (expected, found))
         value = job.buffer.new_empty(found[2] // size)
-        message.take(value, peer, COLLECTIVE, lambda part: self._until(part, peer))
+        with self._talking(peer):
+            message.take(value, peer, COLLECTIVE, lambda part: self._until(part, peer))
         return value
 
     @contextmanager

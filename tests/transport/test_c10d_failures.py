@@ -9,19 +9,23 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
 import ringdp
-from ringdp import Communicator, Work
-from ringdp.transport import answers
+from ringdp import CommunicationError, Communicator, Work
+from ringdp.transport import answers, threads, wire
 from ringdp.transport.processes import process_state
 from tests.comm.failing import WHENS, Form, Heard, hear, line_of, names_its_line
 from tests.comm.test_deaths import ENDS
@@ -105,6 +109,43 @@ def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, vic
             assert names_its_line(h.text), where
             assert h.text.startswith(f"rank {rank} "), where
             assert f"; rank {victim} has ended" in h.text.splitlines()[0], where
+
+
+def aborts_between_parts(comm: Communicator, say: Say, message: bool) -> None:
+    """Of what rank 1 sends it, on a thread of its own."""
+    (c,) = made(comm, 1)
+    x, come, gone = torch.ones(LARGE), threading.Event(), threading.Event()
+    if comm.rank == 1:
+        with suppress(CommunicationError):
+            c.send(x, 0) if message else c.all_reduce(x)
+        return
+    take, raised = wire.Incoming.take, list[str]()
+
+    def late(incoming: wire.Incoming, *arguments: Any) -> None:
+        come.set()
+        gone.wait(PATIENCE)
+        take(incoming, *arguments)
+
+    with (
+        patch.object(wire.Incoming, "take", late),
+        patch.object(threading, "excepthook", lambda e: raised.append(str(e.exc_value))),
+    ):
+        work = c.irecv(x, 1) if message else c.all_reduce(x, async_op=True)
+        assert come.wait(PATIENCE)
+        before = set(threading.enumerate())
+        c.abort()
+        threads.join([*set(threading.enumerate()) - before])  # until its connections are cut
+        gone.set()
+        threads.join([t for t in before if t.name == "ringdp-c10d"])
+    say((type(work.exception()).__name__, raised))
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_a_rank_that_aborts_between_the_parts_of_a_message_raises_on_no_thread(
+    forks: Forks, message: bool
+):
+    (_, said), _ = forks(2, aborts_between_parts, message)
+    assert said == [("PeerLost", [])]
 
 
 def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int) -> None:
