@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
@@ -48,7 +48,7 @@ def find_units(
     so many elements. Without one every entry of a ModuleList or Sequential is a unit, the outermost
     one where they nest. `kind` of a parameter, in the module that it lies in: all of a unit have
     the same. Raises UsageError if there is no parameter, or if they are not all floating, apart
-    in memory and on one device, or on none yet.
+    in memory and on one device, or on none yet, or for a module that takes no hooks.
     """
     _check(model)
     chosen = _chosen(model, rule)
@@ -138,6 +138,12 @@ def _matching(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
 
 
 def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, jit.ScriptModule):
+            raise UsageError(
+                f"{f'module {name}' if name else 'the model'} is a torch.jit.ScriptModule, which "
+                "takes no hooks; shard what it was made of"
+            )
     parameters = list(model.named_parameters())
     if not parameters:
         raise UsageError("the model has no parameter")

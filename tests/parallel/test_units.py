@@ -119,6 +119,11 @@ def test_a_unit_registered_twice_is_one():
             None,
             "p.0 and p.1 are two parameters in the same memory",
         ),
+        (
+            nn.Sequential(linear(), torch.jit.ScriptModule()),
+            None,
+            "module 1 is a torch.jit.ScriptModule, which takes no hooks",
+        ),
     ],
 )
 def test_a_wrong_model_or_rule_is_told_what_is_allowed(model, rule, said):
