@@ -6,9 +6,9 @@ first rank's that has one is taken. Where it loads one, it keeps its slices of i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel import layout
 from ringdp.parallel.cut import Cut
+from ringdp.parallel.guards import sliced
 from ringdp.parallel.replicas import gather_json
 
 
@@ -44,27 +45,39 @@ class Whole(Protocol):
     def gathers_state(self) -> bool: ...
 
 
-def belong(optimizer: Optimizer, whole: Whole) -> None:
-    """It is about to step slices for the first time. Raises UsageError for state of other ones."""
-    keep_slices(optimizer, whole.units)
-    reference = weakref.ref(whole)
+_BELONG: WeakSet[Optimizer] = WeakSet()  # optimizers whose hooks are there
 
-    def saved(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        engine = reference()
+
+def belong(optimizer: Optimizer, whole: Whole) -> None:
+    """It is about to step slices for the first time, or those of another engine. Raises UsageError
+    for state of other ones."""
+    keep_slices(optimizer, whole.units)
+    if optimizer not in _BELONG:
+        _BELONG.add(optimizer)
+        optimizer.register_state_dict_post_hook(_saved)
+        optimizer.register_load_state_dict_post_hook(_loaded)
+
+
+def _wholes(optimizer: Optimizer) -> list[Whole | None]:
+    return sliced.wholes(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    for engine in _wholes(optimizer):
         if engine is None or engine.closed or not engine.gathers_state:
             raise UsageError(
                 "state_dict of a sharded model's optimizer: what it keeps is of this rank's flat "
                 "slices. Use ringdp.save and ringdp.load, which take the optimizer, too, or call "
                 "it within full_parameters(), on every rank"
             )
-        return state | {"state": gathered(engine.comm, engine.units, optimizer, state["state"])}
+        state = state | {"state": gathered(engine.comm, engine.units, optimizer, state["state"])}
+    return state
 
-    def loaded(optimizer: Any) -> None:
-        if (engine := reference()) is not None and not engine.closed:
+
+def _loaded(optimizer: Optimizer) -> None:
+    for engine in _wholes(optimizer):
+        if engine is not None and not engine.closed:
             keep_slices(optimizer, engine.units)
-
-    optimizer.register_state_dict_post_hook(saved)
-    optimizer.register_load_state_dict_post_hook(loaded)
 
 
 def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:

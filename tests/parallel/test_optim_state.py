@@ -99,6 +99,24 @@ def test_it_is_that_of_one_process(comm: Communicator, kind: Any, options: dict[
 
 
 @on_ranks(2)
+def test_it_is_gathered_by_the_engine_that_the_model_has_now(comm: Communicator) -> None:
+    """Closed whole and sharded again, with the same optimizer."""
+    model, twin = net(), net()
+    exact = torch.optim.Adam(twin.parameters())
+    step(twin, exact, 0, 1)
+    engine = ringdp.shard(model, stage=2, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    with engine.full_parameters():
+        engine.close()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    step(model, optimizer, 1)
+    with engine.full_parameters():
+        assert_same(optimizer.state_dict(), exact.state_dict())
+    engine.close()
+
+
+@on_ranks(2)
 def test_what_else_it_steps_is_left_as_it_is(comm: Communicator) -> None:
     model, other = net(), nn.Parameter(torch.ones(2))
     engine = ringdp.shard(model, stage=3, comm=comm)

@@ -85,6 +85,12 @@ def belong(parameters: Iterable[nn.Parameter], whole: Whole) -> None:
         _WHOLES[p] = reference
 
 
+def wholes(parameters: Iterable[Tensor]) -> list[Any]:
+    """Of those that are slices, who has the others, each once; None: it is gone."""
+    references = {id(whole): whole for p in parameters if (whole := _WHOLES.get(p))}
+    return [whole() for whole in references.values()]
+
+
 def read(gradient: Tensor, parameter: nn.Parameter) -> None:
     """The user gets it from the parameter, which is a slice."""
     if type(gradient) is Tensor and (whole := _WHOLES.get(parameter)):
