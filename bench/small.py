@@ -12,7 +12,6 @@ With this exchange no call from Python is faster than method + exchange; ours is
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ import torch
 import ringdp
 from bench.program import compiled
 from bench.results import parser
+from ringdp.cli.bench.kernels import by_the_clock
 from ringdp.cli.files import write_json
 
 BYTES = (1 << 10, 4 << 10)
@@ -56,13 +56,7 @@ def exchange_us(cores: tuple[int, int]) -> dict[str, float]:
 
 
 def _best_us(call: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        best = min(best, (time.perf_counter() - start) / CALLS)
-    return round(1e6 * best, 3)
+    return round(1e6 * min(by_the_clock(call, CALLS) for _ in range(ROUNDS)), 3)
 
 
 def main() -> None:
