@@ -234,6 +234,7 @@ def interleaved(
 
 
 def by_the_clock(call: Call, times: int) -> float:
+    """Seconds of one call, of so many in a row."""
     start = time.perf_counter()
     for _ in range(times):
         call()

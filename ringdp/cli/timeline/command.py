@@ -22,9 +22,9 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         raise UsageError(f"--network is {bench!r}; allowed: a .json file of `ringdp bench --json`")
     if page.exists() and trace.exists() and page.samefile(trace):
         raise UsageError(f"--html: {page} is the trace itself; allowed: another file")
+    check_writable(page, "--html")
     with console.status(Text(f"reading {trace}")) as status:
         run = read(trace)
-        check_writable(page, "--html")
         data = digest(run, bench, lambda what: status.update(Text(what)))
         text = fill(data, f"{trace.name}: {counted(run.ranks, 'rank')}")
         status.update(Text(f"writing {page}"))
