@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from ringdp.cli.plan.hardware import Network, files, from_file
@@ -20,6 +20,7 @@ from ringdp.tape.chrome import Event
 
 COMPUTE = ("forward", "backward", "recompute", "step")
 ENGINE = ("gather", "prefetch", "unshard", "free", "reduce", "finish")
+Names = defaultdict[str, int]  # texts as numbers: a new one's is the next
 ADAMS = {"Adam", "AdamW"}  # whose state the formula is of
 
 
@@ -51,7 +52,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     told = collectives.schedules(run)
     priced = collectives.prices({w.kind for w in wholes}, told)
     over = from_file(*files(bench)) if bench else collectives.network(run, wholes, priced)
-    names = Names()
+    names: Names = defaultdict(count().__next__)
     tell("laying out lanes")
     lanes = [*_lanes(run, names)]
     tell("laying out chunks")
@@ -60,7 +61,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     return {
         "ranks": run.ranks,
         "notes": [*_notes(run)],
-        "names": names.all,
+        "names": list(names),
         "lanes": lanes,
         "waits": {rank: _waits(events[rank]) for rank in sorted({e["pid"] for e in run.events})},
         "shares": [share(rank, events[rank], came)._asdict() for rank in sorted(run.parts)],
@@ -70,20 +71,6 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
         "model": over and {**over.machine._asdict(), "source": over.source},
         **_replays(wholes, told, tell),
     }
-
-
-class Names:
-    """Texts as numbers."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self._places.setdefault(text, len(self._places))
-
-    @property
-    def all(self) -> list[str]:
-        return list(self._places)
 
 
 def by_rank(run: Run) -> Mapping[int, list[Event]]:
@@ -149,7 +136,7 @@ def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
             "rank": lane[0],
             "title": titles.get(lane, ""),
             "spans": [
-                [names(e["name"]), names(e["cat"]), _us(e["ts"]), _us(e["dur"]), _where(e, names)]
+                [names[e["name"]], names[e["cat"]], _us(e["ts"]), _us(e["dur"]), _where(e, names)]
                 for e in spans[lane]
             ],
         }
@@ -157,7 +144,7 @@ def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
 
 def _where(event: Event, names: Names) -> int:
     """Where the user called it, as a name; -1: nowhere."""
-    return names(event["args"]["at"]) if "at" in event["args"] else -1
+    return names[event["args"]["at"]] if "at" in event["args"] else -1
 
 
 def _collective(whole: Whole, over: Network | None, priced: Mapping[Kind, Price]) -> dict[str, Any]:
@@ -194,7 +181,7 @@ def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float
         about = e["args"]
         at = places.get((comms.get((e["pid"], e["tid"]), ""), about["number"]))
         if at is not None:
-            row = [e["pid"], names(e["name"]), _us(e["ts"]), _us(e["dur"]), about["round"]]
+            row = [e["pid"], names[e["name"]], _us(e["ts"]), _us(e["dur"]), about["round"]]
             found[at].append([*row, about["piece"], about.get("waited_us", 0), about["bytes"]])
     return found
 
