@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import ringdp
 from ringdp import Communicator
+from ringdp.cli.loopback import register
 from ringdp.comm.guard import Guard
 from ringdp.transport.base import FailureKind
 from ringdp.transport.processes import process_state
@@ -173,43 +177,40 @@ def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks, call: str
         assert "; rank 2 has ended (" in heard.text
 
 
-TRAINING = """
-import os, signal, sys, torch, ringdp
-
-comm = ringdp.init(timeout=120)
-path, weights, first = sys.argv[1], torch.zeros(4), 0
-if os.path.exists(path):
-    saved = torch.load(path)
-    weights, first = saved["weights"], saved["step"]
-for step in range(first, 6):
-    if step == 3 and comm.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    gradient = torch.full((4,), (comm.rank + 1.0) * (step + 1))
-    comm.all_reduce(gradient, "avg")
-    weights -= 0.1 * gradient
-    if comm.rank == 0:
-        torch.save({"weights": weights, "step": step + 1}, path + ".new")
-        os.replace(path + ".new", path)
-sys.stdout.write(f"rank {comm.rank} from step {first}: {weights.tolist()}\\n")
-"""
+def trains(path: str) -> tuple[int, list[float]]:
+    """The step that it went on from, and the weights."""
+    comm = ringdp.init(timeout=PATIENCE)
+    weights, first = torch.zeros(4), 0
+    if os.path.exists(path):
+        saved = torch.load(path)
+        weights, first = saved["weights"], saved["step"]
+    for step in range(first, 6):
+        if step == 3 and comm.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        gradient = torch.full((4,), (comm.rank + 1.0) * (step + 1))
+        comm.all_reduce(gradient, "avg")
+        weights -= 0.1 * gradient
+        if comm.rank == 0:
+            torch.save({"weights": weights, "step": step + 1}, path + ".new")
+            os.replace(path + ".new", path)
+    return first, weights.tolist()
 
 
 def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING, encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"),
-            *(str(script), str(tmp_path / "checkpoint")),
-        ],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
+    """By what torchrun calls, whose ranks are forked here."""
+    config = LaunchConfig(
+        *(1, 1, 2),  # nodes, at least and at most, of so many ranks
+        rdzv_backend=register(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+        local_addr="127.0.0.1",
+        max_restarts=1,
+        monitor_interval=0.05,
+        start_method="forkserver",
     )
-    assert done.returncode == 0, done.stderr
+    with ThreadPoolExecutor(1) as thread:  # in the main one it would take signals, and keep them
+        started = thread.submit(elastic_launch(config, trains), str(tmp_path / "checkpoint"))
+        found = started.result()
     weights = torch.zeros(4)
     for step in range(6):
         weights -= 0.1 * torch.full((4,), 1.5 * (step + 1))
-    lines = sorted(done.stdout.splitlines())
-    assert lines == [f"rank {rank} from step 3: {weights.tolist()}" for rank in range(2)]
+    assert found == dict.fromkeys(range(2), (3, weights.tolist()))
