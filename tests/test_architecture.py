@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import get_type_hints
@@ -56,6 +57,7 @@ def room(module: str) -> str:
     return "" if name == "__init__" else name
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Absolute names of what a module imports, whether at its top or inside a function."""
     package = module.split(".")[:-1]
