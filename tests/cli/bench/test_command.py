@@ -16,7 +16,7 @@ from typing import Self
 import pytest
 from rich.console import Console
 
-from ringdp.cli.bench import command, peers, run
+from ringdp.cli.bench import command, groups, peers, run
 from ringdp.cli.bench.cases import Task
 from ringdp.cli.bench.contender import Round, Times
 from ringdp.cli.bench.groups import Groups, probe_ranks
@@ -173,14 +173,15 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
     long = tmp_path / ("x" * 110)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(groups, "HURRY", 0.1)  # s, for a rank that waits for the dead one
     round_ = Round(Task("all_reduce", "auto", False, "float32", "sum", 256), number=0, calls=3)
-    with Groups(["shm"], 2, sorted(os.sched_getaffinity(0)), largest=4096) as groups:
+    with Groups(["shm"], 2, sorted(os.sched_getaffinity(0)), largest=4096) as alone:
         assert tempfile.gettempdir() == str(long)
-        assert len(groups.run("shm", round_)) == 2
-        ranks = groups._groups["shm"]._pids
+        assert len(alone.run("shm", round_)) == 2
+        ranks = alone._groups["shm"]._pids
         os.kill(ranks[0], signal.SIGKILL)
         with pytest.raises(RankError, match=r"shm (died|failed) in all_reduce of 256 float32"):
-            groups.run("shm", round_)
+            alone.run("shm", round_)
     assert_gone(ranks)
 
 
