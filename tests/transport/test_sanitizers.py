@@ -29,7 +29,8 @@ OPTIONS = ("-O1", "-g1", "-DRINGDP_CLONES=", "-fno-builtin", "-fno-sanitize-reco
 SOURCE = "transport/ranks_in_threads.cpp"
 BUILDS = {
     "thread": Build(SOURCE, (*OPTIONS, "-fsanitize=thread"), relaxes=True),
-    "address": Build(SOURCE, (*OPTIONS, "-fsanitize=address,undefined")),
+    # -Og finds the same, and takes 9 s of a core to compile, where -O1 takes 15.
+    "address": Build(SOURCE, (*OPTIONS, "-Og", "-fsanitize=address,undefined")),
 }
 
 
