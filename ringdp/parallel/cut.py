@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringdp.parallel import layout
+
+
+class Slices(Protocol):
+    """What a rank keeps of the parameters of one flat buffer: a unit's."""
+
+    index: int
+    rank: int
+    plan: layout.Unit
+    cut: Cut
+    parameters: Sequence[nn.Parameter]
 
 
 class Cut:

@@ -11,25 +11,14 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import layout
-from ringdp.parallel.cut import Cut
+from ringdp.parallel.cut import Slices
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.replicas import gather_json
-
-
-class Slices(Protocol):
-    """What a rank steps of the parameters of one flat buffer: a unit's."""
-
-    index: int
-    rank: int
-    plan: layout.Unit
-    cut: Cut
-    parameters: Sequence[nn.Parameter]
 
 
 class Whole(Protocol):

@@ -263,6 +263,7 @@ def accumulated(comm: Communicator, shards: Any) -> list[float]:
     for step in range(4):
         model.set_is_last_backward(step % 2 == 1)
         model.set_requires_gradient_sync(step % 2 == 1)
+        model.set_requires_all_reduce(step % 2 == 1)
         (value := loss(model, 2 * step + comm.rank)).backward()
         losses.append(value.item())
         if step % 2:

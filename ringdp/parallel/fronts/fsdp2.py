@@ -37,7 +37,7 @@ ABSENT = (
     "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor",
     "set_keep_unsharded_storage", "set_manual_backward_finalization", "set_post_optim_event",
     "set_reduce_scatter_divide_factor", "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params", "set_requires_all_reduce", "set_reshard_after_backward",
+    "set_reduce_scatter_unused_params", "set_reshard_after_backward",
     "set_reshard_after_forward", "set_separate_reduce_scatter_group", "set_symm_mem_for_comm",
     "set_unshard_in_backward",
 )  # fmt: skip
@@ -86,6 +86,10 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether torch's waits for reductions where a backward ends. Here each does, and how
         gradients add up is the same."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether torch's reduces among replicas of the shards: over a mesh of one dimension there
+        are none."""
 
     def unshard(self, async_op: bool = False) -> Unsharding | None:
         """Gather its parameters, but for those of modules within that fully_shard was called on,

@@ -28,7 +28,7 @@ from ringdp.parallel.refuse import refuse
 
 
 @dataclass
-class Slices:
+class Parts:
     """This rank's slices, `parameters`, of the parameters of one dtype, `wholes`."""
 
     index: int
@@ -68,7 +68,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
             process_group, (p for group in self.param_groups for p in group["params"])
         )
         self._parts: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # this rank's, of each parameter
-        self._units: list[Slices] = []
+        self._units: list[Parts] = []
         self._consolidated: dict[Any, Any] | None = None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for group in self.param_groups:
@@ -87,7 +87,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
                 self._parts[p] = nn.Parameter(p.detach().view(-1)[span], p.requires_grad), span
             cut = Cut(plan, [p.shape for p in tensors], self.comm.rank, slices=True)
             parts = [self._parts[p][0] for p in tensors]
-            self._units.append(Slices(len(self._units), self.comm.rank, plan, cut, tensors, parts))
+            self._units.append(Parts(len(self._units), self.comm.rank, plan, cut, tensors, parts))
         groups = [
             _options(group) | {"params": [self._parts[p][0] for p in group["params"]]}
             for group in self.param_groups
@@ -163,7 +163,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             group.update(_options(inner))
 
-    def _share(self, unit: Slices) -> None:
+    def _share(self, unit: Parts) -> None:
         flat = unit.wholes[0].new_zeros(unit.plan.padded)
         shard = flat[unit.cut.part]
         for (begin, end), part in zip(unit.cut.spans, unit.parameters, strict=True):

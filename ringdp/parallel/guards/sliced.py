@@ -24,17 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel import layout
-from ringdp.parallel.cut import Cut
-
-
-class Unit(Protocol):
-    """Parameters that are slices."""
-
-    index: int
-    plan: layout.Unit
-    cut: Cut
-    parameters: Sequence[nn.Parameter]
+from ringdp.parallel.cut import Slices
 
 
 class Whole(Protocol):
@@ -43,7 +33,7 @@ class Whole(Protocol):
     comm: Communicator
 
     @property
-    def units(self) -> Sequence[Unit]: ...
+    def units(self) -> Sequence[Slices]: ...
 
     def check_reduced(self, what: str) -> None: ...
 
