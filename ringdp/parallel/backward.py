@@ -39,6 +39,7 @@ class Backwards:
         self.units, self.gathering, self.reducing = gathering.units, gathering, reducing
         self.sync = True  # whether they reduce
         self._now: _Backward | None = None  # the one under way, or that raised
+        self._around = set[int]()  # units that hold others: they are reduced after these
         me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
         self._arrivals = [Arrivals(unit, me, handles) for unit in self.units]
 
@@ -90,6 +91,7 @@ class Backwards:
 
     def _begin(self) -> _Backward:
         units = {unit.index: unit for unit in self._trained()}
+        self._around = set(self.gathering.groups[0]).union(*self.gathering.callers)
         self.gathering.begin_backward(amid=not units, again=not units and torch.is_grad_enabled())
         end = partial(self.end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -127,7 +129,7 @@ class Backwards:
         else:  # frozen since the forward: torch calls, but has made none
             arrivals.owed.discard(at)
         self.gathering.prefetch_deferred(wait=False)
-        if not (arrivals.owed or index in self.gathering.groups[0]):
+        if not (arrivals.owed or index in self._around):
             self.reduce(index)
 
     def _reduce_through(self, index: int) -> None:
@@ -141,7 +143,8 @@ class Backwards:
                 self.reduce(other)
 
     def reduce(self, index: int) -> None:
-        """After those inside it, which on other ranks may have been whole before it was."""
+        """After those inside it, which on other ranks may have been whole before it was, or are yet
+        to come: so one around others waits until the next unit's backward, or the end."""
         for unit in self.reducing.opened():
             inner = unit.index
             called = index in self.gathering.callers[inner]

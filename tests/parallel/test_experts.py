@@ -43,13 +43,26 @@ class Block(Experts):
         return out
 
 
+class Around(Experts):
+    """A unit within it runs before its experts: their backward is through before that one's, but
+    where a rank leaves some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
 class Net(nn.Module):
-    """Whose layers are called each once, one `again`, or checkpointed, or lie `within` units."""
+    """Whose layers are called each once, one `again`, or checkpointed, or lie `within` units or
+    `around` them."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kind = Block if way == "within" else Experts
+        kind = {"within": Block, "around": Around}.get(way, Experts)
         self.layers, self.way = nn.ModuleList(kind() for _ in range(3)), way
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +80,7 @@ class Net(nn.Module):
 
 
 @plain_and_apart
-@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within"])
+@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within", "around"])
 @pytest.mark.parametrize(
     "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
 )
