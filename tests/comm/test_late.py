@@ -224,18 +224,23 @@ def test_a_call_that_is_done_does_not_hear_of_a_later_one(forks: Forks):
 
 
 def crossed(comm: Communicator, say: Say) -> None:
-    """Each waits for the other, in another communicator of theirs."""
-    talk, both = store(), [comm.duplicate() for _ in range(2)]
-    mine = both[comm.rank]
-    work = mine.all_reduce(torch.ones(5), async_op=True, tag=comm.rank)
-    while mine._transport.record(comm.rank).begun == 0:
-        time.sleep(0.01)
-    talk.set(f"came/{comm.rank}", "")
-    talk.wait(["came/0", "came/1"])
-    say(hear(mine, lambda: work.wait(TIMEOUT)))
-    comm.barrier()  # no rank closes before both have looked
-    for c in both:
-        c.close()
+    """Each waits for the other, in another communicator of theirs, and gives up in its turn."""
+    for turn in range(2):
+        talk, both = store(), [comm.duplicate() for _ in range(2)]
+        mine, others = both[comm.rank], both[1 - comm.rank]
+        work = mine.all_reduce(torch.ones(5), async_op=True, tag=comm.rank)
+        while mine._transport.record(comm.rank).begun == 0:
+            time.sleep(0.01)
+        talk.set(f"came/{turn}/{comm.rank}", "")
+        talk.wait([f"came/{turn}/{rank}" for rank in range(2)])
+        if comm.rank == turn:
+            say(hear(mine, lambda work=work: work.wait(TIMEOUT)))
+            others.all_reduce(torch.ones(5), tag=1 - comm.rank)
+        else:
+            work.wait()
+        comm.barrier()
+        for c in both:
+            c.close()
 
 
 def test_who_waits_in_another_communicator_is_not_told_as_in_the_users_code(forks: Forks):
