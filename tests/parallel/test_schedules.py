@@ -1,0 +1,65 @@
+"""The learning rates of a DeepSpeed config's schedulers, step by step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import ringdp
+from ringdp.parallel import fronts
+from ringdp.parallel.fronts.schedules import OneCycle
+from tests.parallel.small import net
+from tests.parallel.test_initialize import ADAM, LR, NAMED, trained
+
+pytestmark = pytest.mark.process
+
+
+def rates(name: str, steps: int, **params: Any) -> list[float]:
+    config = NAMED | {"scheduler": {"type": name, "params": params}}
+    engine, optimizer, _, scheduler = fronts.initialize(
+        model=net(), config=config, comm=ringdp.init()
+    )
+    assert scheduler is engine.lr_scheduler
+    assert scheduler.optimizer is optimizer
+    found = []
+    for step in range(steps):
+        found += engine.get_lr()  # by which the next step is taken
+        trained(engine, step)
+    engine.engine.close()
+    return found
+
+
+def test_a_configs_scheduler_is_deepspeeds_or_torchs():
+    warm: dict[str, Any] = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4}
+    logs = [0.1 + 0.4 * math.log(n) / math.log(4) for n in (1, 1, 2, 3, 4)]
+    assert rates("WarmupLR", 6, **warm) == pytest.approx([*logs, 0.5])
+    line = [0.1, 0.1, 0.2, 0.3, 0.4]
+    assert rates("WarmupLR", 7, **warm, warmup_type="linear") == pytest.approx([*line, 0.5, 0.5])
+    falls = rates("WarmupDecayLR", 9, **warm, warmup_type="linear", total_num_steps=6)
+    assert falls == pytest.approx([*line, 0.5, 0.3, 0.1, 0.1])
+    assert rates("WarmupLR", 4, warmup_num_steps=1) == pytest.approx([0, 0, LR, LR])  # to its own
+    cosine = rates(
+        "WarmupCosineLR", 10, total_num_steps=8, warmup_num_steps=4, warmup_type="linear",
+        warmup_min_ratio=0.2, cos_min_ratio=0.1,
+    )  # fmt: skip
+    down = [0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4, 4)]
+    assert cosine == pytest.approx([LR * r for r in (0, 0.2, 0.4, 0.6, 0.8, *down)])
+    cycle: dict[str, Any] = {
+        "cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4,
+        "cycle_second_step_size": 2,
+    }  # fmt: skip
+    falls = rates("OneCycle", 9, **cycle, decay_lr_rate=0.5, decay_step_size=1)
+    assert falls == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.1 / 1.5, 0.1 / 2])
+    stairs = rates("OneCycle", 8, **cycle, cycle_first_stair_count=2)
+    assert stairs == pytest.approx([0.1, 0.1, 0.3, 0.3, 0.5, 0.3, 0.1, 0.1])
+    optimizer = ADAM(net().parameters())
+    schedule = OneCycle(optimizer, **cycle, decay_mom_rate=0.5, decay_step_size=1)
+    betas = [optimizer.param_groups[0]["betas"][0]]
+    for _ in range(7):
+        optimizer.step()
+        schedule.step()
+        betas.append(optimizer.param_groups[0]["betas"][0])
+    assert betas == pytest.approx([0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 1.35])
+    assert rates("StepLR", 3, step_size=2, gamma=0.5) == pytest.approx([LR, LR, LR / 2])
