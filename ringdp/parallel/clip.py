@@ -49,7 +49,8 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1:  # NaN too: then all gradients are
         for unit in _settled(engine):
-            unit.gradients.reduced.mul_(factor)
+            # Not all of `reduced`: NaN would stay in its padding, in every norm from then on.
+            torch._foreach_mul_(unit.gradients.views(), factor)
     return norm
 
 

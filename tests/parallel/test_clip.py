@@ -73,10 +73,12 @@ def test_gradients_that_are_put_behind_a_forward_are_stepped(
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_norm_that_is_no_number_clips_as_torch_does(comm: Communicator, stage: int) -> None:
-    """Every gradient is NaN then."""
+    """Every gradient is NaN then, until it is cleared."""
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     model(batch(comm.rank)).square().mean().backward()
     next(model.parameters()).grad.fill_(float("nan"))
     assert math.isnan(ringdp.clip_grad_norm_(engine, 1.0))
     assert all(p.grad.isnan().all() for p in model.parameters())
+    model.zero_grad(set_to_none=False)
+    assert ringdp.clip_grad_norm_(engine, 1.0) == 0
     engine.close()
