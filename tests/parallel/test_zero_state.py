@@ -57,7 +57,9 @@ def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]
     return saved[0], [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.SGD, ringdp.AdamW])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD, ringdp.AdamW]
+)
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks()
 def test_a_script_saves_and_loads_it_as_torchs(comm: Communicator, kind: Any) -> None:

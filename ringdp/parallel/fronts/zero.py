@@ -94,6 +94,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
         ]
         self.optim = optimizer_class(groups, **defaults)
         check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
+        optim_state.keep_slices(self.optim, self._units)  # as Adagrad has a state from the first
         self.defaults = self.optim.defaults
         self._show_options()
 
