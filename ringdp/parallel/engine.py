@@ -174,15 +174,19 @@ class Engine(Accounts, Watched):
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it: what is gathered must not depend on it
         steps.check(optimizer, self.stage, summoned=self._summoned)
-        if self.stage.optimizer is Keep.SHARD and optimizer not in self._optimizers:
-            optim_state.belong(optimizer, self)
-            self._optimizers.add(optimizer)
+        self.take(optimizer)
         self.check_reduced("the optimizer steps")
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
         sliced.restore(self._emptied)  # after a step that has raised
         self._emptied = steps.release(self.units)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """It steps these parameters, or has state of them: from now on its state_dict is whole."""
+        if self.stage.optimizer is Keep.SHARD and optimizer not in self._optimizers:
+            optim_state.belong(optimizer, self)
+            self._optimizers.add(optimizer)
 
     def check_reduced(self, what: str) -> None:
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""

@@ -92,6 +92,9 @@ def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
             optimizer.state_dict()
     ringdp.save(tmp_path, engine, optimizer)
     ringdp.load(tmp_path, second, fresh)
+    with engine.full_parameters(), second.full_parameters():  # it has not stepped yet
+        states = [o.state_dict()["state"] for o in (fresh, optimizer)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert repr(twin.state_dict()["state"].values()) == repr(optimizer.state.values())
     for m, o in ((model, optimizer), (other, fresh)):

@@ -49,6 +49,7 @@ def load(
         if optimizer is not None:
             _set_options(optimizer, index)
             optimizer.state.clear()
+            engine.take(optimizer)
             for parameter, name, value in plan.scalars:
                 optimizer.state[parameter][name] = value
         with torch.no_grad():
