@@ -135,6 +135,14 @@ def test_what_a_config_says_beside_what_is_done_may_be_there(capsys):
     engine.engine.close()
 
 
+@pytest.mark.parametrize("half", [{"loss_scale": 0.5}, {"enabled": False, "min_loss_scale": 4}])
+def test_a_scale_that_stays_is_not_bound_by_the_least(half):
+    config = NAMED | {"fp16": {"enabled": True} | half}
+    engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
+    assert engine.scaler.current == half.get("loss_scale", 1.0)
+    engine.engine.close()
+
+
 def test_groups_of_parameters_keep_their_options():
     model = net()
     first, *others = model.parameters()

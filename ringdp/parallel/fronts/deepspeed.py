@@ -189,7 +189,7 @@ def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
         backoff=1.0 if fixed else 0.5,
         interval=half["loss_scale_window"],
         hysteresis=half["hysteresis"],
-        minimum=float(half["min_loss_scale"]),
+        minimum=fixed or float(half["min_loss_scale"]),
     )
 
 
