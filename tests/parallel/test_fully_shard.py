@@ -235,7 +235,8 @@ def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> Non
         assert fails_once(comm, patch, "broadcast", 1) == ""  # of the first unit
         for name, at in (("broadcast", 2), ("duplicate", 1), ("duplicate", 2)):
             said = fails_once(comm, patch, name, at)
-            assert "weight is this rank's slice, of another model or of a shard() that" in said
+            assert "weight is this rank's slice." in said
+            assert "make the model anew" in said
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)
     with pytest.raises(UsageError, match="reshard_after_forward=3"):
@@ -249,6 +250,16 @@ def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> Non
     model.engine.close()
     with pytest.raises(UsageError, match="this model is sharded already"):
         fronts.fully_shard(model, comm=comm)  # closed as slices
+
+
+@on_ranks(2)
+def test_a_weight_tied_between_modules_takes_one_around_both(comm: Communicator) -> None:
+    model: Any = net()
+    model[1][0].weight = model[0][0].weight
+    fronts.fully_shard(model[0], comm=comm)
+    with pytest.raises(UsageError, match="has it, too, shard one around both in place of each"):
+        fronts.fully_shard(model[1], comm=comm)
+    model[0].engine.close()
 
 
 def accumulated(comm: Communicator, shards: Any) -> list[float]:

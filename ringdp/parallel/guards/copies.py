@@ -78,6 +78,7 @@ def check(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, Sharded):
             raise UsageError(
-                f"parameter {name} is this rank's slice, of another model or of a shard() that "
-                "failed on its way: make the model anew"
+                f"parameter {name} is this rank's slice. If a module sharded before has it, too, "
+                "shard one around both in place of each; if a shard() failed on its way, make the "
+                "model anew"
             )
