@@ -192,7 +192,8 @@ class Trainer:
         custom_load_fn: object = None,
     ) -> tuple[str, dict[str, Any]]:
         """Load load_dir/tag, by default that which was saved last: its path and client_state.
-        Without the optimizer's state its options and the loss's scale stay, too.
+        Without the optimizer's state its options and the loss's scale stay, too. What an
+        accumulation has so far is dropped.
         Collective. Raises CheckpointError, as `ringdp.load`, also where there is none."""
         refuse(
             "load_checkpoint",
@@ -209,6 +210,7 @@ class Trainer:
             raise CheckpointError(f"{path} was loaded, but is not of save_checkpoint: no steps")
         self.global_steps = extra["global_steps"]
         self.micro_steps = self.global_steps * self.batches.accumulation
+        self.optimizer.zero_grad()
         if load_optimizer_states:
             self.scaler.load_state_dict(extra["scaler"])
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
