@@ -107,6 +107,22 @@ def test_what_some_ranks_kept_is_theirs_again(ranks, tmp_path):
     assert ranks(1)(loads, path, 0) == [{"step": ([], 1.0), "calls": 1}]
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_a_whole_state_that_has_not_been_stepped_yet_is_saved(
+    comm: Communicator, tmp_path: Path, stage: int
+) -> None:
+    """As load_state_dict has left it."""
+    _, engine, optimizer = made(comm, stage)
+    whole, groups = torch.arange(17.0), optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {0: {"mean": whole}}, "param_groups": groups})
+    ringdp.save(tmp_path, engine, optimizer)
+    ringdp.load(tmp_path, engine, optimizer)
+    with engine.full_parameters():
+        assert torch.equal(optimizer.state_dict()["state"][0]["mean"], whole)
+    engine.close()
+
+
 def kinds(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.tensor(1.0) if rank else w.detach()}
 

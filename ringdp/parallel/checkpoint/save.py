@@ -56,6 +56,8 @@ def save(
     try:
         with together(comm, NOT_WRITTEN):
             modules, states = pack(engine.model)
+            if optimizer is not None:
+                engine.take(optimizer)
             own = _Own()
             own.add(engine, optimizer, found, states)
             groups = groups_of(optimizer, found) if optimizer else None
