@@ -70,8 +70,9 @@ def shard(
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
     copies.check(model)
-    for name, value in (("prefetch_bytes", prefetch_bytes), ("persist_below", persist_below)):
-        if value is not None and (type(value) is not int or value < 0):
+    ahead = 0 if prefetch_bytes is None else prefetch_bytes
+    for name, value in (("prefetch_bytes", ahead), ("persist_below", persist_below)):
+        if type(value) is not int or value < 0:
             raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
     row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
     offload.check(row)

@@ -59,6 +59,7 @@ def net() -> nn.Sequential:
         ({"prefetch_bytes": -1}, "prefetch_bytes is -1; it must be an int of at least 0"),
         ({"persist_below": 5.5}, "persist_below is 5.5; it must be an int"),
         ({"persist_below": -1}, "persist_below is -1; it must be an int"),
+        ({"persist_below": None}, "persist_below is None; it must be an int"),
     ],
 )
 def test_shard(comm, wrong, said):
@@ -196,6 +197,7 @@ def test_a_model_without_parameters_is_told(comm):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ({"module": nn.Linear}, "takes a module; this is a type"),
         ({"sharding_strategy": 3}, "sharding_strategy 3 is not implemented"),
         ({"cpu_offload": True}, "cpu_offload=True"),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
@@ -213,7 +215,7 @@ def test_a_model_without_parameters_is_told(comm):
 )
 def test_fully_sharded_data_parallel(comm, wrong, said):
     with pytest.raises(UsageError, match=said):
-        fronts.FullyShardedDataParallel(net(), **({"process_group": comm} | wrong))
+        fronts.FullyShardedDataParallel(**({"module": net(), "process_group": comm} | wrong))
 
 
 def test_norms_over_a_batch_stay_in_float32_where_torch_keeps_them(comm):

@@ -84,6 +84,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         device_mesh: Any = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"FullyShardedDataParallel takes a module; this is a {type(module).__name__}"
+            )
         name = getattr(sharding_strategy, "name", sharding_strategy) or "FULL_SHARD"
         prefetch = getattr(backward_prefetch, "name", backward_prefetch) or "BACKWARD_PRE"
         if name not in STAGES:
