@@ -117,6 +117,7 @@ NB_MODULE(_core, m) {
            })
       .def("fail", [](Progress& self, int kind, int rank) { self.fail({Failure(kind), rank}); })
       .def("finished", &Progress::finished)
+      .def_ro("issued", &Progress::issued)
       .def("left_alone", &Progress::left_alone)
       .def("waits_for_message",
            [](Progress& self, std::uint64_t number, std::uint64_t kind, std::uint64_t elements,
@@ -156,20 +157,19 @@ NB_MODULE(_core, m) {
           },
           nb::keep_alive<0, 1>())
       .def("start",
-           [](Prepared& self, nb::object whole, nb::object part, std::uint64_t number, nb::bytes site) {
-             return self.start(buffer_of(whole), buffer_of(part), number, site);
+           [](Prepared& self, nb::object whole, nb::object part, nb::bytes site) {
+             return self.start(buffer_of(whole), buffer_of(part), site);
            },
-           nb::arg("whole").none(), nb::arg("part").none(), nb::arg("number"), nb::arg("site"))
+           nb::arg("whole").none(), nb::arg("part").none(), nb::arg("site"))
       .def("run",
-           [](Prepared& self, nb::object whole, nb::object part, std::uint64_t number, nb::bytes site) {
-             return self.run(buffer_of(whole), buffer_of(part), number, site);
+           [](Prepared& self, nb::object whole, nb::object part, nb::bytes site) {
+             return self.run(buffer_of(whole), buffer_of(part), site);
            },
-           nb::arg("whole").none(), nb::arg("part").none(), nb::arg("number"), nb::arg("site"));
+           nb::arg("whole").none(), nb::arg("part").none(), nb::arg("site"));
 
   nb::class_<Ready>(m, "Ready", nb::type_slots(collected))
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
-      .def_rw("issued", &Ready::issued)
       .def_rw("held", &Ready::held)
       .def_prop_rw("told", [](Ready& self) { return self.sites().told; },
                    [](Ready& self, bool told) { self.sites().told = told; })

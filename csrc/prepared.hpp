@@ -57,6 +57,7 @@ class Prepared {
   Prepared& operator=(const Prepared&) = delete;
 
   std::uint64_t kind() const { return kind_; }
+  std::uint64_t next() const { return core_.issued; }
   // Whether the whole is its only buffer, and a part one in its place there.
   bool in_place() const { return std::holds_alternative<Rows>(what_); }
   bool changes() const { return changes_; }
@@ -79,9 +80,9 @@ class Prepared {
   }
 
   // A ticket for `wait`.
-  std::uint64_t start(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
-    const Job what = job(whole, part, number, site);
+  std::uint64_t start(Buffer whole, Buffer part, nb::bytes site) {
     const auto used = uses(whole, part, site);
+    const Job what = job(whole, part, site);
     std::uint64_t ticket;
     {
       nb::gil_scoped_release free;
@@ -90,8 +91,8 @@ class Prepared {
     return keep(kept_, ticket, used);
   }
   // 0 if it has ended; after a while, or a failure, the ticket.
-  std::uint64_t run(Buffer whole, Buffer part, std::uint64_t number, nb::bytes site) {
-    const Job what = job(whole, part, number, site);
+  std::uint64_t run(Buffer whole, Buffer part, nb::bytes site) {
+    const Job what = job(whole, part, site);
     auto ticket = brief_ ? core_.dash(what) : 0;
     if (brief_ && !ticket) return 0;
     const auto used = uses(whole, part, site);
@@ -113,8 +114,10 @@ class Prepared {
     brief_ = core.brief(bytes());
   }
 
-  Job job(Buffer whole, Buffer part, std::uint64_t number, const nb::bytes& site) const {
-    Job made{what_, dtype_, number, kind_, elements_, checked(site)};
+  // The next one: it counts from here on, with no Python until it has begun.
+  Job job(Buffer whole, Buffer part, const nb::bytes& site) {
+    Job made{what_, dtype_, 0, kind_, elements_, checked(site)};
+    made.number = core_.issued++;
     if (auto* const exchange = std::get_if<Exchange>(&made.what))
       exchange->whole = whole.data, exchange->part = part.data;
     else

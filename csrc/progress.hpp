@@ -145,6 +145,7 @@ class Progress final : public Records {
   Tape& tape() { return peers_.tape; }
   Tape& waits() { return waits_; }
 
+  std::uint64_t issued = 0;                      // collectives that have been called, under the GIL
   std::atomic<std::uint64_t> messages_sent{0};  // bytes of `Mailbox`, from any thread
   std::uint64_t sent() const { return peers_.sent() + messages_sent.load(std::memory_order_relaxed); }
 

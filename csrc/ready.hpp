@@ -54,8 +54,7 @@ class Ready {
     token_ = std::move(token);
   }
 
-  std::uint64_t issued = 0;  // calls so far, those that were issued elsewhere too
-  bool held = false;         // whether all calls are to be issued elsewhere
+  bool held = false;  // whether all calls are to be issued elsewhere
   Sites& sites() { return sites_; }
 
   // The call of `comm`, if it was made before and its tensors are the buffers themselves. Else null, and
@@ -83,9 +82,8 @@ class Ready {
       whole = also.buffer, part = nothing();
     }
     const auto site = sites_.here();
-    const auto number = issued++;
-    const auto ticket = asked.later ? prepared.start(whole, part, number, site)
-                                    : prepared.run(whole, part, number, site);
+    const auto number = prepared.next();
+    const auto ticket = asked.later ? prepared.start(whole, part, site) : prepared.run(whole, part, site);
     if (ticket) {
       const auto call = nb::make_tuple(number, prepared.kind(), given->elements, site);
       const auto finish = also.home.left ? nb::object(nb::cpp_function(also.home)) : nb::none();

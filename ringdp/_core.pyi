@@ -28,6 +28,8 @@ class Records:
     def message(self, rank: int, /) -> tuple[int, int, int, bytes] | None: ...
 
 class Progress(Records):
+    @property
+    def issued(self) -> int: ...
     def __init__(
         self,
         fd: int,
@@ -86,15 +88,10 @@ class Prepared:
         kept: dict[int, object],
         /,
     ) -> Prepared: ...
-    def start(
-        self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /
-    ) -> int: ...
-    def run(
-        self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /
-    ) -> int: ...
+    def start(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int: ...
+    def run(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int: ...
 
 class Ready:
-    issued: int
     held: bool
     told: bool
     def __init__(

@@ -67,7 +67,6 @@ class Communicator(Reductions, Moves, Messages, Taped):
         if self.device.type == "cpu":
             heap.keep()
         self.set_timeout(timeout)
-        self._copies = 0
         self._duplicates: WeakSet[Communicator] = WeakSet()
         recorder.join(self)
 
@@ -116,8 +115,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         Collective: every rank must call it.
         """
         self.all_reduce(torch.zeros(1)).wait()  # on the host: here who has died is lost, or late
-        self._copies += 1
-        name = f"{self._name}.{self._copies}"
+        name = f"{self._name}.{self.issued}"
         return self._made(name, self._ranks, self._transport.arena, self._beside)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -133,12 +131,11 @@ class Communicator(Reductions, Moves, Messages, Taped):
         mine = torch.tensor([-1 if color is None else color, key])
         given = mine.new_empty(self.size, 2)
         self.all_gather(given, mine).wait()
-        self._copies += 1
         if color is None:
             return None
         asked = [(k, rank) for rank, (c, k) in enumerate(given.tolist()) if c == color]
         ranks = [self._ranks[rank] for _, rank in sorted(asked)]
-        return self._made(f"{self._name}.{self._copies}.{color}", ranks)
+        return self._made(f"{self._name}.{self.issued}.{color}", ranks)
 
     def _made(
         self,
@@ -191,15 +188,15 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
         A collective that ended here may still fail elsewhere: a broadcast ends at its root before
         all have it. If it is known by now that one did, and no call has raised it, this one does.
-        One that is collected, with nothing under way, is closed, and none is collected while a
-        trace runs; over nccl and peer none is before its end, and over peer each holds up to 64 MiB
-        of its GPU until then.
+        What Ctrl-C has ended half-way, a second call ends. One that is collected, with nothing
+        under way, is closed, and none is collected while a trace runs; over nccl and peer none is
+        before its end, and over peer each holds up to 64 MiB of its GPU until then.
         """
-        if not self.closed:
-            try:
+        try:
+            if not self.closed:
                 self._guard.farewell(self.issued)
-            finally:
-                self._close()
+        finally:
+            self._close()
 
     def abort(self) -> None:
         """Give up, with all duplicates: every other rank's calls raise PeerLost at once.
@@ -210,7 +207,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
             duplicate.abort()
         if not self.closed:
             self._transport.fail(FailureKind.ABORTED, self.rank)
-            self._close()
+        self._close()
 
     def _close(self) -> None:
         self.closed = True

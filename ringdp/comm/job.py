@@ -130,12 +130,6 @@ class Named(NamedTuple):
     tensor: Tensor
 
 
-class Calls:
-    """How many there were, where nothing else counts them."""
-
-    issued = 0
-
-
 @uncompiled
 class Issuer:
     """One rank's end of a communicator: from the arguments of a call to what a transport runs."""
@@ -146,7 +140,6 @@ class Issuer:
         # A barrier's, on the host: a GPU's collectives do not wait for their ends.
         self._zero = torch.zeros(1, dtype=torch.int32)
         self._ready = transport.ready  # None: every call goes through Python
-        self._calls = self._ready or Calls()
         if self._ready:
             self._ready.learn(line, NOWHERE, ENDED, self._zero)
         self._group: Group | None = None
@@ -154,7 +147,7 @@ class Issuer:
     @property
     def issued(self) -> int:
         """How many collectives this rank has called."""
-        return self._calls.issued
+        return self._transport.issued
 
     def _how(
         self,
@@ -282,14 +275,8 @@ class Issuer:
         return self._waited(Work(self._guard, call, ticket, finish, waited), background)
 
     def _run(self, ready: Prepared, job: Job, call: Call, background: bool) -> Work:
-        number, _, _, site = call
         begun = time.monotonic()
-        self._calls.issued += 1  # from here on no signal comes between, until it has begun
-        try:
-            ticket = (ready.start if background else ready.run)(job.whole, job.part, number, site)
-        except UsageError:  # nothing has begun
-            self._calls.issued -= 1
-            raise
+        ticket = (ready.start if background else ready.run)(job.whole, job.part, call[-1])
         self._transport.release()
         if ticket:
             waited = 0.0 if background else time.monotonic() - begun

@@ -83,48 +83,47 @@ class Answers:
         self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as far as it has seen them
         # A transport may be collected, and so end, while this very thread has them.
         self._lock, self._saying = threading.RLock(), threading.RLock()
-        self._calls: dict[int, Call] = {}  # by number: what is under way, and some before it
-        self._under_way: dict[int, int] = {}  # by ticket: the number
-        self._begun, self._changed = 0, time.monotonic()
+        # Who begins one assigns to both: see Note [Ctrl-C comes after any call] in threads.py.
+        self.calls: dict[int, tuple[Call, float]] = {}  # by number: and when it was begun
+        self.begun = 0
+        self._finished, self._ended = 0, set[int]()  # as many, and later ones
+        self._changed = time.monotonic()
         self._where = -1, -1
         self._answered = 0
         self.message: Call | None = None
 
     # --- what this rank does
 
-    def begin(self, ticket: int, call: Call) -> None:
-        with self._lock:
-            self._calls[call[0]] = call
-            self._begun = max(self._begun, call[0] + 1)
-            self._under_way[ticket] = call[0]
-            if len(self._under_way) == 1:
-                self._changed = time.monotonic()
-            while len(self._calls) > CALLS + len(self._under_way):
-                del self._calls[min(self._calls)]
-
     def waits(self, round_: int, peer: int) -> None:
         """In the collective under way."""
         self._where = round_, peer
 
-    def end(self, ticket: int) -> None:
+    def end(self, number: int) -> None:
         with self._lock:
-            self._under_way.pop(ticket, None)
+            self._ended.add(number)
+            while self._finished in self._ended:
+                self._ended.remove(self._finished)
+                self.calls.pop(self._finished - CALLS, None)
+                self._finished += 1
             self._changed, self._where = time.monotonic(), (-1, -1)
 
     def under_way(self) -> int | None:
         """The collective that it is in."""
-        with self._lock:
-            return min(self._under_way.values(), default=None)
+        return self._finished if self._finished < self.begun else None
 
     def state(self, *, closed: bool = False) -> State:
         with self._lock:
-            finished = min(self._under_way.values(), default=self._begun)
-            begun = min(self._begun, finished + 1)
-            seconds, pid = time.monotonic() - self._changed, CLOSED if closed else os.getpid()
-            record = RankRecord(pid, begun, finished, *self._where, seconds)
-            last = min(self._begun, begun + AHEAD)
-            known = {k: call for k, call in self._calls.items() if last - CALLS <= k < last}
-            return State(record, self.message, known)
+            finished, last = self._finished, min(self.begun, self._finished + 1 + AHEAD)
+            known = {k: self.calls[k] for k in range(max(0, last - CALLS), last)}
+            since = max(self._changed, known[finished][1] if finished in known else 0.0)
+            record = RankRecord(
+                CLOSED if closed else os.getpid(),
+                min(self.begun, finished + 1),
+                finished,
+                *self._where,
+                time.monotonic() - since,
+            )
+            return State(record, self.message, {k: call for k, (call, _) in known.items()})
 
     # --- between ranks; DistError is raised where whoever served the store has gone, or is silent
 
@@ -203,8 +202,7 @@ def listen(told: Told, does: Answers) -> None:
         told.look(does.under_way())
         with suppress(DistError):
             does.answer()
-        with told.changed:
-            told.changed.wait_for(lambda: told.failure, LOOK)
+        told.changed.wait_for(lambda: told.failure, LOOK)
     with suppress(DistError):
         does.last_word()
 

@@ -11,9 +11,8 @@ import math
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 from torch.distributed import DistError
@@ -24,7 +23,7 @@ from ringdp.transport import threads
 
 PATIENCE = 1.0  # seconds: an answer takes less than a millisecond
 T = TypeVar("T")
-Asked = tuple[Callable[[Store], Any], "Future[Any]"]
+Asked = tuple[Callable[[Store], Any], threads.Answer[Any]]
 
 
 class Silent(DistError):
@@ -63,13 +62,13 @@ class Asking:
             raise DistError("the store is asked no more")
         if not later and self._silence() >= patience:
             raise Silent(self._silence())
-        answer: Future[T] = Future()
+        answer = threads.Answer[T]()
         self._asked.put((act, answer))
-        if not wait([answer], max(0.0, patience - self._silence())).done:
-            if not later:
-                answer.cancel()
-            raise Silent(max(patience, self._silence()))
-        return answer.result()
+        try:
+            return answer.get(max(0.0, patience - self._silence()))
+        except Empty:
+            answer.wanted = later
+            raise Silent(max(patience, self._silence())) from None
 
     def end(self) -> None:
         """Once all has been done."""
@@ -89,14 +88,16 @@ def _answer(
     reach: Callable[[], Store], asked: SimpleQueue[Asked | None], since: list[float]
 ) -> None:
     store: Store | None = None
+
+    def reached(act: Callable[[Store], T]) -> T:
+        nonlocal store
+        store = store or reach()
+        return act(store)
+
     while (one := asked.get()) is not None:
         act, answer = one
-        if answer.set_running_or_notify_cancel():
+        if answer.wanted:
             since[0] = time.monotonic()
-            try:
-                store = store or reach()
-                answer.set_result(act(store))
-            except BaseException as e:
-                answer.set_exception(e)
+            answer.find(partial(reached, act))
             since[0] = math.inf
         del one, act, answer  # and what they hold

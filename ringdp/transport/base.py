@@ -125,16 +125,17 @@ class Prepared(Protocol):
 
     What it, and messages, use is kept alive until they have ended: the caller may be gone by then,
     and where Ctrl-C comes it may never see the ticket.
-    A call's `number`, and a digest of its kind and of all before, go with every message: a receiver
-    that expects others fails (MISMATCH). After a failure, of this rank or reported by another, none
-    ends any more.
+    What is begun gets a number, in one step: Ctrl-C comes before or after it. The number, and a
+    digest of the call's kind and of all before, go with every message: a receiver that expects
+    others fails (MISMATCH). After a failure, of this rank or reported by another, none ends any
+    more.
     """
 
-    def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
+    def start(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int:
         """Begin it in the background. Returns a ticket for `wait`."""
         ...
 
-    def run(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
+    def run(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int:
         """Begin it and work on it for a while. Returns 0 if it has ended, else a ticket."""
         ...
 
@@ -146,11 +147,12 @@ Issue = Callable[[Call, Tensor | None, Tensor | None], int]
 class Issued:
     """`Prepared` where nothing can be: every start is issued anew."""
 
-    def __init__(self, issue: Issue, kind: int, elements: int) -> None:
-        self._issue, self._kind, self._elements = issue, kind, elements
+    def __init__(self, transport: Transport, issue: Issue, kind: int, elements: int) -> None:
+        self._transport, self._issue, self._kind, self._elements = transport, issue, kind, elements
 
-    def start(self, whole: Tensor | None, part: Tensor | None, number: int, site: bytes, /) -> int:
-        return self._issue((number, self._kind, self._elements, site), whole, part)
+    def start(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int:
+        call = self._transport.issued, self._kind, self._elements, site
+        return self._issue(call, whole, part)
 
     run = start
 
@@ -180,6 +182,11 @@ class Transport(Observed, Protocol):
     def depth(self) -> float | None:
         """Slots of a channel: a program must need no more (`schedule.fifo_depth`). None: it runs a
         round at a time, and wants programs as `project` makes them."""
+        ...
+
+    @property
+    def issued(self) -> int:
+        """How many collectives have been begun: the number of the next."""
         ...
 
     def prepare(self, what: Run | Exchange) -> Prepared:

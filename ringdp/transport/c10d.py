@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,31 +87,55 @@ class C10dTransport(Answering):
         self._group, self._process = group, os.getpid()
         self._tickets, self._rests = count(1), count()
         self._digest, self._sent = 1, 0
-        self._open: set[int] = set()  # tickets of what has not ended
+        self._open = dict[int, None]()  # tickets of what has not ended
         self._watched = False
-        self._jobs = threads.Queue("ringdp-c10d")
+        self._jobs, self._letters = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
         self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
         # Runs at `close`, or when the transport is collected, which idle threads do not keep.
-        ends = self._told, self._does, self._store, self._jobs
+        ends = self._told, self._does, self._store, (self._jobs, self._letters)
         self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
         self._stop.atexit = False
         threads.at_exit(self)
         self._spawn(partial(listen, self._told, self._does))
 
+    @property
+    def issued(self) -> int:
+        return self._does.begun
+
     def prepare(self, what: Run | Exchange) -> Prepared:
         assert isinstance(what, Run), "a transport without a way of its own exchanges nothing"
-        return Issued(partial(self._start, what), what.kind, what.elements)
+        return Issued(self, partial(self._start, what), what.kind, what.elements)
 
     def _start(self, run: Run, call: Call, whole: Tensor | None, _: Tensor | None) -> int:
         assert whole is not None
-        ticket = self._ticket()
-        job = _Job(ticket, run, whole, call, self._digested(run.kind))
-        self._jobs.put(partial(self._attempt, partial(self._run, job)))
+        digest, ticket = self._digested(run.kind), next(self._tickets)
+        job = _Job(ticket, run, whole, call, digest)
+        return self._hand_over(self._jobs, partial(self._run, job), ticket, call, digest)
+
+    def _hand_over(
+        self, queue: threads.Queue, act: Callable[[], None], ticket: int, call: Call, digest: int
+    ) -> int:
+        """A collective to the thread that runs it."""
+        put, job = queue.put, partial(self._attempt, act)
+        does, number, called = self._does, call[0], (call, time.monotonic())
+        # See Note [Ctrl-C comes after any call] in threads.py.
+        self._digest = digest
+        self._open[ticket] = None
+        does.calls[number] = called
+        does.begun = number + 1
+        put(job)
+        return ticket
+
+    def _post(self, act: Callable[[], None], ticket: int) -> int:
+        """The same for a message, in the order of the calls."""
+        put, job = self._letters.put, partial(self._attempt, act)
+        self._open[ticket] = None
+        put(job)
         return ticket
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
-        tag, rest, ticket = tag_of(kind), next(self._rests), self._ticket()
+        tag, rest, ticket = tag_of(kind), next(self._rests), next(self._tickets)
         size = buffer.nbytes
 
         def begin() -> None:
@@ -127,14 +152,13 @@ class C10dTransport(Answering):
                 self._until(part, to)
             self._end(ticket, size)
 
-        self._attempt(begin)
-        return ticket
+        return self._post(begin, ticket)
 
     def receive(
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
     ) -> int:
         self.check(buffer)
-        tag, who, ticket = tag_of(kind), -1 if sender is None else sender, self._ticket()
+        tag, who, ticket = tag_of(kind), -1 if sender is None else sender, next(self._tickets)
 
         def begin() -> None:
             if sender is None:
@@ -155,8 +179,7 @@ class C10dTransport(Answering):
             source[0] = peer
             self._end(ticket)
 
-        self._attempt(begin)
-        return ticket
+        return self._post(begin, ticket)
 
     def check(self, buffer: Tensor) -> None:
         if buffer.device.type != "cpu":
@@ -173,13 +196,10 @@ class C10dTransport(Answering):
         return torch.empty(shape, dtype=dtype)
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        with self._told.changed:
-            self._told.changed.wait_for(
-                lambda: ticket not in self._open or self._told.failure, timeout
-            )
-            if ticket in self._open and self._told.failure is None and timeout > 0:
-                self._watch()
-            return ticket not in self._open
+        self._told.changed.wait_for(lambda: ticket not in self._open or self._told.failure, timeout)
+        if ticket in self._open and self._told.failure is None and timeout > 0:
+            self._letters.put(self._watch)
+        return ticket not in self._open
 
     def failure(self) -> Failure | None:
         return self._told.failure
@@ -194,7 +214,7 @@ class C10dTransport(Answering):
         """There is none."""
 
     def close(self) -> None:
-        self._stop()
+        threads.complete(self._stop)
 
     def end(self) -> None:
         """See `Ending`."""
@@ -212,14 +232,12 @@ class C10dTransport(Answering):
         _attempt(self._told, act)
 
     def _digested(self, kind: int) -> int:
-        """Of that collective's kind, and those of all before it."""
-        self._digest = (self._digest ^ kind) * GOLDEN % (1 << 62)
-        return self._digest
+        """Of that collective's kind, if it is the next, and those of all before it."""
+        return (self._digest ^ kind) * GOLDEN % (1 << 62)
 
     def _run(self, job: _Job) -> None:
         if self._told.failure is not None:
             return  # after which none ends
-        self._does.begin(job.ticket, job.call)
         run = job.run
         rows = Rows(run.program, job.buffer, run.bounds, run.op)
         sends: list[tuple[wire.Pending, int, int]] = []
@@ -244,7 +262,7 @@ class C10dTransport(Answering):
         for part, peer, round_ in sends:
             self._does.waits(round_, peer)
             self._until(part, peer)
-        self._does.end(job.ticket)
+        self._does.end(job.call[0])
         self._end(job.ticket, bytes_sent)
 
     def _received(self, peer: int, job: _Job, room: int | None) -> Tensor:
@@ -288,17 +306,11 @@ class C10dTransport(Answering):
     def _busy(self) -> bool:
         return bool(self._open)
 
-    def _ticket(self) -> int:
-        ticket = next(self._tickets)
-        with self._told.changed:
-            self._open.add(ticket)
-        return ticket
-
     def _end(self, ticket: int, sent: int = 0) -> None:
-        with self._told.changed:
+        with self._told.lock:
             self._sent += sent
-            self._open.discard(ticket)
-            self._told.changed.notify_all()
+            self._open.pop(ticket, None)
+        self._told.changed.ring()
 
 
 def _attempt(told: Told, act: Callable[[], None]) -> None:

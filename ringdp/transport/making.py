@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty
 from typing import TypeVar
 
 from torch.distributed import DistError
@@ -79,21 +79,16 @@ class Making:
 
     def called(self, act: Callable[[], T]) -> T:
         """What it gives, which waits for the others, and cannot stop: else it is left alone."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(act())
-            except BaseException as e:
-                done.set_exception(e)
-
-        threads.spawn(run, "ringdp-making")
+        done = threads.Answer[T]()
+        threads.spawn(partial(done.find, act), "ringdp-making")
         self._until, looks = time.monotonic() + self._allowed, 0
-        while not wait([done], LOOK).done:
-            ended = self._ended(range(self.ranks))
-            looks = looks + 1 if ended else 0
-            self._look(ended if looks > LAST_LOOKS else [])  # who has done its part may end
-        return done.result()
+        while True:
+            try:
+                return done.get(LOOK)
+            except Empty:
+                ended = self._ended(range(self.ranks))
+                looks = looks + 1 if ended else 0
+                self._look(ended if looks > LAST_LOOKS else [])  # who has done its part may end
 
     def _await(self, keys: Mapping[int, str]) -> None:
         looked = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -42,7 +43,7 @@ def retire(
     told: Told,
     does: Answers,
     store: Asking,
-    jobs: threads.Queue,
+    queues: Sequence[threads.Queue],
     group: wire.Group,
     sending: WeakSet[threading.Thread],
     process: int,
@@ -52,7 +53,8 @@ def retire(
     with suppress(DistError):
         does.last_word(closed=True)
     told.leave(does.state().record.finished)
-    jobs.end()
+    for queue in queues:
+        queue.end()
     store.end()
     with suppress(RuntimeError):  # at exit no thread can be started, and who ends there cuts itself
         threads.spawn(partial(_cut_then, group, list(sending)), "ringdp-c10d")

@@ -11,6 +11,7 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from itertools import chain
 from os import dup
 from typing import Any
@@ -84,7 +85,7 @@ class ShmTransport:
         _all.add(self)
         threads.at_exit(self)
 
-    def _attach(self, making: Making, room: Room, arena: Arena | None) -> int:
+    def _attach(self, making: Making, room: Room, arena: Arena | None) -> FileIO:
         """Collective. Returns what keeps the segment's file open."""
         rank, ranks = self.rank, self.ranks
         with ExitStack() as until_attached:
@@ -112,7 +113,7 @@ class ShmTransport:
             try:
                 with _translated(rank):
                     self._core.connect()
-                    return dup(files[0])
+                    return FileIO(dup(files[0]), "r+")
             except BaseException:  # the others have gone on
                 self._core.fail(FailureKind.ABORTED.value, rank)
                 raise
@@ -137,6 +138,10 @@ class ShmTransport:
             table = Tensor.__dlpack_c_exchange_api__  # see csrc/tensors.hpp
             self.ready = _core.Ready(self.rank, self.ranks, table, Tensor, torch.nn.Parameter)
             self._mail = _core.Mailbox(self._core, files[1])
+
+    @property
+    def issued(self) -> int:
+        return self._core.issued
 
     def prepare(self, what: Run | Exchange) -> Prepared:
         if isinstance(what, Exchange):
@@ -244,7 +249,7 @@ class ShmTransport:
 
     def close(self) -> None:
         self.ready.forget()
-        self._stop()
+        threads.complete(self._stop)
 
     end = close  # see `Ending`
 
@@ -291,9 +296,9 @@ def _stop(
     kept: dict[int, Any],
     messages: dict[int, Any],
     process: int,
-    fd: int,
+    segment: FileIO,
 ) -> None:
-    os.close(fd)
+    segment.close()
     if os.getpid() == process:  # a fork has neither the threads nor the memory
         mail.close()
         core.close()

@@ -20,6 +20,7 @@ from itertools import count
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.transport import threads
 from ringdp.transport.asking import Asking, Silent
 from ringdp.transport.base import NOTHING, Failure, FailureKind, Stamp
 from ringdp.transport.processes import text_of
@@ -37,7 +38,8 @@ class Told:
 
     def __init__(self, store: Asking, rank: int, ranks: int, busy: Callable[[], bool]) -> None:
         self.failure: Failure | None = None
-        self.changed = threading.Condition()  # notified when there is a failure
+        self.changed = threads.Bell()  # also of what else has ended
+        self.lock = threading.RLock()
         self.rank = rank
         self._store, self.ranks, self._busy = store, ranks, busy
         self._keys = count()
@@ -55,23 +57,23 @@ class Told:
         """Tell the others, unless this rank has heard of a failure, or been first to tell."""
         expected, found = stamps or (NOTHING, NOTHING)
         said = " ".join(map(str, (kind.value, rank, self.rank, *expected, *found))) + f"\n{why}"
-        with self.changed:
+        with self.lock:
             if self.failure is not None:
                 return
             self.failure = Failure(kind, rank, self.rank, expected, found, why)
             with suppress(DistError):  # whoever served the store has gone: nobody can be told
                 first = self._store.ask(lambda s: s.compare_set("failed", "", said), later=True)
                 self.failure = _parsed(first, self.rank, self.ranks)
-            self.changed.notify_all()
+        self.changed.ring()
 
     def leave(self, finished: int) -> None:
         """This rank closes, having ended so many collectives: what it still waits for is over, and
         who waits for it shall know."""
-        with self.changed, suppress(DistError):
+        with self.lock, suppress(DistError):
             if self.failure is None:
                 self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank)
                 self._store.ask(partial(self._close, str(finished)), later=True)
-            self.changed.notify_all()
+        self.changed.ring()
 
     def _close(self, finished: str, store: Store) -> None:
         store.set(f"closed/{self.rank}", finished)
@@ -111,9 +113,9 @@ class Told:
                 self.fail(FailureKind.LOST, 0)
             return
         if said is not None:
-            with self.changed:
+            with self.lock:
                 self.failure = self.failure or _parsed(said, self.rank, self.ranks)
-                self.changed.notify_all()
+            self.changed.ring()
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:

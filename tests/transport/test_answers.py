@@ -18,7 +18,7 @@ from ringdp.comm.table import missing, table
 from ringdp.transport import answers
 from ringdp.transport.answers import LAST, Answers, State, read, written
 from ringdp.transport.processes import introduce, process_state
-from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, RankRecord
+from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, Call, RankRecord
 from tests.comm.failing import hear, row_of
 from tests.forks import PATIENCE, Forks, Say, store
 
@@ -68,40 +68,45 @@ def test_a_call_that_makes_no_sense_is_not_there():
     assert read("\n".join(lines), 3, 77, 2) == STATE._replace(calls={3: CALLED[3]})
 
 
+def begin(does: Answers, call: Call) -> None:
+    """As a transport does."""
+    does.calls[call[0]] = call, time.monotonic()
+    does.begun = call[0] + 1
+
+
 def test_a_rank_is_in_the_first_of_what_it_has_begun(asking):
     does = Answers(asking(HashStore()), 0, 1)
     for call in CALLED:
-        does.begin(100 + call[0], call)
+        begin(does, call)
     record, _, calls = does.state()
     assert (record.begun, record.finished, list(calls)) == (1, 0, list(range(1 + answers.AHEAD)))
     for call in CALLED[:-1]:
-        does.end(100 + call[0])
+        does.end(call[0])
     record, _, calls = does.state()
     assert (record.begun, record.finished) == (len(CALLED), len(CALLED) - 1)
     assert calls == {call[0]: call for call in CALLED[-CALLS:]}
-    does.begin(0, CALLED[0])
-    assert len(does._calls) <= CALLS + 2  # what has ended longer ago is forgotten
+    assert len(does.calls) <= CALLS + 2  # what has ended longer ago is forgotten
 
 
 def test_how_long_a_rank_is_in_it_counts_from_its_begin(asking):
     does = Answers(asking(HashStore()), 0, 1)
     time.sleep(0.02)
     before = time.monotonic()
-    does.begin(0, CALLED[0])
+    begin(does, CALLED[0])
     time.sleep(0.02)
-    does.begin(1, CALLED[1])  # which waits behind it
+    begin(does, CALLED[1])  # which waits behind it
     assert 0.02 <= does.state().record.seconds <= time.monotonic() - before
 
 
 def test_it_is_in_what_has_not_ended_though_a_later_one_has(asking):
     """Over NCCL a collective of the host and one of the device go on beside each other."""
     does = Answers(asking(HashStore()), 0, 1)
-    for k in (1, 2, 0):
-        does.begin(100 + k, CALLED[k])
-    does.end(102)
+    for k in range(3):
+        begin(does, CALLED[k])
+    does.end(2)
     record, _, _ = does.state()
     assert (record.begun, record.finished) == (1, 0)
-    does.end(100)
+    does.end(0)
     record, _, calls = does.state()
     assert (record.begun, record.finished, max(calls)) == (2, 1, 2)
 

@@ -70,7 +70,7 @@ class DeviceTransport(Watching):
         assert whole is not None
         if whole.device != self.device:
             if self._told.failure:
-                return self._ticket()  # that of what never ends: whoever waits is told
+                return self._never()
             return super()._start(run, call, whole, part)
         ours = self._stamped(call)
         return self._issue(ours, partial(self._execute, ours, run, whole), whole)
@@ -101,8 +101,9 @@ class DeviceTransport(Watching):
         if not super().wait(ticket, timeout):
             return False
         if ticket in self._arrivals:
-            host, buffer = self._arrivals.pop(ticket)
+            host, buffer = self._arrivals[ticket]
             buffer.copy_(host)
+            self._arrivals.pop(ticket, None)
         for work in list(self._under_way):
             if work.ticket == ticket and work.end is not None:
                 self._streams.settle(work.end)
@@ -118,15 +119,13 @@ class DeviceTransport(Watching):
         launched = list[bool]()
 
         def tell() -> None:
-            with self._told.changed:
-                launched.append(True)
-                self._told.changed.notify_all()
+            launched.append(True)
+            self._told.changed.ring()
 
         self._launches.put(tell)
-        with self._told.changed:
-            self._told.changed.wait_for(
-                lambda: self._told.failure or (launched and not self._under_way)
-            )
+        self._told.changed.wait_for(
+            lambda: self._told.failure or (launched and not self._under_way)
+        )
 
     # --- on the thread that issues
 
@@ -135,12 +134,10 @@ class DeviceTransport(Watching):
 
     def _issue(self, ours: Stamped, act: Callable[[], int], kept: object) -> int:
         if self._streams.capturing():
-            return self._capture(act)
-        ticket, arrival = self._ticket(), self._streams.arrival()
-        self._does.begin(ticket, ours.call)  # not as late as its launch: others may end before that
+            return self._capture(ours, act)
+        ticket, arrival = next(self._tickets), self._streams.arrival()
         job = partial(self._run_on_device, ticket, ours, arrival, act, kept)
-        self._launches.put(partial(self._attempt, job))
-        return ticket
+        return self._hand_over(self._launches, job, ticket, *ours)
 
     def _run_on_device(
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
@@ -161,24 +158,32 @@ class DeviceTransport(Watching):
                 self._under_way.append(work)
         self._end(ticket, sent)
 
-    def _capture(self, act: Callable[[], int]) -> int:
+    def _never(self) -> int:
+        """The ticket of what never ends: whoever waits for it is told."""
+        ticket = next(self._tickets)
+        self._open[ticket] = None
+        return ticket
+
+    def _capture(self, ours: Stamped, act: Callable[[], int]) -> int:
         """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
         and the caller's stream is behind it at once."""
         self._await_quiet()
-        ticket, arrival = self._ticket(), self._streams.arrival()
+        arrival = self._streams.arrival()
         try:
             with self._streams.current(), self._translated():
                 self._streams.follow(arrival)
                 sent, end = act(), self._streams.end()
             self._streams.settle(end)
         except Failed as e:
-            self._told.fail(*e.told)  # whoever waits for it is told
-            return ticket
-        except UsageError:
-            self._end(ticket)
-            raise
-        self._end(ticket, sent)
-        return ticket
+            self._told.fail(*e.told)
+            return self._never()
+        ticket = next(self._tickets)
+
+        def captured() -> None:
+            self._does.end(ours.call[0])
+            self._end(ticket, sent)
+
+        return self._hand_over(self._jobs, captured, ticket, *ours)
 
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:

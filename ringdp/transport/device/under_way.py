@@ -117,16 +117,14 @@ class Watching(C10dTransport):
         if os.getpid() == self._process:
             if not hasattr(sys, "last_type"):  # the error that ends the process
                 self._await_promised()
-            with self._told.changed:
-                self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
+            self._told.changed.wait_for(lambda: self._told.failure or not self._busy(), QUIET)
             self._say_unheard()
         super().end()
 
     def _await_promised(self) -> None:
-        with self._told.changed:
-            self._told.changed.wait_for(
-                lambda: self._told.failure or all(w.kept is not None for w in self._under_way)
-            )
+        self._told.changed.wait_for(
+            lambda: self._told.failure or all(w.kept is not None for w in list(self._under_way))
+        )
 
     def _say_unheard(self) -> None:
         failure, number = self._told.failure, self._does.under_way()
@@ -138,12 +136,11 @@ class Watching(C10dTransport):
 
     def _await_quiet(self) -> None:
         """Until the watching thread has let go of what has ended. UsageError if that is not all."""
-        with self._told.changed:
-            self._told.changed.wait_for(lambda: not self._busy() or self._told.failure, QUIET)
-            if self._busy():
-                raise UsageError(
-                    "capture with collectives under way; allowed: after torch.cuda.synchronize()"
-                )
+        self._told.changed.wait_for(lambda: not self._busy() or self._told.failure, QUIET)
+        if self._busy():
+            raise UsageError(
+                "capture with collectives under way; allowed: after torch.cuda.synchronize()"
+            )
 
     @contextmanager
     def _translated(self, ours: Stamped | None = None) -> Iterator[None]:
@@ -155,7 +152,7 @@ class Watching(C10dTransport):
 
     def _finish(self, work: UnderWay) -> None:
         self._check_health()
-        self._does.end(work.ticket)
+        self._does.end(work.ours.call[0])
 
     def _agrees(self, work: UnderWay) -> bool:
         """Whether its stamps have met. Raises Failed where they differ."""
@@ -182,11 +179,10 @@ class Watching(C10dTransport):
         with self._streams.current():
             self._streams.watch()
         while self._told.failure is None:
-            with self._told.changed:
-                self._told.changed.wait_for(
-                    lambda: self._busy() or self._told.failure,
-                    LOOK if self._captured else None,  # replays of graphs tell nobody
-                )
+            self._told.changed.wait_for(
+                lambda: self._busy() or self._told.failure,
+                LOOK if self._captured else None,  # replays of graphs tell nobody
+            )
             with self._translated():
                 self._reap()
                 self._check_health()
@@ -203,9 +199,8 @@ class Watching(C10dTransport):
         for work in works:
             if self._agrees(work) and work.end is not None and work.end.query():
                 self._finish(work)
-                with self._told.changed:
-                    self._under_way.remove(work)
-                    self._told.changed.notify_all()
+                self._under_way.remove(work)
+                self._told.changed.ring()
             elif time.monotonic() > work.until:
                 raise Failed(FailureKind.TIMEOUT, self.rank)
 

@@ -57,7 +57,7 @@ class NcclTransport(DeviceTransport):
             return super().prepare(what)
         own = Own(*what)
         own.check()
-        return Issued(partial(self._start_own, own), own.kind, own.shards[-1])
+        return Issued(self, partial(self._start_own, own), own.kind, own.shards[-1])
 
     def _start_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         """One of NCCL's collectives, on buffers of the device."""

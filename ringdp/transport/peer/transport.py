@@ -179,8 +179,7 @@ class PeerTransport(DeviceTransport):
             return
         found = jobs.failed(word)
         if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
-            with self._told.changed:
-                self._told.changed.wait_for(lambda: self._told.failure, under_way.PATIENCE)
+            self._told.changed.wait_for(lambda: self._told.failure, under_way.PATIENCE)
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
 
     def _leave_device(self, *, hangs: bool) -> None:
