@@ -22,16 +22,16 @@ from ringdp.comm.moves import Moves
 from ringdp.comm.reductions import Reductions
 from ringdp.comm.taped import Taped
 from ringdp.comm.uncompiled import uncompiled
-from ringdp.comm.work import Group
+from ringdp.comm.work import Group, Work
 from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import FailureKind, Transport
 
-# Joins those ranks of the job, under a name of their own; collective over them. The arena: that of
-# another transport over the same ranks.
-Connect = Callable[[str, Sequence[int], Arena | None], Transport]
+# Joins those ranks of the job, under a name of their own; collective over them. The transport: of
+# which they have agreed on this one. The arena: that of another transport over the same ranks.
+Connect = Callable[[str, Sequence[int], Transport | None, Arena | None], Transport]
 
 
 @uncompiled
@@ -50,6 +50,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
         name: str,
         timeout: float,
         warn_after: float,
+        parent: Transport | None = None,
         arena: Arena | None = None,
         duplicates: WeakSet[Transport] | None = None,
     ) -> None:
@@ -61,7 +62,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
             raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANYBODY}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._beside = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
-        transport = connect(name, self._ranks, arena)
+        transport = connect(name, self._ranks, parent, arena)
         super().__init__(transport, Guard(transport, warn_after, self._beside))
         self._beside.add(transport)
         if self.device.type == "cpu":
@@ -114,8 +115,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
 
         Collective: every rank must call it.
         """
-        self.all_reduce(torch.zeros(1)).wait()  # on the host: here who has died is lost, or late
-        name = f"{self._name}.{self.issued}"
+        name = self._agreed(self.all_reduce, torch.zeros(1))
         return self._made(name, self._ranks, self._transport.arena, self._beside)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -130,12 +130,25 @@ class Communicator(Reductions, Moves, Messages, Taped):
         key = whole("split", "key", key, most, "keys", -most)
         mine = torch.tensor([-1 if color is None else color, key])
         given = mine.new_empty(self.size, 2)
-        self.all_gather(given, mine).wait()
+        name = self._agreed(self.all_gather, given, mine)
         if color is None:
             return None
         asked = [(k, rank) for rank, (c, k) in enumerate(given.tolist()) if c == color]
         ranks = [self._ranks[rank] for _, rank in sorted(asked)]
-        return self._made(f"{self._name}.{self.issued}.{color}", ranks)
+        return self._made(f"{name}.{color}", ranks)
+
+    def _agreed(self, call: Callable[..., Work], *tensors: Tensor) -> str:
+        """A name for what all ranks make next, once they have called this: on the host, where who
+        has died is lost, or late. Who leaves it by Ctrl-C gives up, as the others may have gone on.
+        """
+        issued = self.issued
+        try:
+            call(*tensors).wait()
+        except KeyboardInterrupt:
+            if self.issued > issued:
+                self._transport.fail(FailureKind.ABORTED, self.rank)
+            raise
+        return f"{self._name}.{self.issued}"
 
     def _made(
         self,
@@ -150,6 +163,7 @@ class Communicator(Reductions, Moves, Messages, Taped):
             name=name,
             timeout=self.timeout,
             warn_after=self._guard.warn_after,
+            parent=self._transport,
             arena=arena,
             duplicates=duplicates,
         )

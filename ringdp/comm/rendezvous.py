@@ -26,7 +26,7 @@ from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport
 from ringdp.transport.device.under_way import Given
-from ringdp.transport.making import Making
+from ringdp.transport.making import Making, Places
 from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.peer.transport import PeerTransport
 from ringdp.transport.shm import ShmTransport
@@ -181,11 +181,12 @@ def _connect(
     timeout: timedelta,
     name: str,
     ranks: Sequence[int],
+    parent: Transport | None,
     arena: Arena | None,
 ) -> Transport:
-    """A `Connect`, by its last three arguments. `whole`: the name of the first communicator, which
+    """A `Connect`, by its last four arguments. `whole`: the name of the first communicator, which
     has all ranks of the job."""
-    places = None if name == whole else (PrefixStore(whole, store), ranks)
+    places = Places(PrefixStore(whole, store), ranks, parent.failure) if parent else None
     here, size, prefixed = ranks.index(rank), len(ranks), PrefixStore(name, store)
     if transport == "shm":
         return ShmTransport(prefixed, here, size, arena=arena, link=link, places=places)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
@@ -29,7 +29,15 @@ from ringdp.transport.told import LAST_LOOKS, LOOK, Told
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.005  # s between looks for a key
 T = TypeVar("T")
-Places = tuple[Store, Sequence[int]]  # a transport's store, and the number there of each rank
+
+
+class Places(NamedTuple):
+    """Of another transport, which has all these ranks: its store, and the number there of each. The
+    one on which they agreed to make this must not have `failed`: who has left it does not come."""
+
+    store: Store
+    ranks: Sequence[int]
+    failed: Callable[[], Failure | None] = lambda: None
 
 
 class Making:
@@ -40,9 +48,9 @@ class Making:
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, places: Places | None = None) -> None:
-        """`store` is for this transport alone. `places`: of another one with all these ranks."""
+        """`store` is for this transport alone."""
         self.rank, self.ranks = rank, ranks
-        self._places, self._there = places or (store, range(ranks))
+        self._places = places or Places(store, range(ranks))
         self._allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
         self._until = time.monotonic() + self._allowed
         self._store = Asking(lambda: store)
@@ -132,15 +140,15 @@ class Making:
         return self._ask(lambda store: [r for r, key in keys.items() if not store.check([key])])
 
     def _ended(self, ranks: Iterable[int]) -> list[int]:
-        there = {rank: self._there[rank] for rank in ranks}
-        pids = self._ask(lambda _: {rank: pid_of(self._places, n) for rank, n in there.items()})
+        store, there = self._places.store, {rank: self._places.ranks[rank] for rank in ranks}
+        pids = self._ask(lambda _: {rank: pid_of(store, n) for rank, n in there.items()})
         return [rank for rank, pid in pids.items() if has_ended(pid)]
 
     def _look(self, lost: Collection[int]) -> None:
         for rank in lost:
             self._told.fail(FailureKind.LOST, rank)
         self._told.look()
-        if failure := self._told.failure:
+        if failure := self._told.failure or self._places.failed():
             raise self._error(failure)
 
     def _error(self, failure: Failure) -> CommunicationError:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -76,3 +77,29 @@ def test_what_is_interrupted_has_begun_if_it_counts(comm: Communicator, transpor
     prevented, left = over(comm, transport, calls_interrupted)
     assert prevented
     assert left
+
+
+def agreed_and_left(comm: Communicator) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def agree(tensor: torch.Tensor) -> Any:
+        comm.all_reduce(tensor)
+        return SimpleNamespace(wait=interrupted)
+
+    if comm.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            comm._agreed(agree, torch.zeros(1))
+    else:
+        with pytest.raises(PeerLost, match="rank 0 has given up"):
+            comm.duplicate()
+    with pytest.raises(PeerLost):
+        comm.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_who_makes_a_communicator_does_not_wait_for_who_has_left(
+    comm: Communicator, transport: str
+) -> None:
+    over(comm, transport, agreed_and_left)

@@ -256,7 +256,7 @@ def test_the_staging_of_a_graph_is_kept_for_its_replays(comm: Communicator) -> N
 @on_ranks(2, pool="over_nccl")
 def test_a_barrier_is_met_on_the_host(comm: Communicator) -> None:
     """With a transport whose tensors are elsewhere: what is launched there is not waited for."""
-    transport = comm._connect("met", comm._ranks, None)
+    transport = comm._connect("met", comm._ranks, comm._transport, None)
     transport.device = torch.device("meta")
     other = Communicator(
         lambda *_: transport, comm._ranks, name="met", timeout=60.0, warn_after=60.0
