@@ -164,7 +164,8 @@ def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[byte
     job.add("communicators", 5)
     one = PrefixStore("1.1", job)
     ranks = [Answers(asking(one), rank, 2) for rank in range(2)]
-    ranks[0].begin(1, (0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE))
+    call = 0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE
+    ranks[0].calls[0], ranks[0].begun = (call, time.monotonic()), 1
     ranks[0].waits(1, 1)
     for k, rank in enumerate(ranks):
         introduce(one, k)
