@@ -21,6 +21,8 @@ Job to the communicator's `_issue`. For all of them:
   a death by then. It hears of it at its next call that waits for another rank, or the `wait` for
   such a one, and at `close` at the latest. If a third rank finds the death, its next call of any
   kind raises.
+- Ctrl-C ends a call before it has begun, or leaves it under way with what it was given: then
+  `issued` counts it. What ends a `wait` leaves the Work to be waited for again.
 - After an error a late rank may still write to what the failed call was given by `empty`, until all
   ranks have closed the communicator or ended; no other tensor is given that memory before.
 """
