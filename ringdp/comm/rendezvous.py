@@ -188,15 +188,15 @@ def _connect(
     has all ranks of the job."""
     places = Places(PrefixStore(whole, store), ranks, parent.failure) if parent else None
     here, size, prefixed = ranks.index(rank), len(ranks), PrefixStore(name, store)
-    if transport == "shm":
-        return ShmTransport(prefixed, here, size, arena=arena, link=link, places=places)
-    if here == 0:
+    if transport != "shm" and here == 0:
         store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {size}")
     if "peer" in transport and places is None:
         between = "between hosts transport 'nccl', or 'c10d'"
         _one_host(PrefixStore("host", prefixed), here, size, between)
     making = Making(prefixed, here, size, places)
     with making.telling():
+        if transport == "shm":
+            return ShmTransport(making, arena=arena, link=link)
         # Who waits for a key, as gloo does, keeps others from the connection that it uses.
         own: Store = making.called(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
         group = gloo(making, own, timeout)

@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
@@ -37,7 +36,7 @@ from ringdp.transport.base import (
     Run,
 )
 from ringdp.transport.files import Address, advice, answer, ask, create, open_other
-from ringdp.transport.making import Making, Places
+from ringdp.transport.making import Making
 from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.room import Room, room_for
@@ -52,26 +51,16 @@ class ShmTransport:
     timeout: float
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        ranks: int,
-        *,
-        arena: Arena | None = None,
-        link: Link | None = None,
-        places: Places | None = None,
+        self, making: Making, *, arena: Arena | None = None, link: Link | None = None
     ) -> None:
-        """Collective: returns once all `ranks` ranks have attached. `store` is for it alone.
+        """Collective: returns once all ranks have attached.
 
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
-        `places`: see `Making`.
         """
-        self.rank, self.ranks, self.link = rank, ranks, link
-        room = room_for(ranks, link)
+        self.rank, self.ranks, self.link = making.rank, making.ranks, link
+        room = room_for(self.ranks, link)
         self.depth = room.depth
-        making = Making(store, rank, ranks, places)
-        with making.telling():
-            kept = self._attach(making, room, arena)
+        kept = self._attach(making, room, arena)
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
         self.kept: dict[int, Any] = {}

@@ -19,9 +19,20 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
+from torch.distributed import Store
 
 from ringdp import CommunicationError, Communicator, Work
 from ringdp.schedule import ALGORITHMS
+from ringdp.transport.arena import Arena
+from ringdp.transport.making import Making
+from ringdp.transport.shm import ShmTransport
+
+
+def joined(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:
+    """That rank's end of shared memory, with those that meet in the store."""
+    making = Making(store, rank, ranks)
+    with making.telling():
+        return ShmTransport(making, arena=arena)
 
 
 class Heard(NamedTuple):

@@ -20,9 +20,8 @@ from ringdp import CommunicationError, Communicator
 from ringdp.comm.call import named, place
 from ringdp.comm.table import table
 from ringdp.transport.files import SEALS, Address
-from ringdp.transport.shm import ShmTransport
 from ringdp.transport.watch import Watched, segments
-from tests.comm.failing import hear
+from tests.comm.failing import hear, joined
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Forks, Say, store
 
@@ -123,7 +122,7 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
     fd = memfd(change(shared))
     store = saying(address(os.getpid(), fd, token))
     with ringdp.init() as comm, pytest.raises(CommunicationError, match=said):
-        ShmTransport(store, 1, 2, arena=comm._transport.arena)
+        joined(store, 1, 2, arena=comm._transport.arena)
     os.close(fd)
 
 
@@ -143,14 +142,14 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
 )
 def test_a_rank_refuses_an_address_where_there_is_none(there, said):
     with pytest.raises(CommunicationError, match=said):
-        ShmTransport(saying(there), 1, 2)
+        joined(saying(there), 1, 2)
 
 
 def test_a_failure_in_the_store_that_makes_no_sense_is_no_ranks_fault():
     store = saying(address(1, 2, 3))
     store.set("failed", "1 7")
     with pytest.raises(CommunicationError, match="what its store says makes no sense") as error:
-        ShmTransport(store, 1, 2)
+        joined(store, 1, 2)
     assert error.type is CommunicationError
 
 

@@ -23,7 +23,7 @@ from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from ringdp.transport import making, shm, wire
 from tests import limits
-from tests.comm.failing import hear
+from tests.comm.failing import hear, joined
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.forks import PATIENCE, Forks, Say, store
 from tests.ranks import on_ranks
@@ -160,11 +160,11 @@ def test_who_comes_too_late_hears_that_others_gave_up(comm: Communicator) -> Non
     part.set_timeout(timedelta(seconds=0.3))
     if comm.rank == 0:
         with pytest.raises(ringdp.CollectiveTimeout, match="of its ranks, 1 did not come"):
-            shm.ShmTransport(part, 0, 2)
+            joined(part, 0, 2)
     comm.barrier()
     if comm.rank == 1:
         with pytest.raises(ringdp.CollectiveTimeout, match="rank 0 gave up waiting"):
-            shm.ShmTransport(part, 1, 2)
+            joined(part, 1, 2)
     comm.barrier()
 
 
