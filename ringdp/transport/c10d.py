@@ -1,9 +1,10 @@
 """Programs over any torch.distributed group: gloo between hosts, for instance.
 
-A thread runs the rows in order. What it sends goes out beside them, so it waits only for what it
-receives. Failures go through the group's store: a dead rank is seen by those that wait for it,
-since its connections end, and soon by all. What closes, is collected while nothing is under way, or
-is there at exit, ends what its threads wait for, and its connections: see `parting`.
+A thread runs the rows in order, another begins the messages. What either sends goes out beside
+them, so it waits only for what it receives. Failures go through the group's store: a dead rank is
+seen by those that wait for it, since its connections end, and soon by all. What closes, is
+collected while nothing is under way, or is there at exit, ends what its threads wait for, and its
+connections: see `parting`.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class C10dTransport(Answering):
         self, queue: threads.Queue, act: Callable[[], None], ticket: int, call: Call, digest: int
     ) -> int:
         """A collective to the thread that runs it."""
-        put, job = queue.put, partial(self._attempt, act)
+        put, job = queue.put, partial(attempt, self._told, act)
         does, number, called = self._does, call[0], (call, time.monotonic())
         # See Note [Ctrl-C comes after any call] in threads.py.
         self._digest = digest
@@ -128,7 +129,7 @@ class C10dTransport(Answering):
 
     def _post(self, act: Callable[[], None], ticket: int) -> int:
         """The same for a message, in the order of the calls."""
-        put, job = self._letters.put, partial(self._attempt, act)
+        put, job = self._letters.put, partial(attempt, self._told, act)
         self._open[ticket] = None
         put(job)
         return ticket
@@ -226,10 +227,7 @@ class C10dTransport(Answering):
     # --- on threads of its own
 
     def _spawn(self, act: Callable[[], None]) -> threading.Thread:
-        return threads.spawn(partial(_attempt, self._told, act), "ringdp-c10d")
-
-    def _attempt(self, act: Callable[[], None]) -> None:
-        _attempt(self._told, act)
+        return threads.spawn(partial(attempt, self._told, act), "ringdp-c10d")
 
     def _digested(self, kind: int) -> int:
         """Of that collective's kind, if it is the next, and those of all before it."""
@@ -313,7 +311,8 @@ class C10dTransport(Answering):
         self._told.changed.ring()
 
 
-def _attempt(told: Told, act: Callable[[], None]) -> None:
+def attempt(told: Told, act: Callable[[], None]) -> None:
+    """What ends it by an error has failed for all."""
     try:
         act()
     except Failed as e:

@@ -29,7 +29,7 @@ from ringdp import _core
 from ringdp.errors import UsageError
 from ringdp.transport import wire
 from ringdp.transport.base import Failure, FailureKind, Transport
-from ringdp.transport.c10d import C10dTransport, Failed
+from ringdp.transport.c10d import C10dTransport, Failed, attempt
 from ringdp.transport.device.launches import leave
 from ringdp.transport.device.stamp import Stamped, unpacked
 from ringdp.transport.device.streams import End, streams
@@ -171,7 +171,7 @@ class Watching(C10dTransport):
 
     def _look_after(self) -> None:
         try:
-            self._attempt(self._until_failure)
+            attempt(self._told, self._until_failure)
         finally:
             self._leave()
 
