@@ -310,3 +310,21 @@ def test_a_gradient_is_an_ordinary_slice_else(comm: Communicator, stage: int) ->
     loss(model).backward()
     clip_grad_norm_(model.parameters(), 1.0)
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_dimensions_are_those_of_whole_parameters(comm: Communicator, stage: int) -> None:
+    """Scripts sort by them what decays: of slices, all would be biases."""
+    model = net()
+    whole = [p.dim() for p in model.parameters()]
+    ringdp.shard(model, stage=stage, comm=comm)
+    assert [p.dim() for p in model.parameters()] == whole
+    assert [p.ndim for p in model.parameters()] == whole
+    assert [p.ndimension() for p in model.parameters()] == whole
+    weight = model[0][0].weight
+    before = weight.detach().clone()
+    for fill in (nn.init.orthogonal_, nn.init.eye_, nn.init.xavier_normal_, nn.init.sparse_):
+        with pytest.raises((UsageError, ValueError)):
+            fill(weight, 0.5) if fill is nn.init.sparse_ else fill(weight)
+    torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)

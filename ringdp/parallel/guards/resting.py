@@ -3,7 +3,8 @@
 Between uses (while it is used, see `computed`) a parameter is this rank's flat slice, and what
 autograd made of it there would be wrong without a word. So while it is one, its class is `Sharded`,
 which refuses whatever would record a graph. Reading under no_grad, as optimizers do, goes through
-(of norms see `sliced`), and so do `backward(inputs=...)` and `autograd.grad`: see `Resting`.
+(of norms see `sliced`), and so do `backward(inputs=...)` and `autograd.grad`: see `Resting`. How
+many dimensions it has is told of the whole, as scripts sort by them what decays.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class Sharded(Resting):
         if func in sliced.OF_ALL and not _records(args, kwargs):
             args, kwargs = tree_map_only(Sharded, Tensor.detach, (args, kwargs or {}))
             return func(*args, **kwargs)
-        if func is torch._weight_norm:  # it takes the shapes on trust, and reads past the slices
+        if func in _DIMENSIONS:
+            return args[0]._ringdp_ndim
+        if func in _ON_TRUST:
             raise _refusal(args, kwargs)
         try:
             out = run(func, types, args, kwargs)
-        except RuntimeError as e:  # the slice has another shape than the parameter
+        except (RuntimeError, IndexError) as e:  # the slice has another shape than the parameter
             raise _refusal(args, kwargs) from e
         if torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.grad_fn is not None for t in _flat(out)
@@ -83,6 +86,11 @@ class Sharded(Resting):
 
 
 _grad: Any = Tensor.grad
+_ndim: Any = Tensor.ndim
+_DIMENSIONS = (Tensor.dim, Tensor.ndimension, _ndim.__get__)
+# These take shapes on trust: the first reads past the slices; nn.init's orthogonal_ and eye_, which
+# have asked for the dimensions alone, would write something else with the others.
+_ON_TRUST = (torch._weight_norm, Tensor.view_as, torch.eye)
 
 
 def _records(args: Any, kwargs: Any) -> bool:
@@ -117,8 +125,9 @@ def _refusal(args: Any, kwargs: Any, why: str = _A_SLICE) -> UsageError:
 
 
 def name(parameter: nn.Parameter, text: str) -> None:
-    """What errors call it."""
+    """What errors call it, which is whole yet."""
     parameter._ringdp_name = text  # type: ignore[attr-defined]
+    parameter._ringdp_ndim = parameter.ndim  # type: ignore[attr-defined]
 
 
 def guard(parameters: Sequence[nn.Parameter], into: type[Resting] = Sharded) -> None:
