@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from functools import cache
 from sys import _getframe
 from types import CodeType, FrameType
@@ -100,10 +101,12 @@ def counted(call: Call, unit: str = "") -> str:
     return what if collective_of(kind) == "barrier" else f"{what} of {elements}{unit}"
 
 
-def told(call: Call) -> str:
-    """`all_reduce #12 (float32, sum) of 100 elements, tag 3, at train.py:40`."""
+def told(call: Call, units: Sequence[str] = ()) -> str:
+    """`all_reduce #12 (float32, sum) of 100 elements, tag 3 (unit layer.2), at train.py:40`.
+    `units`: by tag, where tags are those of an engine's units."""
     tag = tag_of(call[1])
-    return f"{counted(call, f' elements, tag {tag}')}, at {place(call[3])}"
+    unit = f" (unit {units[tag]})" if tag < len(units) else ""
+    return f"{counted(call, f' elements, tag {tag}{unit}')}, at {place(call[3])}"
 
 
 def place(site: bytes) -> str:

@@ -118,6 +118,10 @@ class Communicator(Reductions, Moves, Messages, Taped):
         name = self._agreed(self.all_reduce, torch.zeros(1))
         return self._made(name, self._ranks, self._transport.arena, self._beside)
 
+    def name_tags(self, units: Sequence[str]) -> None:
+        """Errors name the unit of a collective, which is its tag."""
+        self._guard.units = units
+
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator of the ranks that give the same `color`, a number from 0 on.
 

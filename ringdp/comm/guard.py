@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NoReturn
 
@@ -50,6 +50,7 @@ class Guard:
         """`warn_after`: seconds that a collective may last until it is told. `beside`: those of
         all duplicates, this one's too."""
         self.transport, self.warn_after, self.beside = transport, warn_after, beside
+        self.units: Sequence[str] = ()  # see `told`
         # Never raised itself: it would hold its callers' frames, and so their tensors.
         self.error: CommunicationError | None = None
 
@@ -90,7 +91,7 @@ class Guard:
         self._compare(call, seen)
         log.warning(
             "rank %d has waited %.1f s for %s; %s\n%s",
-            *(self.transport.rank, waited, told(call), self._missing(call, seen)),
+            *(self.transport.rank, waited, told(call, self.units), self._missing(call, seen)),
             self._table(seen),
         )
 
@@ -129,7 +130,7 @@ class Guard:
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
         seen = self.transport.survey()
         if failure.kind is FailureKind.MISMATCH:
-            text = _disagreement(failure, seen)
+            text = _disagreement(failure, seen, self.units)
         else:
             text = f"{self._here(call)}; {self._cause(call, failure, seen)}"
         return ERRORS[failure.kind](f"{text}\n{table(seen)}")
@@ -157,7 +158,7 @@ class Guard:
     def _here(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES
         queued = f" (queued behind #{self._stuck(call)})" * behind
-        return f"rank {self.transport.rank} waited for {told(call)}{queued}"
+        return f"rank {self.transport.rank} waited for {told(call, self.units)}{queued}"
 
     def _missing(self, call: Call, seen: Observed) -> str:
         if collective_of(call[1]) in MESSAGES:
@@ -170,7 +171,7 @@ class Guard:
         return min(call[0], here.finished) if here else call[0]
 
 
-def _disagreement(failure: Failure, seen: Observed) -> str:
+def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str:
     """Both calls of the first collective that is not the same; else what the message was."""
     pair = failure.reporter, failure.rank
     if failure.found[0] == MESSAGE:
@@ -182,10 +183,16 @@ def _disagreement(failure: Failure, seen: Observed) -> str:
     lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
     for r, calls in zip(pair, (here, there), strict=True):
         call = calls.get(number)
-        lines.append(f"  rank {r}: {told(call) if call else f'#{number}, {_unsaid(r, seen)}'}")
+        said = told(call, units) if call else f"#{number}, {_unsaid(r, seen)}"
+        lines.append(f"  rank {r}: {said}")
     called = {collective_of(c[number][1]) for c in (here, there) if number in c}
     if called == {"all_to_all", "all_to_all_v"}:
         lines.append("  give sizes of parts, also if they are equal, on every rank or on none")
+    if len({tag_of(c[number][1]) for c in (here, there) if number in c}) > 1 and units:
+        lines.append(
+            "  all ranks use units in one order: let what differs by rank, such as experts, lie in "
+            "one unit, and what some call more often run within full_parameters()"
+        )
     if failure.expected == failure.found and not differing:
         lines.append("  with different sizes")
     elif not differing:

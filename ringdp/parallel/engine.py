@@ -77,6 +77,8 @@ class Engine(Accounts, Watched):
         self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
         turns = self.reducing if self.yields else None
         self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, turns)
+        for each in (self.reducing.comm, self.gathering.comm):
+            each.name_tags([unit.plan.name or "root" for unit in units])
         self._given = Given(model, units)
 
         self._writes = True  # whether what is written to whole parameters is kept
