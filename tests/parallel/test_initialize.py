@@ -118,7 +118,10 @@ TUTORIAL: dict[str, Any] = {
         "sub_group_size": 1e9,
         "stage3_max_reuse_distance": 1000000000,
         "stage3_gather_16bit_weights_on_model_save": True,
+        "memory_efficient_linear": False,
+        "zero_hpz_partition_size": 1,
     },
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
     "tensorboard": {"enabled": False, "output_path": "runs"},
     "flops_profiler": {},
 }
@@ -212,6 +215,14 @@ def test_auto_is_what_is_known_without_hugging_faces_trainer():
     assert (engine.batches.micro, engine.batches.accumulation) == (4, 1)
     trained(engine, 0, 1, 2)
     assert engine.get_lr() == pytest.approx([LR])
+    engine.engine.close()
+
+
+@pytest.mark.parametrize("section", [{}, {"bf16": {"enabled": True}}])
+def test_gradients_travel_in_the_dtype_that_a_config_says(section):
+    config = NAMED | section | {"communication_data_type": "fp16"}
+    engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
+    assert engine.engine.units[-1].dtypes.reduce is torch.float16
     engine.engine.close()
 
 

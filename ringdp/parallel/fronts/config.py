@@ -23,13 +23,15 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Key(NamedTuple):
-    """What may be said: true or false, a device, an optimizer's name or a scheduler's, options of
-    one, a number, whole or not, of at least `least` and less than `below`; only the default, where
-    that is what is done in any case; or a section that is not enabled, and so asks for nothing."""
+    """What may be said: true or false, a device, a dtype, an optimizer's name or a scheduler's,
+    options of one, a number, whole or not, of at least `least` and less than `below`; only the
+    default, where that is what is done in any case; or a section that is not enabled, and so asks
+    for nothing."""
 
     default: Any
     kind: Literal[
-        "bool", "device", "optimizer", "scheduler", "options", "whole", "number", "only", "off"
+        "bool", "device", "dtype", "optimizer", "scheduler", "options", "whole", "number", "only",
+        "off",
     ]  # fmt: skip
     least: float = 0
     below: float = math.inf
@@ -37,9 +39,9 @@ class Key(NamedTuple):
 
 _OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
 _OFF = (
-    "amp", "autotuning", "comet", "comms_logger", "csv_monitor", "curriculum_learning",
+    "amp", "autotuning", "comet", "comms_logger", "compile", "csv_monitor", "curriculum_learning",
     "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine",
-    "progressive_layer_drop", "quantize_training", "tensorboard", "wandb",
+    "progressive_layer_drop", "quantize_training", "tensorboard", "torch_autocast", "wandb",
 )  # fmt: skip
 
 # Every key that is implemented; a dict is a section.
@@ -50,6 +52,7 @@ KEYS: dict[str, Any] = {
     "gradient_clipping": Key(0.0, "number"),
     "prescale_gradients": Key(False, "only"),
     "gradient_predivide_factor": Key(1.0, "only"),
+    "communication_data_type": Key(None, "dtype"),  # of gradients
     "steps_per_print": Key(None, "whole", 1),
     "wall_clock_breakdown": Key(False, "only"),
     "memory_breakdown": Key(False, "only"),
@@ -90,9 +93,24 @@ KEYS: dict[str, Any] = {
         "stage3_max_reuse_distance": Key(1e9, "only"),
         "stage3_gather_16bit_weights_on_model_save": Key(False, "bool"),  # of save_16bit_model
         "sub_group_size": Key(1e9, "only"),
+        "ignore_unused_parameters": Key(True, "only"),
+        "memory_efficient_linear": Key(False, "bool"),  # torch's is: it keeps no copy of a weight
+        "zero_hpz_partition_size": Key(1, "only"),
+        "zero_quantized_weights": Key(False, "only"),
+        "zero_quantized_gradients": Key(False, "only"),
+        "zero_quantized_nontrainable_weights": Key(False, "only"),
+    },
+    "activation_checkpointing": {
+        "partition_activations": Key(False, "only"),
+        "cpu_checkpointing": Key(False, "only"),
+        "contiguous_memory_optimization": Key(False, "only"),
+        "number_checkpoints": Key(None, "only"),
+        "synchronize_checkpoint_boundary": Key(False, "only"),
+        "profile": Key(False, "only"),
     },
     **dict.fromkeys(_OFF, Key({}, "off")),
 }
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMS = ("adam", "adamw")  # in any case
 # What "auto", as in configs for Hugging Face's Trainer, stands for where that is known; elsewhere
 # a value is asked for.
@@ -204,6 +222,7 @@ def _value(where: str, value: Any, key: Key) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     fits, allowed = {
         "device": (value in ("none", "cpu"), "'none', 'cpu'"),
+        "dtype": (value in [*DTYPES], ", ".join(map(repr, DTYPES))),
         "bool": (isinstance(value, bool), "true, false"),
         "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
         "scheduler": (

@@ -86,7 +86,7 @@ def initialize(
         model,
         stage=zero["stage"],
         unit=unit if unit is not None or not sizes else min(sizes),
-        precision=Precision(param),
+        precision=Precision(param, configs.DTYPES.get(said["communication_data_type"])),
         offload=Offload(
             parameters=zero["offload_param"]["device"] == "cpu",
             optimizer=zero["offload_optimizer"]["device"] == "cpu",
