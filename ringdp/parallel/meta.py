@@ -30,7 +30,8 @@ def check(model: nn.Module, init: Init | None) -> None:
     if stuck:
         raise UsageError(
             f"on the meta device and without reset_parameters: {', '.join(stuck)}; pass init=, a "
-            "function that fills a module's own parameters and buffers"
+            "function that fills a module's own parameters and buffers, or does nothing where a "
+            "checkpoint is loaded next"
         )
 
 
