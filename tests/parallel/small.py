@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp import Engine, Precision
+from ringdp.parallel.stages import Keep
 
 WIDTH = 6
 APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
@@ -30,6 +31,17 @@ def loss(model: nn.Module, seed: int = 0) -> Tensor:
 def whole(engine: Engine) -> list[Tensor]:
     with engine.full_parameters():
         return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def assert_gradients(engine: Engine, twin: nn.Module, after: str = "") -> None:
+    """Those that `engine` has reduced: this rank's parts where the optimizer has no more."""
+    for unit in engine.units:
+        for entry, mine in zip(unit.plan.entries, unit.gradients.views(), strict=True):
+            p = twin.get_parameter(entry.name)
+            exact = torch.zeros_like(p) if p.grad is None else p.grad
+            if engine.stage.optimizer is Keep.SHARD:
+                exact = exact.flatten()[slice(*unit.plan.part(entry, unit.rank))]
+            torch.testing.assert_close(mine, exact, msg=f"{after} {entry.name}")
 
 
 def assert_equal(engine: Engine, twin: nn.Module) -> None:

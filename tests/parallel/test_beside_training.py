@@ -13,7 +13,14 @@ from torch import nn
 import ringdp
 from ringdp import Communicator, Offload, Precision
 from ringdp.parallel.clip import grad_norm, unscale_gradients
-from tests.parallel.small import assert_equal, batch, loss, net, plain_and_apart
+from tests.parallel.small import (
+    assert_equal,
+    assert_gradients,
+    batch,
+    loss,
+    net,
+    plain_and_apart,
+)
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -233,12 +240,7 @@ def test_what_one_rank_steps_of_its_own_gathers_nothing(comm: Communicator, stag
         value.backward()
     for step in range(2):
         loss(twin, step).backward()
-    for unit in engine.units:
-        for entry, view in zip(unit.plan.entries, unit.gradients.views(), strict=True):
-            exact = twin.get_parameter(entry.name).grad
-            begin, end = unit.plan.local(entry, comm.rank)
-            first = unit.rank * unit.plan.shard + begin - entry.offset
-            torch.testing.assert_close(view, exact.flatten()[first : first + end - begin])
+    assert_gradients(engine, twin)
     engine.close()
 
 

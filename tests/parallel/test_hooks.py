@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Offload, UsageError
 from tests.parallel.loop_models import Fail
-from tests.parallel.small import WIDTH, batch, loss, net
+from tests.parallel.small import WIDTH, assert_gradients, batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -130,15 +130,7 @@ def test_gradients_are_those_of_one_process(
     try:
         loop(model, list(model.parameters()))
         loop(twin, list(twin.parameters()))
-        for unit in engine.units:
-            for entry, view in zip(unit.plan.entries, unit.gradients.views(), strict=True):
-                whole = twin.get_parameter(entry.name)
-                exact = torch.zeros_like(whole) if whole.grad is None else whole.grad
-                if stage:
-                    begin, end = unit.plan.local(entry, comm.rank)
-                    first = unit.rank * unit.plan.shard + begin - entry.offset
-                    exact = exact.flatten()[first : first + end - begin]
-                torch.testing.assert_close(view, exact, msg=f"{entry.name}")
+        assert_gradients(engine, twin)
     finally:
         engine.close()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, UsageError
+from tests.parallel.small import assert_gradients
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -68,14 +69,7 @@ def test_zero_grad_clears_what_no_sync_keeps(comm: Communicator, stage: int, apa
         run(model, engine, loop)
         run(twin, None, loop)
         engine.check_reduced("gradients are read")
-        for unit in engine.units:
-            for entry, view in zip(unit.plan.entries, unit.gradients.views(), strict=True):
-                exact = twin.get_parameter(entry.name).grad
-                if stage:
-                    first = unit.rank * unit.plan.shard - entry.offset
-                    begin = min(max(first, 0), entry.elements)
-                    exact = exact.flatten()[begin : begin + view.numel()]
-                torch.testing.assert_close(view, exact, msg=f"{name}: {entry.name}")
+        assert_gradients(engine, twin, name)
         m = engine.memory(torch.optim.SGD(model.parameters()))
         assert m.gradients == engine.memory_formula().gradients
         engine.close()
