@@ -203,12 +203,12 @@ def matrix(hows: Collection[str]) -> list[ParameterSet]:
     ]
 
 
-def by_turns(rows: Iterable[tuple[Any, ...]], ranks: Sequence[int]) -> list[ParameterSet]:
-    """(*row, n): with each row another n, and in `exhaustive` every n."""
+def by_turns(rows: Iterable[tuple[Any, ...]], last: Sequence[Any]) -> list[ParameterSet]:
+    """(*row, n): with each row another n of the `last`, and in `exhaustive` every one."""
     return [
-        pytest.param(*row, n, marks=() if i % len(ranks) == j else pytest.mark.exhaustive)
+        pytest.param(*row, n, marks=() if i % len(last) == j else pytest.mark.exhaustive)
         for i, row in enumerate(rows)
-        for j, n in enumerate(ranks)
+        for j, n in enumerate(last)
     ]
 
 

@@ -3,6 +3,8 @@ process that has the batches of all ranks is the reference."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator, Precision
-from tests.parallel.small import WIDTH, assert_equal, loss, plain_and_apart
+from tests.comm.failing import by_turns
+from tests.parallel.small import APART, WIDTH, assert_equal, loss
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -79,15 +82,16 @@ class Net(nn.Module):
             layer.pick = pick  # type: ignore[assignment]
 
 
-@plain_and_apart
-@pytest.mark.parametrize("way", ["once", "again", "reentrant", "not reentrant", "within", "around"])
+WAYS = ("once", "again", "reentrant", "not reentrant", "within", "around")
+PICKS = [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
+
+
 @pytest.mark.parametrize(
-    "picks", [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
+    ("way", "stage", "precision", "picks"), by_turns(product(WAYS, range(4), (None, APART)), PICKS)
 )
-@pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_ranks_may_take_other_experts(
-    comm: Communicator, stage: int, precision: Precision | None, picks: list[Picks], way: str
+    comm: Communicator, way: str, stage: int, precision: Precision | None, picks: list[Picks]
 ) -> None:
     """What one rank has reduced, and another not yet, they would wait for in a circle."""
     model, twin = Net(way), Net(way)
