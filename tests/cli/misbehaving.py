@@ -95,6 +95,7 @@ def killed_while_it_talks(job: Job, emit: Emit) -> list[Record]:
 if __name__ == "__main__":
     import misbehaving  # by this name, which the ranks can import too
 
+    launch._MODULES = ["__main__"]  # no rank makes an optimizer, whose imports take seconds
     entry = getattr(misbehaving, sys.argv[1])
     sys.stdout.reconfigure(encoding="utf-8")  # else the locale's, which may lack ×
     sys.exit(exit_code(lambda: run(OPTIONS, Console(), entry=entry)))
