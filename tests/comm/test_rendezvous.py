@@ -19,13 +19,15 @@ from ringdp.comm.rendezvous import over
 from tests.comm.test_groups import total
 from tests.forks import PATIENCE, Forks, Say
 from tests.ports import LISTENS, sockets, unused_port
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def in_groups(comm: Communicator, *phases: list[int]) -> None:
+@on_ranks(3)
+def test_groups_of_one_name_need_not_be_of_the_same_ranks(comm: Communicator) -> None:
     """torch counts its groups, and begins anew after destroy_process_group."""
-    for phase, members in enumerate(phases):
+    for phase, members in enumerate(([0, 1], [1, 2])):
         part = dist.PrefixStore(f"groups/{comm.issued}/{phase}", comm._connect.args[0])
         dist.init_process_group("gloo", store=part, rank=comm.rank, world_size=comm.size)
         limit = timedelta(seconds=70 + phase)
@@ -39,10 +41,6 @@ def in_groups(comm: Communicator, *phases: list[int]) -> None:
         dist.barrier()
         dist.destroy_process_group()
         comm.barrier()
-
-
-def test_groups_of_one_name_need_not_be_of_the_same_ranks(ranks):
-    ranks(3)(in_groups, [0, 1], [1, 2])
 
 
 def another_store(comm: Communicator, say: Say, port: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Precision
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +44,13 @@ def train(model: nn.Module, call: Callable[..., Any]) -> None:
         optimizer.zero_grad()
 
 
-def compiles(comm: Communicator, stage: int, precision: Precision | None) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, None), (3, None), (3, Precision(torch.float64))]
+)
+@on_ranks(2)
+def test_compiled_it_trains_as_one_process_does(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
     twin = net()
     train(twin, twin)
     for whole in (False, True):
@@ -64,12 +71,3 @@ def compiles(comm: Communicator, stage: int, precision: Precision | None) -> Non
                 dict(model.named_parameters()), dict(twin.named_parameters())
             )
         engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_it_trains_as_one_process_does(ranks, stage):
-    ranks(2)(compiles, stage, None)
-
-
-def test_compiled_in_another_dtype_it_trains_as_one_process_does(ranks):
-    ranks(2)(compiles, 3, Precision(torch.float64))

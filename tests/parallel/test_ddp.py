@@ -203,7 +203,9 @@ def test_unused_parameters_with_several_forwards(comm: Communicator) -> None:
 # ---- copies and state
 
 
-def copied(comm: Communicator, named: bool) -> None:
+@pytest.mark.parametrize("named", [False, True])
+@on_ranks(2)
+def test_copies_and_states_are_as_torchs(comm: Communicator, named: bool) -> None:
     """`named`: over torch's default group, as given."""
     gloo()
     net = DistributedDataParallel(Transformer(), process_group=dist.group.WORLD if named else None)
@@ -221,11 +223,6 @@ def copied(comm: Communicator, named: bool) -> None:
         assert equal(backward(other, 0, comm.rank), expected)
         backward(other, 1, comm.rank)
         assert equal(gradients(net), expected), "a copy has gradients of its own"
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_copies_and_states_are_as_torchs(ranks, named):
-    ranks(2)(copied, named)
 
 
 # ---- whole loops

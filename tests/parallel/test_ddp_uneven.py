@@ -57,7 +57,11 @@ def test_uneven_inputs_give_torchs_bits(
     assert equal(*found)
 
 
-def joined(comm: Communicator, by_initial_size: bool) -> None:
+@pytest.mark.parametrize("by_initial_size", [True, False])
+@on_ranks(2)
+def test_torchs_join_shadows_it_beside_an_optimizer(
+    comm: Communicator, by_initial_size: bool
+) -> None:
     """Beside another joinable, twice, and an iteration of all ranks after each."""
     gloo()
     found = []
@@ -75,11 +79,6 @@ def joined(comm: Communicator, by_initial_size: bool) -> None:
         seen += backward(net, 9, comm.rank)
         found.append(seen)
     assert equal(*found)
-
-
-@pytest.mark.parametrize("by_initial_size", [True, False])
-def test_torchs_join_shadows_it_beside_an_optimizer(ranks, by_initial_size):
-    ranks(2)(joined, by_initial_size)
 
 
 def early(comm: Communicator) -> list[str]:

@@ -19,6 +19,7 @@ import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel.fronts import FullyShardedDataParallel
 from tests.parallel.small import batch, loss, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +31,9 @@ def same(found: dict[str, Tensor], model: nn.Module) -> bool:
     return list(found) == list(exact) and all(torch.equal(found[k], v) for k, v in exact.items())
 
 
-def states(comm: Communicator, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_its_state_is_whole(comm: Communicator, strategy: str) -> None:
     """Whole, with torch's keys, and as they were."""
     wrap = ModuleWrapPolicy({nn.Sequential})
     model = FullyShardedDataParallel(net(), comm, ShardingStrategy[strategy], auto_wrap_policy=wrap)
@@ -73,12 +76,8 @@ def states(comm: Communicator, strategy: str) -> None:
     model.engine.close()
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_its_state_is_whole(ranks, strategy: str):
-    ranks(2)(states, strategy)
-
-
-def by_hand(comm: Communicator) -> None:
+@on_ranks(2)
+def test_modules_may_be_wrapped_by_hand(comm: Communicator) -> None:
     """Wrappers within a wrapper are its units."""
 
     def wrapped(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
@@ -115,10 +114,6 @@ def by_hand(comm: Communicator) -> None:
         with pytest.raises(UsageError, match="modules within are wrapped already; allowed around"):
             wrapped(model, **options)
         model[1].engine.close()
-
-
-def test_modules_may_be_wrapped_by_hand(ranks):
-    ranks(2)(by_hand)
 
 
 class Buffered(nn.Module):

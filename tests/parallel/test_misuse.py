@@ -121,7 +121,11 @@ def test_ranks_with_different_models_are_told(ranks, stage):
         assert "'weight' with sizes [9, 8] on rank 1" in said
 
 
-def trained_before(comm: Communicator, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_gradients_and_states_of_before(comm: Communicator, stage: int) -> None:
+    """The first of them ended the backward in a RuntimeError of shapes, from stage 1 on; the state
+    goes on, in slices."""
     model, twin = net(), net()
     early = torch.optim.Adam(model.parameters())
     loss(model).backward()
@@ -135,13 +139,6 @@ def trained_before(comm: Communicator, stage: int) -> None:
         optimizer.step()
     assert_equal(engine, twin)
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_gradients_and_states_of_before(ranks, stage):
-    """The first of them ended the backward in a RuntimeError of shapes, from stage 1 on; the state
-    goes on, in slices."""
-    ranks(2)(trained_before, stage)
 
 
 class Keeps(nn.Module):

@@ -256,14 +256,11 @@ def test_adapters_train_in_their_dtype_and_frozen_units_have_no_gradients(ranks)
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
-def lora_traffic(comm: Communicator, limits: range) -> None:
-    for limit in limits:
-        lora(comm, 3, limit)
-
-
-def test_what_is_kept_of_a_module_with_several_units_is_foreseen(ranks):
+@on_ranks(2)
+def test_what_is_kept_of_a_module_with_several_units_is_foreseen(comm: Communicator) -> None:
     """Of those that the last module frees, its backward's first stay as far as the bound allows."""
-    ranks(2)(lora_traffic, range(0, 1024, 64))
+    for limit in range(0, 1024, 64):
+        lora(comm, 3, limit)
 
 
 def recurrent(comm: Communicator, stage: int) -> list[float]:

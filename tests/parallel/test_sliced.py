@@ -201,7 +201,14 @@ def scaled(model: nn.Module, optimizer: Any) -> list[float]:
     return scales
 
 
-def scales(comm: Communicator, stage: int, fused: bool, precision: Precision | None) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "fused"),
+    [(0, None, False), (1, APART, False), (2, None, True), (3, None, False), (3, APART, True)],
+)
+@on_ranks(2)
+def test_torchs_scaler_skips_on_all_ranks_or_none(
+    comm: Communicator, stage: int, precision: Precision | None, fused: bool
+) -> None:
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     for one in (model, twin):
@@ -210,14 +217,6 @@ def scales(comm: Communicator, stage: int, fused: bool, precision: Precision | N
     with engine.full_parameters():
         torch.testing.assert_close(model.state_dict(), twin.state_dict())
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "fused"),
-    [(0, None, False), (1, APART, False), (2, None, True), (3, None, False), (3, APART, True)],
-)
-def test_torchs_scaler_skips_on_all_ranks_or_none(ranks, stage, precision, fused):
-    ranks(2)(scales, stage, fused, precision)
 
 
 # ---- the gradients themselves

@@ -178,19 +178,18 @@ def test_what_is_put_into_data_may_be_evaluated_before_it_trains(
     engine.close()
 
 
-def saves(comm: Communicator, path: Path, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_checkpoint_has_what_was_put_into_data(
+    comm: Communicator, tmp_path: Path, stage: int
+) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     for p in model.parameters():
         p.data = torch.ones_like(p)
-    ringdp.save(path, engine)
+    ringdp.save(tmp_path, engine)
     for p in model.parameters():
         p.data = torch.zeros_like(p)
-    ringdp.load(path, engine)
+    ringdp.load(tmp_path, engine)
     assert all((p == 1).all() for p in whole(engine))
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_checkpoint_has_what_was_put_into_data(ranks, tmp_path, stage):
-    ranks(2)(saves, tmp_path / "checkpoint", stage)

@@ -47,7 +47,9 @@ def test_every_algorithm_gives_the_simulators_bits(over_gloo, n: int):
     agree(over_gloo(n), n, cases)
 
 
-def calls(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks(pool="over_gloo")
+def test_it_offers_what_a_communicator_has(comm: Communicator) -> None:
     offered(comm)
     test_messages.any_order(comm, 3)
     test_messages.short_ones_need_no_receiver(comm)
@@ -55,11 +57,6 @@ def calls(comm: Communicator) -> None:
         comm.send(torch.zeros(1), (comm.rank + 1) % comm.size, tag=1 << 30)
     with pytest.raises(ringdp.UsageError, match="CPU"):
         comm.all_reduce(torch.zeros(1, device="meta"))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_it_offers_what_a_communicator_has(over_gloo, n: int):
-    over_gloo(n)(calls)
 
 
 @on_ranks(3)

@@ -198,7 +198,9 @@ class Unstartable:
         return False
 
 
-def exiting(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(comm: Communicator) -> None:
+    """And without an end of NCCL on the main thread, after all has gone well."""
     other = comm.duplicate()
     nccl, spied = other._transport._nccl, weakref.ref(Spied(other))
     under_way.threading = SimpleNamespace(Thread=Unstartable)
@@ -210,8 +212,3 @@ def exiting(comm: Communicator) -> None:
     gc.collect()
     assert spied() is not None, "its end would be NCCL's, which waits for graphs that are there"
     other.close()
-
-
-def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(over_nccl) -> None:
-    """And without an end of NCCL on the main thread, after all has gone well."""
-    over_nccl(2)(exiting)

@@ -36,17 +36,14 @@ def barriers(comm: Communicator) -> None:
         comm.barrier()
 
 
-def mistaken(comm: Communicator) -> None:
+@on_ranks(2, pool="over_nccl")
+def test_ranks_that_disagree_hear_it_though_the_device_never_ends(comm: Communicator) -> None:
     behind(comm)
     spied = Spied(comm)
     comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
     with pytest.raises(CollectiveMismatch, match="all_reduce"):
         barriers(comm)
     assert spied.aborted.wait(60)  # which ends what hangs on the device, and whoever waits there
-
-
-def test_ranks_that_disagree_hear_it_though_the_device_never_ends(over_nccl) -> None:
-    over_nccl(2)(mistaken)
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
