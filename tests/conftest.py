@@ -33,10 +33,19 @@ if len(tempfile.gettempdir()) > 60:  # sockets lie there, whose paths have at mo
 torch.set_num_threads(1)  # several wait for one another, on a busy machine ten times as long
 
 
-@pytest.fixture(autouse=True)
+def starts_processes(item: pytest.Item) -> bool:
+    return item.get_closest_marker("process") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that start none come first: each leaves cores to what the fixtures below begin."""
+    items.sort(key=starts_processes)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def server(request: pytest.FixtureRequest) -> None:
     """A process has one fork server, and launchers under test would start it with less imported."""
-    if request.node.get_closest_marker("process"):
+    if any(map(starts_processes, request.session.items)):
         forkserver.ensure_running()
 
 
