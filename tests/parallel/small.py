@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,14 @@ def batch(seed: int = 0) -> Tensor:
 def loss(model: nn.Module, seed: int = 0) -> Tensor:
     out: Tensor = model(batch(seed)).square().mean()
     return out
+
+
+def step(model: nn.Module, optimizer: Any, *seeds: int) -> None:
+    """One for each."""
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss(model, seed).backward()
+        optimizer.step()
 
 
 def whole(engine: Engine) -> list[Tensor]:

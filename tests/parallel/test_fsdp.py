@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel.fronts import FullyShardedDataParallel
-from tests.parallel.small import batch, loss, net
+from tests.parallel.small import batch, loss, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -89,11 +89,8 @@ def test_modules_may_be_wrapped_by_hand(comm: Communicator) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model)]
     whole = wrapped(model)
     assert [u.plan.name for u in whole.engine.units] == ["", "0.0", "2"]
-    for step in range(2):
-        for m, optimizer in zip((twin, whole), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss(m, step).backward()
-            optimizer.step()
+    for m, optimizer in zip((twin, whole), optimizers, strict=True):
+        step(m, optimizer, 0, 1)
     state = whole.state_dict()
     assert list(state) == list(twin.state_dict())
     torch.testing.assert_close(state, dict(twin.state_dict()))

@@ -27,7 +27,7 @@ import ringdp
 from ringdp import Communicator, Offload, UsageError
 from ringdp.parallel import fronts
 from tests.parallel.ddp_cases import gloo
-from tests.parallel.small import APART, assert_equal, loss, net
+from tests.parallel.small import APART, assert_equal, loss, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -39,13 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 NAMES = [*(f"{i}.0.bias" for i in range(3)), *(f"{i}.0.weight" for i in range(3))]
-
-
-def step(model: Any, optimizer: Any, *seeds: int) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss(model, seed).backward()
-        optimizer.step()
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

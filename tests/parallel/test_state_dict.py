@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import APART, assert_equal, loss, net, whole
+from tests.parallel.small import APART, assert_equal, loss, net, step, whole
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -73,17 +73,11 @@ def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
 ) -> None:
     """Refused where it would be of slices; all else that is done with an optimizer works."""
 
-    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss(model, step).backward()
-            optimizer.step()
-
     model, other = net(), net(1)
     engine, second = (ringdp.shard(m, stage=stage, comm=comm) for m in (model, other))
     optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (model, other))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    stepped(model, optimizer, 2)
+    step(model, optimizer, 0, 1)
     schedule.load_state_dict(schedule.state_dict())
     if stage == 0:
         fresh.load_state_dict(optimizer.state_dict())
@@ -98,7 +92,7 @@ def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert repr(twin.state_dict()["state"].values()) == repr(optimizer.state.values())
     for m, o in ((model, optimizer), (other, fresh)):
-        stepped(m, o)
+        step(m, o, 0)
     assert all(map(torch.equal, whole(engine), whole(second)))
     for e in (engine, second):
         e.close()

@@ -15,7 +15,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.parallel import fronts
 from tests.parallel.ddp_cases import gloo
-from tests.parallel.small import loss, net
+from tests.parallel.small import net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -30,14 +30,8 @@ def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]
     def made() -> Any:
         return make([dict(g) for g in groups], optimizer_class=kind, lr=0.1)
 
-    def step(optimizer: Any, *seeds: int) -> None:
-        for seed in seeds:
-            optimizer.zero_grad()
-            loss(model, seed).backward()
-            optimizer.step()
-
     optimizer, last = made(), comm.size - 1
-    step(optimizer, 0, 1)
+    step(model, optimizer, 0, 1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5).step()
     if hasattr(optimizer, "consolidate_state_dict"):
         with pytest.raises(RuntimeError, match="not been consolidated on this rank"):
@@ -51,9 +45,9 @@ def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]
     fresh = made()
     fresh.load_state_dict(copy.deepcopy(saved[0]))
     assert [g["lr"] for g in fresh.param_groups] == [0.005, 0.05]
-    step(fresh, 2, 3)
+    step(model, fresh, 2, 3)
     optimizer.load_state_dict(copy.deepcopy(saved[0]))  # after some steps
-    step(optimizer, 4)
+    step(model, optimizer, 4)
     return saved[0], [p.detach() for p in model.parameters()]
 
 
