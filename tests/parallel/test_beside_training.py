@@ -244,8 +244,11 @@ def test_what_one_rank_steps_of_its_own_gathers_nothing(comm: Communicator, stag
     engine.close()
 
 
-def starts_with_gradients(comm: Communicator, stage: int) -> list[float]:
-    """Of zeros, to which the first backward adds. What is not written is NaN."""
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_norm_is_of_gradients_alone(comm: Communicator, stage: int) -> None:
+    """Not of what lies behind them in a buffer, where what is not written is NaN: neither where the
+    first backward adds to zeros."""
     torch.use_deterministic_algorithms(True)
     try:
         offload = Offload(optimizer=True) if stage else None
@@ -260,11 +263,5 @@ def starts_with_gradients(comm: Communicator, stage: int) -> list[float]:
         assert unscale_gradients(engine, 1.0)
         norms.append(grad_norm(engine))
     engine.close()
-    return norms
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_norm_is_of_gradients_alone(ranks, stage):
-    """Not of what lies behind them in a buffer."""
-    for added, made in ranks(2)(starts_with_gradients, stage):
-        assert added == made
+    added, made = norms
+    assert added == made, norms

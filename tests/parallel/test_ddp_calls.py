@@ -122,7 +122,8 @@ def test_an_optimizer_within_backward_steps_with_the_average(
         assert equal(trained(within=True, views=views), expected)
 
 
-def profiled(comm: Communicator) -> Counter[str]:
+@on_ranks(2)
+def test_the_profiler_sees_forward_and_reductions(comm: Communicator) -> None:
     gloo()
     net = DistributedDataParallel(
         nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)),
@@ -132,15 +133,11 @@ def profiled(comm: Communicator) -> Counter[str]:
     with torch.profiler.profile() as profile:
         for step in range(3):
             backward(net, step, comm.rank)
-    return Counter({event.key: event.count for event in profile.key_averages()})
-
-
-def test_the_profiler_sees_forward_and_reductions(ranks):
-    for seen in ranks(2)(profiled):
-        assert seen["DistributedDataParallel.forward"] == 3
-        assert seen["search_unused_parameters"] == 3
-        assert seen["gloo:broadcast"] == 3
-        assert seen["gloo:all_reduce"] == 6  # gradients, and who has used which parameter
+    seen = Counter({event.key: event.count for event in profile.key_averages()})
+    assert seen["DistributedDataParallel.forward"] == 3, seen
+    assert seen["search_unused_parameters"] == 3, seen
+    assert seen["gloo:broadcast"] == 3, seen
+    assert seen["gloo:all_reduce"] == 6, seen  # gradients, and who used which parameter
 
 
 @on_ranks(2)

@@ -81,20 +81,19 @@ def fails_later(_state: object, _bucket: object) -> torch.futures.Future[Any]:
     return future
 
 
-def after_a_failure(comm: Communicator, hook: Any) -> str:
+@pytest.mark.parametrize("hook", [fails, fails_later])
+@on_ranks(2)
+def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(
+    comm: Communicator, hook: Any
+) -> None:
     net = DistributedDataParallel(mlp(), process_group=comm)
     net.register_comm_hook(None, hook)
     with pytest.raises(RuntimeError, match="the hook's own"):
         loss(net(rows(0, comm.rank))).backward()
-    return says(lambda: net(rows(1, comm.rank)))
-
-
-@pytest.mark.parametrize("hook", [fails, fails_later])
-def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(ranks, hook):
-    for text in ranks(2)(after_a_failure, hook):
-        assert text.startswith("Expected to have finished reduction in the prior iteration")
-        assert "an error ended it" in text
-        assert "find_unused_parameters" not in text
+    text = says(lambda: net(rows(1, comm.rank)))
+    assert text.startswith("Expected to have finished reduction in the prior iteration"), text
+    assert "an error ended it" in text, text
+    assert "find_unused_parameters" not in text, text
 
 
 FORMATS = torch.contiguous_format, torch.channels_last
@@ -147,7 +146,10 @@ def test_the_users_error_is_heard_before_that_a_rank_has_left_for_it(comm: Commu
     assert said == '"the user\'s own"'
 
 
-def in_turn(comm: Communicator) -> str:
+@on_ranks(2)
+def test_a_backward_for_each_loss_is_told_where_unused_parameters_are_sought(
+    comm: Communicator,
+) -> None:
     """The second loss's parameters are unused in the first's backward, which is reduced."""
     net = DistributedDataParallel(Outputs(), process_group=comm, find_unused_parameters=True)
     for step in range(2):
@@ -157,13 +159,9 @@ def in_turn(comm: Communicator) -> str:
     first, second = net(rows(2, comm.rank))["predictions"]
     loss(first).backward()
     net.module.b.weight.square().sum().backward()  # the same on all ranks
-    return says(loss(second).backward)
-
-
-def test_a_backward_for_each_loss_is_told_where_unused_parameters_are_sought(ranks):
-    for text in ranks(2)(in_turn):
-        assert "Expected one backward after a forward" in text
-        assert "b.bias" in text or "b.weight" in text
+    text = says(loss(second).backward)
+    assert "Expected one backward after a forward" in text, text
+    assert "b.bias" in text or "b.weight" in text, text
 
 
 def twice(comm: Communicator, **options: Any) -> str:
@@ -181,17 +179,14 @@ def test_a_gradient_made_twice_is_told(ranks):
         assert "use_reentrant=False" in text
 
 
-def less_than_at_first(comm: Communicator) -> str:
+@on_ranks(2)
+def test_a_static_graph_that_changes_is_told(comm: Communicator) -> None:
     net = DistributedDataParallel(Outputs(), process_group=comm, static_graph=True)
     for outputs in (2, 1):
         sum(map(loss, net(rows(0, comm.rank))["predictions"][:outputs])).backward()
-    return says(lambda: net(rows(1, comm.rank)))
-
-
-def test_a_static_graph_that_changes_is_told(ranks):
-    for text in ranks(2)(less_than_at_first):
-        assert "training graph has changed in this iteration" in text
-        assert ": b.weight, b.bias" in text
+    text = says(lambda: net(rows(1, comm.rank)))
+    assert "training graph has changed in this iteration" in text, text
+    assert ": b.weight, b.bias" in text, text
 
 
 def unmade(comm: Communicator) -> str:

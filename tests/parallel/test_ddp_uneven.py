@@ -81,7 +81,8 @@ def test_torchs_join_shadows_it_beside_an_optimizer(
     assert equal(*found)
 
 
-def early(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_torchs_join_ends_all_ranks_early(comm: Communicator) -> None:
     gloo()
 
     def train(wrap: type[nn.Module]) -> None:
@@ -90,12 +91,10 @@ def early(comm: Communicator) -> list[str]:
             for step in range(1 + comm.rank):
                 backward(net, step, comm.rank)
 
-    return [says(lambda w=w: train(w), RuntimeError) for w in (DistributedDataParallel, TORCHS)]
-
-
-def test_torchs_join_ends_all_ranks_early(ranks):
-    for ours, theirs in ranks(2)(early):
-        assert ours == theirs
+    ours, theirs = (
+        says(lambda w=w: train(w), RuntimeError) for w in (DistributedDataParallel, TORCHS)
+    )
+    assert ours == theirs, f"{ours}\n{theirs}"
 
 
 def uneven_unused(comm: Communicator) -> list[list[float]]:

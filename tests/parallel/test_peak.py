@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ringdp
 from ringdp import Communicator
 from tests.parallel.small import batch, net
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -161,25 +162,22 @@ def test_stage_3_peaks_at_two_units_and_a_bucket(ranks, kind):
         assert most <= two_units + bucket + activations
 
 
-def spare(comm: Communicator, precision: ringdp.Precision | None) -> tuple[int, int, int]:
-    """Bytes: of a unit; what is spare once all are made; and after a step."""
+@pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])
+@on_ranks(2)
+def test_no_more_memory_is_spare_than_was_in_use(
+    comm: Communicator, precision: ringdp.Precision | None
+) -> None:
+    """Once all units are made, and after a step."""
     engine = ringdp.shard(Net(), stage=3, unit=Block, precision=precision, comm=comm)
 
     def kept() -> int:
         return sum(storage.nbytes() for storage in engine.ledger.spare._kept)
 
-    made = kept()
+    unit = engine.units[1].bytes
+    assert kept() <= unit
     engine.model(torch.ones(1, WIDTH)).sum().backward()
-    after = kept()
+    assert kept() <= 2 * unit
     engine.close()
-    return engine.units[1].bytes, made, after
-
-
-@pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])
-def test_no_more_memory_is_spare_than_was_in_use(ranks, precision):
-    for unit, made, after in ranks(2)(spare, precision):
-        assert made <= unit
-        assert after <= 2 * unit
 
 
 class SkippedError(Exception):
