@@ -217,7 +217,7 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
     [
         (["--pid", "4194305"], "there is no process 4194305"),  # beyond the largest pid
         (["--pid", "-3"], "there is no process -3"),
-        (["--pid", str(os.getpid())], "holds no communicator of ringdp open"),
+        (["--pid", str(os.getppid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
         (["--job", "²"], "² is neither a process nor the --rdzv-id"),
         (["--job", "9" * 5000], "99 is neither a process nor the --rdzv-id"),
