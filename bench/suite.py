@@ -21,7 +21,7 @@ from ringdp.cli.bench.command import bench
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.peers import PEERS
 from ringdp.cli.console import plain
-from ringdp.cli.ends import exit_code
+from ringdp.cli.exits import exit_code
 from ringdp.errors import UsageError
 
 BOTH = None  # our buffers: private, and in shared memory

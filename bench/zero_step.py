@@ -40,7 +40,7 @@ from bench.torch_backend import fsdp2
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.cli.files import write_json
-from ringdp.parallel.replay import iteration
+from ringdp.parallel.dry_run import iteration
 
 FSDP2 = "FSDP2, gloo"
 WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 2", "stage 3")

@@ -19,7 +19,7 @@
 #pragma once
 
 #include "link.hpp"
-#include "messages.hpp"
+#include "exchange.hpp"
 
 namespace ringdp {
 

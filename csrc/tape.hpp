@@ -26,7 +26,7 @@ inline Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// transport.taped's order. `call` and `failed` are followed by kCallCells - 1 cells of a CallCells.
+// transport.tape's order. `call` and `failed` are followed by kCallCells - 1 cells of a CallCells.
 enum class What : std::int32_t { row, lay_out, read, fold, take, collect, wait, call, failed };
 
 struct Entry {

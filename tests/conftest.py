@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 from torch.distributed import Store
 
-from ringdp.transport.asking import Asking
+from ringdp.transport.store_client import StoreClient
 from tests.browser import Dom, open_page
 from tests.builds import Builds
 from tests.forks import Forks
@@ -100,10 +100,10 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def asking() -> Iterator[Callable[[Store], Asking]]:
+def asking() -> Iterator[Callable[[Store], StoreClient]]:
     """asking(store): it, as whoever asks it sees it."""
     with ExitStack() as until_end:
-        yield lambda store: until_end.enter_context(Asking(lambda: store))
+        yield lambda store: until_end.enter_context(StoreClient(lambda: store))
 
 
 @pytest.fixture

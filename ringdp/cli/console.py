@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ringdp.cli.ends import print_nowhere
+from ringdp.cli.exits import print_nowhere
 
 MOST_WIDTH = 10_000  # characters: no terminal is wider
 

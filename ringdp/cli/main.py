@@ -1,4 +1,4 @@
-"""The `ringdp` command: reads the command line. How it ends: see `ends`."""
+"""The `ringdp` command: reads the command line. How it ends: see `exits`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from ringdp.cli.bench.options import Options as BenchOptions
 from ringdp.cli.console import plain
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
-from ringdp.cli.ends import exit_code
+from ringdp.cli.exits import exit_code
 from ringdp.cli.options import Options
 from ringdp.cli.plan import command as planning
 from ringdp.cli.plan.options import Options as PlanOptions

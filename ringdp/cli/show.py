@@ -23,10 +23,10 @@ from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
 from ringdp.schedule.contracts import contract
 from ringdp.schedule.cost import Machine, price, seconds
+from ringdp.schedule.custom import proved
 from ringdp.schedule.draw import WIDTH, grid, svg
 from ringdp.schedule.ir import Schedule
 from ringdp.schedule.liveness import fifo_depth
-from ringdp.schedule.own import proved
 from ringdp.schedule.program import NONE, Program, fuse, project
 from ringdp.schedule.replay import html
 

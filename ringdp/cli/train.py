@@ -13,9 +13,9 @@ from ringdp.cli.console import counted, say, say_written
 from ringdp.cli.files import write_json
 from ringdp.cli.gpus import check_transport
 from ringdp.cli.launch import Entry, launch, warm_up
-from ringdp.cli.live import Display
 from ringdp.cli.modes import run_mode
 from ringdp.cli.options import Options, check
+from ringdp.cli.progress import Display
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
 from ringdp.cli.runs import Job, run_single, run_stages, text_digest

@@ -1,8 +1,8 @@
 """What a user holds: a communicator, its collectives and their work handles."""
 
 from ringdp.comm.communicator import Communicator
-from ringdp.comm.meant import communicator_of
 from ringdp.comm.rendezvous import init
+from ringdp.comm.resolve import communicator_of
 from ringdp.comm.tracing import trace
 from ringdp.comm.work import Work
 from ringdp.transport.base import Link

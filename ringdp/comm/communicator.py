@@ -14,14 +14,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import MOST, check_async, patience, whole
+from ringdp.comm.arguments import MOST, check_async, patience, whole
 from ringdp.comm.call import ANYBODY
+from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.reductions import Reductions
-from ringdp.comm.taped import Taped
-from ringdp.comm.uncompiled import uncompiled
+from ringdp.comm.traced import Traced
 from ringdp.comm.work import Group, Work
 from ringdp.errors import UsageError
 from ringdp.tape import recorder
@@ -35,7 +35,7 @@ Connect = Callable[[str, Sequence[int], Transport | None, Arena | None], Transpo
 
 
 @uncompiled
-class Communicator(Reductions, Moves, Messages, Taped):
+class Communicator(Reductions, Moves, Messages, Traced):
     """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`.
 
     What its collectives take and raise is in `ringdp.comm.job`; which `op` there is of which dtype,

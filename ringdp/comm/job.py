@@ -37,12 +37,12 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import MOST, check_algorithm, check_async, check_tensor, whole
+from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_tensor, whole
 from ringdp.comm.buffers import form_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
+from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.programs import program
-from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import ENDED, Group, Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Builder, Collective, Program

@@ -18,12 +18,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import index_of
+from ringdp.comm.arguments import index_of
 from ringdp.comm.buffers import flat, flat_output
 from ringdp.comm.call import ANYBODY, call_site, fingerprint
+from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
 from ringdp.comm.job import Issuer
-from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.transport.records import Call

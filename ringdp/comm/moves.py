@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringdp.comm.asked import check_tensor
+from ringdp.comm.arguments import check_tensor
 from ringdp.comm.buffers import apart, empty, fill, flat, flat_output, form_of, same, writable
+from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.job import How, Issuer, Job, Named
-from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder

@@ -28,8 +28,8 @@ from ringdp.schedule import (
     project,
     proved,
 )
+from ringdp.schedule.custom import name_of
 from ringdp.schedule.liveness import fits
-from ringdp.schedule.own import name_of
 
 MOST = 1024  # that are remembered
 

@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.asked import number
+from ringdp.comm.arguments import number
 from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
+from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.job import How, Issuer, Job, Named, op_of_rows
-from ringdp.comm.uncompiled import uncompiled
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program

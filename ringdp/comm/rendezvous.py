@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
-from ringdp.comm.asked import emulated, patience, till_warning
+from ringdp.comm.arguments import emulated, patience, till_warning
 from ringdp.comm.communicator import Communicator, Connect
 from ringdp.comm.guard import differ, unheard
 from ringdp.comm.store import generation, host, job_store, meeting
@@ -25,8 +25,8 @@ from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, Usage
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d import C10dTransport
-from ringdp.transport.device.under_way import Given
-from ringdp.transport.making import Making, Places
+from ringdp.transport.device.in_flight import Given
+from ringdp.transport.handshake import Handshake, Places
 from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.peer.transport import PeerTransport
 from ringdp.transport.shm import ShmTransport
@@ -144,10 +144,10 @@ def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -
 
 
 def _one_host(store: Store, rank: int, ranks: int, instead: str) -> None:
-    here, making = host(), Making(store, rank, ranks)
-    with making.telling():
-        making.say(f"host/{rank}", here)
-        hosts = [making.heard(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
+    here, handshake = host(), Handshake(store, rank, ranks)
+    with handshake.telling():
+        handshake.say(f"host/{rank}", here)
+        hosts = [handshake.heard(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
     for other, there in enumerate(hosts):
         if there.split()[-1:] != here.split()[-1:]:
             raise CommunicationError(
@@ -193,14 +193,14 @@ def _connect(
     if "peer" in transport and places is None:
         between = "between hosts transport 'nccl', or 'c10d'"
         _one_host(PrefixStore("host", prefixed), here, size, between)
-    making = Making(prefixed, here, size, places)
-    with making.telling():
+    handshake = Handshake(prefixed, here, size, places)
+    with handshake.telling():
         if transport == "shm":
-            return ShmTransport(making, arena=arena, link=link)
+            return ShmTransport(handshake, arena=arena, link=link)
         # Who waits for a key, as gloo does, keeps others from the connection that it uses.
-        own: Store = making.called(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
-        group = gloo(making, own, timeout)
+        own: Store = handshake.called(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
+        group = gloo(handshake, own, timeout)
         if transport == "c10d":
             return C10dTransport(own, group)
         kind = PeerTransport if "peer" in transport else NcclTransport
-        return kind(Given(own, group, making, differ, unheard), host="host" in transport)
+        return kind(Given(own, group, handshake, differ, unheard), host="host" in transport)

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.asking import PATIENCE, Asking
+from ringdp.transport.store_client import PATIENCE, StoreClient
 
 LOOK_EVERY = 0.005  # s, for rank 0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -106,7 +106,7 @@ def _server(place: _Place, timeout: timedelta, *, serves: bool, waits: bool = Tr
         if not waits:  # torch asks one that is gone again, for up to twice the timeout
             socket.create_connection((place.host, place.port), timeout.total_seconds()).close()
         client = partial(TCPStore, place.host, place.port, is_master=False, timeout=timeout)
-        with Asking(client) as reached:
+        with StoreClient(client) as reached:
             return reached.ask(lambda store: store, timeout.total_seconds() + PATIENCE)
     except (DistError, OSError) as e:
         raise CommunicationError(
@@ -157,7 +157,7 @@ def generation(store: Store, rank: int, look: Callable[[], object] = bool) -> in
             opened = store.add("generations", 1)
             store.set(f"open/{opened}", "")
             return opened
-        with Asking(lambda: store) as job:
+        with StoreClient(lambda: store) as job:
             taken = job.ask(lambda s: s.add(f"seats/{rank}", 0), limit)
             until = monotonic() + limit
             while not job.ask(lambda s: s.check([f"open/{taken + 1}"]), limit):

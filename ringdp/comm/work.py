@@ -10,10 +10,10 @@ from copy import copy
 
 import torch
 
-from ringdp.comm.asked import own_patience
+from ringdp.comm.arguments import own_patience
 from ringdp.comm.call import told
+from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
-from ringdp.comm.uncompiled import uncompiled
 from ringdp.errors import CommunicationError
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import SLICE

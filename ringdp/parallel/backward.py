@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ringdp.errors import UsageError
-from ringdp.parallel.arrivals import Arrivals
+from ringdp.parallel.autograd_state import in_backward, leaves_some_out
 from ringdp.parallel.gathering import Gathering
+from ringdp.parallel.grad_hooks import Arrivals
 from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.reducing import Reducing
-from ringdp.parallel.underway import in_backward, leaves_some_out
 from ringdp.parallel.unit import FlatUnit, State
 
 

@@ -31,20 +31,20 @@ from torch import nn
 from ringdp.errors import UsageError
 from ringdp.parallel import optim_state
 from ringdp.parallel.accounts import Accounts
+from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps
-from ringdp.parallel.guards.given import Given
+from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.tracing.around import Watched
-from ringdp.parallel.tracing.taped import Watcher
-from ringdp.parallel.underway import in_backward, transformed
+from ringdp.parallel.tracing.engine import Watcher
+from ringdp.parallel.tracing.patching import Watched
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values import made
-from ringdp.parallel.values.moving import move_inputs
+from ringdp.parallel.values.devices import move_inputs
 from ringdp.tape import recorder
 
 
@@ -79,7 +79,7 @@ class Engine(Accounts, Watched):
         self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, turns)
         for each in (self.reducing.comm, self.gathering.comm):
             each.name_tags([unit.plan.name or "root" for unit in units])
-        self._given = Given(model, units)
+        self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether what is written to whole parameters is kept
         self._emptied: sliced.Emptied = []  # while an optimizer steps
@@ -102,7 +102,7 @@ class Engine(Accounts, Watched):
         if stage.optimizer is Keep.SHARD:
             sliced.belong((p for u in units for p in u.parameters), self)
         else:
-            self._handles += state_dict.of_masters(model, self.gathering, self._given, own)
+            self._handles += state_dict.of_masters(model, self.gathering, self._unmanaged, own)
         recorder.join(self)
 
     # ---- forward
@@ -128,7 +128,7 @@ class Engine(Accounts, Watched):
                 self.backwards.settle()
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
-                    self._given.begin()
+                    self._unmanaged.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)
                 self.gathering.use(index)
@@ -237,7 +237,7 @@ class Engine(Accounts, Watched):
             write, self._writes = self._writes, True
             if not self.closed:
                 self.gathering.dismiss_all(write=write)
-                self._given.check()
+                self._unmanaged.check()
                 self.gathering.end(learn=False)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ A unit's bucket is there from the start of its backward to the end of its reduct
 the whole backward. With equal units, in one dtype, buckets are in stage 2 the root's and two units;
 in stage 3, where gathers yield to reductions, the root's and one unit. So stage 3's peak is, beside
 shards and activations: two gathered units, one bucket, and the root's weights and gradients (see
-`replay.peaks`).
+`dry_run.peaks`).
 The formulas are those of a step with one forward and one backward, in which every unit is called
 once and none lies inside another; gradients that accumulate over several backwards take buckets in
 stages 0 and 1, too, and those that wait in no_sync the masters' size of their unit.
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ringdp.parallel.dry_run import gathers, iteration, peaks
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.memory import Memory, Widths
-from ringdp.parallel.replay import gathers, iteration, peaks
 from ringdp.parallel.stages import Keep, Stage
 
 
@@ -38,7 +38,7 @@ def formula(
     In elements, with Ψ the sum of the units' padded sizes: parameters Ψ or Ψ/n, gradients Ψ or Ψ/n,
     the optimizer its elements of Ψ or Ψ/n without padding (Rajbhandari et al. 2020, figure 1);
     gathered units and buckets by replaying an iteration. `groups`: units of one module, the root's
-    first. `limit`, `overlap`, `yields`: see `replay.iteration`.
+    first. `limit`, `overlap`, `yields`: see `dry_run.iteration`.
     """
     each = list(zip(units, widths, strict=True))
     trained = [u for u, w in each if w.trainable]
@@ -73,7 +73,7 @@ def traffic(
     """Exact bytes that one rank sends in a step.
 
     A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
-    twice what it frees between forward and backward (see `replay.gathers`); frozen units are not
+    twice what it frees between forward and backward (see `dry_run.gathers`); frozen units are not
     reduced.
     """
     reductions = 2 if stage.reduction == "all_reduce" else 1

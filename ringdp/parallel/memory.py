@@ -22,8 +22,8 @@ from torch import Tensor
 from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
+from ringdp.parallel.pool import Pool
 from ringdp.parallel.precision import Dtypes
-from ringdp.parallel.spare import Spare
 from ringdp.parallel.stages import Keep, Stage
 
 
@@ -92,7 +92,7 @@ class Ledger:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.spare = comm, Spare()
+        self.comm, self.pool = comm, Pool()
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 

@@ -22,8 +22,8 @@ from ringdp.errors import UsageError
 from ringdp.kernels.precision import wide_dtype
 from ringdp.parallel.guards.copies import Own
 from ringdp.parallel.units import Found, UnitRule, matches
-from ringdp.parallel.values.outputs import map_tensors
-from ringdp.parallel.values.passed import change_inputs
+from ringdp.parallel.values.inputs import change_inputs
+from ringdp.parallel.values.tensor_tree import map_tensors
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class FlatUnit:
         self.freed = stage.parameters is Keep.SHARD
         self.slices = stage.optimizer is Keep.SHARD  # are what parameters are between uses
         self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
-        ledger.spare.let_go()  # what the unit before has left
+        ledger.pool.let_go()  # what the unit before has left
         device = parameters[0].device if parameters else comm.device
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
         flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
@@ -125,7 +125,7 @@ class FlatUnit:
         self.settle()
         if self.freed:
             self.ledger.take("gathered", self.bytes)
-            self.ledger.spare.fill(self.full.untyped_storage(), self.bytes)
+            self.ledger.pool.fill(self.full.untyped_storage(), self.bytes)
         full = self.full.data  # with a version of its own: autograd may have saved views
         if not self.slices:
             full.copy_(self.master)
@@ -311,7 +311,7 @@ class FlatUnit:
             self.views = self.cut.whole(self.full)
             if self.offload.parameters:
                 self.shard = self.full[self.cut.part]
-        self.ledger.spare.empty(self.full.untyped_storage())
+        self.ledger.pool.empty(self.full.untyped_storage())
 
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(parameters, tensors, strict=True):

@@ -2,10 +2,10 @@
 
 from ringdp.schedule.algorithms import ALGORITHMS, Collective, schedule
 from ringdp.schedule.contracts import Contract, contract
+from ringdp.schedule.custom import Builder, proved
 from ringdp.schedule.draw import grid, svg
 from ringdp.schedule.ir import Schedule, Transfer
 from ringdp.schedule.liveness import fifo_depth
-from ringdp.schedule.own import Builder, proved
 from ringdp.schedule.program import Program, Row, fuse, project
 from ringdp.schedule.replay import html
 from ringdp.schedule.verify import verify

@@ -18,7 +18,7 @@ from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
 from ringdp.transport.bounds import Bounds
 from ringdp.transport.records import Call, Observed
-from ringdp.transport.taped import Tape
+from ringdp.transport.tape import Tape
 
 Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
 OPS: tuple[Op, ...] = get_args(Op)

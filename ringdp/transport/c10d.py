@@ -4,7 +4,7 @@ A thread runs the rows in order, another begins the messages. What either sends 
 them, so it waits only for what it receives. Failures go through the group's store: a dead rank is
 seen by those that wait for it, since its connections end, and soon by all. What closes, is
 collected while nothing is under way, or is there at exit, ends what its threads wait for, and its
-connections: see `parting`.
+connections: see `shutdown`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE
 from ringdp.transport import threads, wire
-from ringdp.transport.answers import Answering, listen
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
@@ -40,11 +39,12 @@ from ringdp.transport.base import (
     Run,
     Stamp,
 )
-from ringdp.transport.parting import cut, hold, retire, until_it_ends
+from ringdp.transport.failures import Failures, somebody
 from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
-from ringdp.transport.told import Told, somebody
+from ringdp.transport.shutdown import cut, hold, retire, until_it_ends
+from ringdp.transport.status import Reporting, listen
 from ringdp.transport.wire import COLLECTIVE, rest_tag, tag_of
 
 SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
@@ -72,7 +72,7 @@ class Failed(Exception):
         self.told = kind, rank, stamps, why
 
 
-class C10dTransport(Answering):
+class C10dTransport(Reporting):
     """One rank's end of a group. See `Transport`."""
 
     depth: float | None = math.inf  # what is sent waits in memory
@@ -93,15 +93,15 @@ class C10dTransport(Answering):
         self._jobs, self._letters = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
         self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
         # Runs at `close`, or when the transport is collected, which idle threads do not keep.
-        ends = self._told, self._does, self._store, (self._jobs, self._letters)
+        ends = self._failures, self._status, self._store, (self._jobs, self._letters)
         self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
         self._stop.atexit = False
         threads.at_exit(self)
-        self._spawn(partial(listen, self._told, self._does))
+        self._spawn(partial(listen, self._failures, self._status))
 
     @property
     def issued(self) -> int:
-        return self._does.begun
+        return self._status.begun
 
     def prepare(self, what: Run | Exchange) -> Prepared:
         assert isinstance(what, Run), "a transport without a way of its own exchanges nothing"
@@ -117,19 +117,19 @@ class C10dTransport(Answering):
         self, queue: threads.Queue, act: Callable[[], None], ticket: int, call: Call, digest: int
     ) -> int:
         """A collective to the thread that runs it."""
-        put, job = queue.put, partial(attempt, self._told, act)
-        does, number, called = self._does, call[0], (call, time.monotonic())
+        put, job = queue.put, partial(attempt, self._failures, act)
+        board, number, called = self._status, call[0], (call, time.monotonic())
         # See Note [Ctrl-C comes after any call] in threads.py.
         self._digest = digest
         self._open[ticket] = None
-        does.calls[number] = called
-        does.begun = number + 1
+        board.calls[number] = called
+        board.begun = number + 1
         put(job)
         return ticket
 
     def _post(self, act: Callable[[], None], ticket: int) -> int:
         """The same for a message, in the order of the calls."""
-        put, job = self._letters.put, partial(attempt, self._told, act)
+        put, job = self._letters.put, partial(attempt, self._failures, act)
         self._open[ticket] = None
         put(job)
         return ticket
@@ -197,16 +197,18 @@ class C10dTransport(Answering):
         return torch.empty(shape, dtype=dtype)
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        self._told.changed.wait_for(lambda: ticket not in self._open or self._told.failure, timeout)
-        if ticket in self._open and self._told.failure is None and timeout > 0:
+        self._failures.changed.wait_for(
+            lambda: ticket not in self._open or self._failures.failure, timeout
+        )
+        if ticket in self._open and self._failures.failure is None and timeout > 0:
             self._letters.put(self._watch)
         return ticket not in self._open
 
     def failure(self) -> Failure | None:
-        return self._told.failure
+        return self._failures.failure
 
     def fail(self, kind: FailureKind, rank: int) -> None:
-        self._told.fail(kind, rank)
+        self._failures.fail(kind, rank)
 
     def sent_bytes(self) -> int:
         return self._sent
@@ -227,21 +229,21 @@ class C10dTransport(Answering):
     # --- on threads of its own
 
     def _spawn(self, act: Callable[[], None]) -> threading.Thread:
-        return threads.spawn(partial(attempt, self._told, act), "ringdp-c10d")
+        return threads.spawn(partial(attempt, self._failures, act), "ringdp-c10d")
 
     def _digested(self, kind: int) -> int:
         """Of that collective's kind, if it is the next, and those of all before it."""
         return (self._digest ^ kind) * GOLDEN % (1 << 62)
 
     def _run(self, job: _Job) -> None:
-        if self._told.failure is not None:
+        if self._failures.failure is not None:
             return  # after which none ends
         run = job.run
         rows = Rows(run.program, job.buffer, run.bounds, run.op)
         sends: list[tuple[wire.Pending, int, int]] = []
         bytes_sent = 0
         for row in run.program:
-            self._does.waits(row.round, row.recv_peer)
+            self._status.waits(row.round, row.recv_peer)
             room = rows.room(row) if row.recv_peer != NONE else None
             received = None if row.recv_peer == NONE else self._received(row.recv_peer, job, room)
             try:
@@ -258,9 +260,9 @@ class C10dTransport(Answering):
                 bytes_sent += sent.nbytes
         rows.end()
         for part, peer, round_ in sends:
-            self._does.waits(round_, peer)
+            self._status.waits(round_, peer)
             self._until(part, peer)
-        self._does.end(job.call[0])
+        self._status.end(job.call[0])
         self._end(job.ticket, bytes_sent)
 
     def _received(self, peer: int, job: _Job, room: int | None) -> Tensor:
@@ -286,7 +288,7 @@ class C10dTransport(Answering):
             raise Failed(FailureKind.LOST, somebody(peer, self.rank)) from e
 
     def _until(self, part: wire.Pending, peer: int) -> None:
-        with self._told.waits_for(peer), self._talking(peer):
+        with self._failures.waits_for(peer), self._talking(peer):
             part.wait(wire.LONG)
 
     def _watch(self) -> None:
@@ -299,24 +301,24 @@ class C10dTransport(Answering):
                 self._look_after_rank(rank)
 
     def _look_after_rank(self, rank: int) -> None:
-        self._spawn(partial(until_it_ends, self._group, self._told, rank))
+        self._spawn(partial(until_it_ends, self._group, self._failures, rank))
 
     def _busy(self) -> bool:
         return bool(self._open)
 
     def _end(self, ticket: int, sent: int = 0) -> None:
-        with self._told.lock:
+        with self._failures.lock:
             self._sent += sent
             self._open.pop(ticket, None)
-        self._told.changed.ring()
+        self._failures.changed.ring()
 
 
-def attempt(told: Told, act: Callable[[], None]) -> None:
+def attempt(failures: Failures, act: Callable[[], None]) -> None:
     """What ends it by an error has failed for all."""
     try:
         act()
     except Failed as e:
-        told.fail(*e.told)
+        failures.fail(*e.told)
     except BaseException:
-        told.fail(FailureKind.ABORTED, told.rank)  # else all would wait for it
+        failures.fail(FailureKind.ABORTED, failures.rank)  # else all would wait for it
         raise

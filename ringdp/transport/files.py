@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ringdp.errors import CommunicationError
-from ringdp.transport.making import Making
+from ringdp.transport.handshake import Handshake
 
 # Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -81,8 +81,8 @@ def open_other(pid: int, fd: int, rank: int = 0) -> int:
     return opened
 
 
-def ask(making: Making) -> Address:
-    said = making.heard("segment", 0)
+def ask(handshake: Handshake) -> Address:
+    said = handshake.heard("segment", 0)
     try:
         address = Address(*map(int, said.split()))
         address.token.to_bytes(8)  # of which csrc makes a number
@@ -91,5 +91,5 @@ def ask(making: Making) -> Address:
         raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
 
 
-def answer(making: Making, address: Address) -> None:
-    making.say("segment", " ".join(map(str, address)))
+def answer(handshake: Handshake, address: Address) -> None:
+    handshake.say("segment", " ".join(map(str, address)))

@@ -26,7 +26,7 @@ def room_for(ranks: int, link: Link | None) -> Room:
     """A slab is small enough for a pipeline in a message of some hundred KiB. Fused rings need 2
     slots, halving more; with 16 they are more room than a cache keeps.
 
-    See Note [room] in csrc/messages.hpp: with 4 slots a ring of 2 ranks took 590 us for 4 MiB, with
+    See Note [room] in csrc/exchange.hpp: with 4 slots a ring of 2 ranks took 590 us for 4 MiB, with
     16 it takes 290.
     """
     slab = max(4 << 10, min(64 << 10, (512 << 10) // ranks) & -64)

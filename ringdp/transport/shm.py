@@ -36,7 +36,7 @@ from ringdp.transport.base import (
     Run,
 )
 from ringdp.transport.files import Address, advice, answer, ask, create, open_other
-from ringdp.transport.making import Making
+from ringdp.transport.handshake import Handshake
 from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.room import Room, room_for
@@ -51,16 +51,16 @@ class ShmTransport:
     timeout: float
 
     def __init__(
-        self, making: Making, *, arena: Arena | None = None, link: Link | None = None
+        self, handshake: Handshake, *, arena: Arena | None = None, link: Link | None = None
     ) -> None:
         """Collective: returns once all ranks have attached.
 
         `arena`: that of another transport over the same ranks. `link`: a network to emulate.
         """
-        self.rank, self.ranks, self.link = making.rank, making.ranks, link
+        self.rank, self.ranks, self.link = handshake.rank, handshake.ranks, link
         room = room_for(self.ranks, link)
         self.depth = room.depth
-        kept = self._attach(making, room, arena)
+        kept = self._attach(handshake, room, arena)
         self._process = os.getpid()
         # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
         self.kept: dict[int, Any] = {}
@@ -74,7 +74,7 @@ class ShmTransport:
         _all.add(self)
         threads.at_exit(self)
 
-    def _attach(self, making: Making, room: Room, arena: Arena | None) -> FileIO:
+    def _attach(self, handshake: Handshake, room: Room, arena: Arena | None) -> FileIO:
         """Collective. Returns what keeps the segment's file open."""
         rank, ranks = self.rank, self.ranks
         with ExitStack() as until_attached:
@@ -92,13 +92,13 @@ class ShmTransport:
                     files += [held(create("ringdp-arena", arena_bytes(ranks), reserve=False))]
                 address = Address(os.getpid(), secrets.randbits(63), *files)
             else:
-                address = ask(making)
+                address = ask(handshake)
                 pid, _, *theirs = address
                 files = [held(open_other(pid, fd)) for fd in theirs[: 3 if arena is None else 2]]
             self._map(files, address.token, room, arena)
             if rank == 0:
-                answer(making, address)
-            making.together("attached")
+                answer(handshake, address)
+            handshake.together("attached")
             try:
                 with _translated(rank):
                     self._core.connect()

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.asking import Silent
 from ringdp.transport.base import Stamp
-from ringdp.transport.making import Making
+from ringdp.transport.handshake import Handshake
+from ringdp.transport.store_client import StoreSilent
 
 HEAD, INLINE = 24, 1000  # bytes
 # A backend's tags have 31 bits: collectives', two without messages, users', long rests'.
@@ -47,18 +47,22 @@ class Group(Protocol):
     def recv_anysource(self, tensors: list[Tensor], tag: int, /) -> Pending: ...
 
 
-def gloo(making: Making, store: Store, timeout: timedelta) -> Group:
+def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> Group:
     """A group, which uses the store while it is made. Collective.
 
     Raises CommunicationError where the ranks do not meet.
     """
-    making.together("here")
+    handshake.together("here")
     try:
-        made = making.called(lambda: ProcessGroupGloo(store, making.rank, making.ranks, timeout))
-    except (CommunicationError, Silent):
+        made = handshake.called(
+            lambda: ProcessGroupGloo(store, handshake.rank, handshake.ranks, timeout)
+        )
+    except (CommunicationError, StoreSilent):
         raise
     except RuntimeError as e:
-        raise CommunicationError(f"rank {making.rank} cannot reach the others by gloo: {e}") from e
+        raise CommunicationError(
+            f"rank {handshake.rank} cannot reach the others by gloo: {e}"
+        ) from e
     return cast(Group, made)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import ringdp
 from ringdp.cli import launch
-from ringdp.cli.ends import exit_code
+from ringdp.cli.exits import exit_code
 from ringdp.cli.options import Options
 from ringdp.cli.record import Record
 from ringdp.cli.runs import Job

@@ -26,11 +26,11 @@ from ringdp.cli.doctor.check import Check
 from ringdp.cli.doctor.job import family
 from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main
-from ringdp.comm import outside
+from ringdp.comm import inspection
 from ringdp.comm.call import fingerprint
-from ringdp.transport.answers import Answers
 from ringdp.transport.processes import introduce, process_state
 from ringdp.transport.records import SITE_BYTES
+from ringdp.transport.status import StatusBoard
 from ringdp.transport.watch import Watched, segments
 from tests.ranks import Pool
 
@@ -163,7 +163,7 @@ def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[byte
         job.set(f"communicators/{k}", line)
     job.add("communicators", 5)
     one = PrefixStore("1.1", job)
-    ranks = [Answers(asking(one), rank, 2) for rank in range(2)]
+    ranks = [StatusBoard(asking(one), rank, 2) for rank in range(2)]
     call = 0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE
     ranks[0].calls[0], ranks[0].begun = (call, time.monotonic()), 1
     ranks[0].waits(1, 1)
@@ -198,7 +198,7 @@ def test_ranks_that_share_no_memory_are_asked(apart, capsys):
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, capsys, silent):
-    monkeypatch.setattr(outside, "TIMEOUT", timedelta(milliseconds=50))
+    monkeypatch.setattr(inspection, "TIMEOUT", timedelta(milliseconds=50))
     taken = socket.socket()  # on a port that nobody else gets
     taken.bind(("127.0.0.1", 0))
     port = taken.getsockname()[1]

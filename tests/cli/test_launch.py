@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringdp.cli.ends import exit_code
+from ringdp.cli.exits import exit_code
 from ringdp.cli.launch import Entry
 from ringdp.cli.record import Record
 from ringdp.cli.runs import Job

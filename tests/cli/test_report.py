@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ringdp.cli.live import Display, plain_line
+from ringdp.cli.progress import Display, plain_line
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import sample_line, show
 from ringdp.cli.training import Progress

@@ -24,15 +24,15 @@ from torch.distributed import Store
 from ringdp import CommunicationError, Communicator, Work
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.arena import Arena
-from ringdp.transport.making import Making
+from ringdp.transport.handshake import Handshake
 from ringdp.transport.shm import ShmTransport
 
 
 def joined(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:
     """That rank's end of shared memory, with those that meet in the store."""
-    making = Making(store, rank, ranks)
-    with making.telling():
-        return ShmTransport(making, arena=arena)
+    handshake = Handshake(store, rank, ranks)
+    with handshake.telling():
+        return ShmTransport(handshake, arena=arena)
 
 
 class Heard(NamedTuple):

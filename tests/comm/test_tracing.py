@@ -18,7 +18,7 @@ from ringdp.comm import rendezvous
 from ringdp.comm.store import VARIABLES
 from ringdp.schedule import fuse, project, schedule
 from ringdp.tape import recorder
-from ringdp.transport.taped import ENTRIES
+from ringdp.transport.tape import ENTRIES
 from tests.tape.traces import Read
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.test_conformance import star

@@ -129,10 +129,10 @@ def leaves(keys: dict[str, Any], section: tuple[str, ...] = ()) -> list[tuple[An
     ]
 
 
-@pytest.mark.parametrize(("place", "key"), leaves(fronts.config.KEYS), ids=str)
+@pytest.mark.parametrize(("place", "key"), leaves(fronts.deepspeed_config.KEYS), ids=str)
 def test_a_value_is_of_its_keys_kind(comm, place, key):
     for wrong in (
-        *["auto"] * (place[-1] not in fronts.config.AUTO),
+        *["auto"] * (place[-1] not in fronts.deepspeed_config.AUTO),
         [],
         -1,
         key.least - 0.5,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ringdp import Communicator, DistributedDataParallel
-from ringdp.parallel.ddp.assign import Gradient, assign
+from ringdp.parallel.ddp.bucketing import Gradient, assign
 from tests.parallel.ddp_cases import (
     TORCHS,
     WIDTH,

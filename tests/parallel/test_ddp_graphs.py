@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringdp import Communicator, DistributedDataParallel
-from ringdp.parallel.values.outputs import map_tensors, tensors
+from ringdp.parallel.values.tensor_tree import map_tensors, tensors
 from tests.parallel.ddp_cases import (
     STATIC,
     TINY,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
 from ringdp.parallel import fronts
-from ringdp.parallel.fronts import fsdp, fsdp2, trainer
+from ringdp.parallel.fronts import deepspeed_engine, fsdp, fsdp2
 from tests.parallel.small import batch, net, whole
 from tests.ranks import on_ranks
 
@@ -128,7 +128,7 @@ def test_names_that_are_not_there_are_told():
     wrapped = fronts.FullyShardedDataParallel(net(), comm)
     sharded: Any = fronts.fully_shard(net(), comm=comm)
     looked: list[tuple[Any, tuple[str, ...]]] = [
-        (engine, trainer.ABSENT),
+        (engine, deepspeed_engine.ABSENT),
         (wrapped, fsdp.ABSENT),
         (fronts.FullyShardedDataParallel, fsdp.ABSENT),
         (sharded, fsdp2.ABSENT),

@@ -171,7 +171,7 @@ def test_no_more_memory_is_spare_than_was_in_use(
     engine = ringdp.shard(Net(), stage=3, unit=Block, precision=precision, comm=comm)
 
     def kept() -> int:
-        return sum(storage.nbytes() for storage in engine.ledger.spare._kept)
+        return sum(storage.nbytes() for storage in engine.ledger.pool._kept)
 
     unit = engine.units[1].bytes
     assert kept() <= unit

@@ -9,7 +9,7 @@ import pytest
 
 import ringdp
 from ringdp.parallel import fronts
-from ringdp.parallel.fronts.schedules import OneCycle
+from ringdp.parallel.fronts.deepspeed_schedulers import OneCycle
 from tests.parallel.small import net
 from tests.parallel.test_initialize import ADAM, LR, NAMED, trained
 

@@ -18,7 +18,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
-from ringdp.transport import told
+from ringdp.transport import failures
 from ringdp.transport.base import Link
 from ringdp.transport.processes import process_state
 from tests.comm import test_messages
@@ -188,7 +188,7 @@ def server_ends_first(comm: Communicator, say: Say) -> None:
     if comm.rank > 0:
         while not process_state(int(talk.get("server"))).endswith("ended"):
             time.sleep(0.01)
-        time.sleep(2 * told.LOOK)  # who listens looks
+        time.sleep(2 * failures.LOOK)  # who listens looks
     whole.close()
     other.close()
     say("closed")
@@ -215,7 +215,8 @@ def server_stops(comm: Communicator, say: Say, transport: str) -> None:
     else:
         server = int(talk.get("server"))
         while (
-            whole._transport._does._pids[0] != server or other._transport._does._pids[0] != server
+            whole._transport._status._pids[0] != server
+            or other._transport._status._pids[0] != server
         ):
             time.sleep(0.01)
         talk.set(f"seen/{comm.rank}", "")

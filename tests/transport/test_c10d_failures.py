@@ -25,7 +25,7 @@ from _pytest.mark import ParameterSet
 
 import ringdp
 from ringdp import CommunicationError, Communicator, Work
-from ringdp.transport import answers, threads, wire
+from ringdp.transport import status, threads, wire
 from ringdp.transport.processes import process_state
 from tests.comm.failing import WHENS, Form, Heard, hear, line_of, names_its_line
 from tests.comm.test_deaths import ENDS
@@ -211,7 +211,7 @@ def mistakes(when: str) -> list[str]:
 
 def victim_errs(comm: Communicator, say: Say, when: str, victim: int) -> None:
     """In the first, the second or the third of its calls, each mistake on a communicator."""
-    answers.PATIENCE = PATIENCE  # a busy machine is slow
+    status.PATIENCE = PATIENCE  # a busy machine is slow
     some = mistakes(when)
     comms = made(comm, len(some), warn_after=0.2)  # where each waits for another, that finds it
     for i, (what, c) in enumerate(zip(some, comms, strict=True)):

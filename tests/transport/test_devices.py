@@ -13,7 +13,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
-from ringdp.transport import answers
+from ringdp.transport import status
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE
 from tests.parallel.test_engine import equal, train
@@ -88,7 +88,7 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
         "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
     }[what]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "PATIENCE", PATIENCE)  # a busy machine is slow
+        patch.setattr(status, "PATIENCE", PATIENCE)  # a busy machine is slow
         return hear(comm, act, comm.barrier, comm.barrier)
 
 

@@ -17,7 +17,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, schedule
-from ringdp.transport.device import under_way
+from ringdp.transport.device import in_flight
 from ringdp.transport.peer.jobs import LINE, SLAB
 from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, shape
@@ -87,7 +87,7 @@ def test_a_rank_that_exits_waits_for_nobodys_windows(comm: Communicator) -> None
     other = comm.duplicate()
     if comm.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(under_way, "PATIENCE", PATIENCE)
+            patch.setattr(in_flight, "PATIENCE", PATIENCE)
             other.close()
             other._transport.end()
             until = time.monotonic() + PATIENCE / 6
@@ -142,7 +142,7 @@ def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(comm: Com
     other._transport._windows = spied = Spied(other._transport._windows)
     if comm.rank == 0:
         other.all_reduce(torch.ones(9), async_op=True)
-        while not other._transport._does.state().record.begun:
+        while not other._transport._status.state().record.begun:
             time.sleep(0.01)
     comm.barrier()
     if comm.rank == 1:

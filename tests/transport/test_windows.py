@@ -22,7 +22,7 @@ SIZE = 4096
 
 
 class Said:
-    """In place of Making, for rank 0: what it says, and what the others have said."""
+    """In place of Handshake, for rank 0: what it says, and what the others have said."""
 
     rank = 0
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ringdp.cli.console import folding, put, say
-from ringdp.comm.outside import asked
+from ringdp.comm.inspection import inspect_job
 from ringdp.comm.store import VARIABLES
 from ringdp.comm.table import cells, missing
 from ringdp.errors import CommunicationError, UsageError
@@ -117,7 +117,7 @@ def _told(environ: dict[str, str]) -> list[Seen]:
     """Of the ranks' job, in whose store they meet."""
     where = f"the store at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     try:
-        found = asked(environ)
+        found = inspect_job(environ)
     except CommunicationError as error:
         return [Seen(where, None, problem=str(error))]
     return [

@@ -20,7 +20,7 @@ from ringdp.parallel.memory import Widths, widths_of
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import EMPTY, Dtypes, Precision, dtypes, kinds_of
 from ringdp.parallel.units import find_units
-from ringdp.schedule.own import load, said
+from ringdp.schedule.custom import load, said
 
 DEFAULT_UNITS = 32  # of a model that is but a number of parameters
 MOST_PARAMETERS = 10**14

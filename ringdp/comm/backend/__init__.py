@@ -17,7 +17,7 @@ from ringdp.comm.backend.messages import Messages
 from ringdp.comm.backend.moves import Moves
 from ringdp.comm.backend.reductions import Reductions
 from ringdp.comm.backend.works import GroupWork, Watcher
-from ringdp.comm.uncompiled import as_they_are
+from ringdp.comm.graph_break import as_they_are
 
 
 def register() -> None:

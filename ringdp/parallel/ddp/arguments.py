@@ -12,7 +12,7 @@ from torch.nn import SyncBatchNorm as _TorchsSyncBatchNorm
 
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
-from ringdp.parallel.ddp.assign import CAPS, MIB, WIRED
+from ringdp.parallel.ddp.bucketing import CAPS, MIB, WIRED
 from ringdp.parallel.ddp.settings import Trainable
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.comm import Communicator
-from ringdp.parallel.ddp.profiled import all_reduce
+from ringdp.parallel.ddp.profiling import all_reduce
 from ringdp.parallel.memory import holders
 
 

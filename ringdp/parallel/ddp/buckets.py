@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringdp.comm import Communicator
-from ringdp.parallel.ddp.assign import Gradient, assign, at_first
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
+from ringdp.parallel.ddp.bucketing import Gradient, assign, at_first
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.sparse import SparseBucket
 

@@ -17,27 +17,27 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from ringdp.comm import communicator_of
 from ringdp.errors import ModelError
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp import arguments, unheard
-from ringdp.parallel.ddp.assign import MIB
-from ringdp.parallel.ddp.builtin import BuiltIn, built_in
-from ringdp.parallel.ddp.hook import BufferHook, CommHook, NotAHook, checked
-from ringdp.parallel.ddp.joining import ALONE, Joining
-from ringdp.parallel.ddp.journal import Journal
-from ringdp.parallel.ddp.mixed import Mixed
+from ringdp.parallel.autograd_state import in_backward
+from ringdp.parallel.ddp import arguments, unreduced
+from ringdp.parallel.ddp.bucketing import MIB
+from ringdp.parallel.ddp.builtin_hooks import BuiltIn, built_in
+from ringdp.parallel.ddp.comm_hooks import BufferHook, CommHook, NotAHook, checked
+from ringdp.parallel.ddp.join import ALONE, Joining
+from ringdp.parallel.ddp.mixed_precision import Mixed
 from ringdp.parallel.ddp.nested import Outers
-from ringdp.parallel.ddp.profiled import broadcast, span
+from ringdp.parallel.ddp.profiling import broadcast, span
+from ringdp.parallel.ddp.runtime_log import RuntimeLog
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
-from ringdp.parallel.ddp.uneven import Uneven
-from ringdp.parallel.ddp.words import Words
+from ringdp.parallel.ddp.torch_api import TorchAPI
+from ringdp.parallel.ddp.uneven_inputs import Uneven
 from ringdp.parallel.guards import copies
 from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.refuse import refuse
-from ringdp.parallel.underway import in_backward
-from ringdp.parallel.values.outputs import tensors
+from ringdp.parallel.values.tensor_tree import tensors
 
 
-class DistributedDataParallel(nn.Module, Joining, Words):
+class DistributedDataParallel(nn.Module, Joining, TorchAPI):
     """Averages `module`'s gradients over all ranks while backward runs, as torch's class does.
 
     Parameters, and buffers, take rank 0's values here; buffers do so again before every forward.
@@ -118,7 +118,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
-        self.mixed_precision, self._journal = mixed_precision, Journal()
+        self.mixed_precision, self._runtime_log = mixed_precision, RuntimeLog()
         if init_sync:
             if at_first:
                 replicas.check_places(self.named_module_buffers.items())
@@ -145,7 +145,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         try:
             with span("DistributedDataParallel.forward"):
                 if lowered := self._mixed.lower():
-                    self.reducer.ears.listen()
+                    self.reducer.grad_hooks.listen()
                 with self._mixed.inputs(args, kwargs, self._place) as given:
                     yield given
         finally:
@@ -161,9 +161,9 @@ class DistributedDataParallel(nn.Module, Joining, Words):
         recomputed = reducer.state in UNDER_WAY and in_backward()
         reduces = self._averages and not recomputed and not self._outers.reduces()
         if reduces:
-            unheard.check_autograd()
+            unreduced.check_autograd()
             if not self._started or reducer.state is ARMED:
-                unheard.check(self.module, reducer)
+                unreduced.check(self.module, reducer)
         buffers = self.named_module_buffers if self._syncs(before=True) else {}
         root = self._joined_forward(
             reduces=reduces, broadcasts=bool(buffers) and self._buffer_hook is None
@@ -218,12 +218,12 @@ class DistributedDataParallel(nn.Module, Joining, Words):
     # ---- hooks, copies
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """`hook(state, bucket)` reduces each bucket instead of the average; see `hook`."""
-        checked(hook, self._journal)
+        """`hook(state, bucket)` reduces each bucket instead of the average; see `comm_hooks`."""
+        checked(hook, self._runtime_log)
         self._register(CommHook(state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """A torch.distributed.BuiltinCommHookType: see `builtin`."""
+        """A torch.distributed.BuiltinCommHookType: see `builtin_hooks`."""
         self._register(built_in(comm_hook_type))
 
     def _register(self, hook: CommHook | BuiltIn) -> None:
@@ -232,7 +232,7 @@ class DistributedDataParallel(nn.Module, Joining, Words):
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "
                 f"not with mixed_precision: there is {self.reducer.hook.name}"
             )
-            raise self._journal.failed(ModelError(why))
+            raise self._runtime_log.failed(ModelError(why))
         self._hook = self.reducer.hook = hook
 
     def _register_buffer_comm_hook(

@@ -35,20 +35,20 @@ from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
-from ringdp.parallel.ddp.advice import again, once_more, unfinished
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.buckets import Layout, buckets_of, layout_of
-from ringdp.parallel.ddp.builtin import BuiltIn
-from ringdp.parallel.ddp.hook import CommHook
-from ringdp.parallel.ddp.journal import GRADIENT, GRADIENTS, REDUCING, Journal
-from ringdp.parallel.ddp.listening import Ears, kept, raiser
-from ringdp.parallel.ddp.mixed import Mixed
-from ringdp.parallel.ddp.profiled import all_reduce, broadcast, span
+from ringdp.parallel.ddp.builtin_hooks import BuiltIn
+from ringdp.parallel.ddp.comm_hooks import CommHook
+from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
+from ringdp.parallel.ddp.grad_hooks import GradHooks, kept, raiser
+from ringdp.parallel.ddp.mixed_precision import Mixed
+from ringdp.parallel.ddp.optimizer_in_backward import step, taken_off
+from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
+from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
-from ringdp.parallel.ddp.stepping import step, taken_off
-from ringdp.parallel.ddp.taped import Taped, Watcher
-from ringdp.parallel.ddp.uneven import Uneven
+from ringdp.parallel.ddp.tracing import Taped, Watcher
+from ringdp.parallel.ddp.uneven_inputs import Uneven
 from ringdp.tape import recorder
 
 
@@ -63,15 +63,16 @@ class Reducer(Taped):
         comm: Communicator,
         settings: Settings,
         mixed: Mixed,
-        journal: Journal,
+        runtime_log: RuntimeLog,
     ) -> None:
         self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
-        self.journal = journal
+        self.runtime_log = runtime_log
         self.uneven: Uneven | None = None  # a rank may have ended, and then reduces every bucket
         self.hook: CommHook | BuiltIn | None = None
         self.layouts: list[Layout] = []  # at first, and rebuilt
         self._build()
-        self._stepping: list[nn.Parameter] | None = None  # see `stepping`; known in a forward
+        # See `optimizer_in_backward`; known in a forward.
+        self._stepping: list[nn.Parameter] | None = None
         # This backward, or the last.
         self.state = RESTING
         self.flights: list[Callable[[], object]] = []  # what its end waits for
@@ -87,7 +88,7 @@ class Reducer(Taped):
         self._users = [0] * len(parameters)  # ranks, of each parameter, when it was last asked
         self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
         self._steady = True  # the same ones in every backward
-        self.ears = Ears(self, [t.parameter for t in parameters])
+        self.grad_hooks = GradHooks(self, [t.parameter for t in parameters])
         recorder.join(self)
 
     def _build(self, order: Sequence[int] = ()) -> None:
@@ -117,8 +118,8 @@ class Reducer(Taped):
             self._rebuild_buckets()
 
     def prepare_for_forward(self) -> None:
-        self.journal.begin()
-        self.ears.let_go()
+        self.runtime_log.begin()
+        self.grad_hooks.let_go()
 
     def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
         if reduces:
@@ -131,7 +132,7 @@ class Reducer(Taped):
             raise self._failed(unfinished(self.settings, self.comm.rank, lost))
 
     def _failed(self, why: str) -> ModelError:
-        return self.journal.failed(ModelError(why))
+        return self.runtime_log.failed(ModelError(why))
 
     def _rebuild_buckets(self) -> bool:
         """Once, after the first backward, buckets follow the order in which gradients came there.
@@ -153,13 +154,13 @@ class Reducer(Taped):
         self.state = ARMED
         self._next = self.started = 0
         self._left = list(self._expected)
-        self._ordering = self.journal.sampling or not self.rebuilt
+        self._ordering = self.runtime_log.sampling or not self.rebuilt
         if self._ordering:
             self._order.clear()
         for bucket in self.buckets:
             bucket.arm()
         if self._seeks_unused:
-            self.ears.listen_to(outputs)
+            self.grad_hooks.listen_to(outputs)
 
     # ---- backward
 
@@ -173,7 +174,7 @@ class Reducer(Taped):
             self._used.add(index)
             self.mixed.raise_(self.parameters[index].parameter)
             return
-        self.journal.mark(GRADIENT)
+        self.runtime_log.mark(GRADIENT)
         if self.state is ARMED:
             self._begin(index)
         if self._ordering:
@@ -236,14 +237,14 @@ class Reducer(Taped):
 
     def _start(self, bucket: Bucket) -> None:
         self.started += 1
-        self.journal.mark(REDUCING)
+        self.runtime_log.mark(REDUCING)
         last = bucket.index == len(self.buckets) - 1
         try:
             flight = self.hook.start(bucket, last=last) if self.hook else bucket.start()
         except CommunicationError as error:
             flight = raiser(error)
         except ModelError as error:
-            self.journal.failed(error)
+            self.runtime_log.failed(error)
             raise
         self.flights.append(flight)
 
@@ -255,7 +256,7 @@ class Reducer(Taped):
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self.journal.mark(GRADIENTS)
+        self.runtime_log.mark(GRADIENTS)
         with span("search_unused_parameters") if self.settings.seeks_unused else nullcontext():
             missing = [i for i in range(len(self.parameters)) if self._lacks(i)]
         if self._learning:
@@ -280,14 +281,14 @@ class Reducer(Taped):
         self._land()
         if self._learning:
             self._expected, self._learning = [1 - left for left in self._left], False
-        self.journal.end(self._order)
+        self.runtime_log.end(self._order)
         self.mixed.raise_all()
         for index in missing:
             if self._users[index]:
                 bucket, place = self._places[index]
                 bucket.hand_out(place)
         step(self._stepping or ())
-        self.ears.let_go()
+        self.grad_hooks.let_go()
         self._used.clear()
         self.state = RESTING
 
@@ -343,4 +344,4 @@ class Reducer(Taped):
 
     def _remove_autograd_hooks(self) -> None:
         """It hears of no gradient any more."""
-        self.ears.remove()
+        self.grad_hooks.remove()

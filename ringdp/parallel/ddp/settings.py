@@ -16,7 +16,7 @@ class Trainable(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """DDP's arguments of the same names; `caps` of buckets in bytes, see `assign`."""
+    """DDP's arguments of the same names; `caps` of buckets in bytes, see `bucketing`."""
 
     caps: tuple[int, ...]
     find_unused_parameters: bool

@@ -28,7 +28,7 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import NotHere, refuse
 from ringdp.parallel.unit import FlatUnit, State
-from ringdp.parallel.values.moving import move_to_ranks
+from ringdp.parallel.values.devices import move_to_ranks
 
 # Of torch's FSDPModule.
 ABSENT = (

@@ -13,7 +13,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel.mesh import device_of
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
-from ringdp.parallel.values.moving import move_to_ranks
+from ringdp.parallel.values.devices import move_to_ranks
 
 
 def moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:

@@ -22,7 +22,7 @@ from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import optim_state, replicas
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.guards.steps import check_slices
-from ringdp.parallel.joins import Joins, Shadow
+from ringdp.parallel.join import Joins, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.refuse import refuse
 

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from ringdp.comm.uncompiled import uncompiled
+from ringdp.comm.graph_break import uncompiled
 from ringdp.errors import UsageError
 from ringdp.parallel.guards.resting import Sharded
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ringdp.errors import UsageError
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards.copies import Own
-from ringdp.parallel.guards.given import Given
+from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.unit import FlatUnit, State
 
 
@@ -48,7 +48,7 @@ def guard(
 
 
 def of_masters(
-    model: nn.Module, gathering: Gathering, given: Given, own: Own
+    model: nn.Module, gathering: Gathering, given: Unmanaged, own: Own
 ) -> list[RemovableHandle]:
     """In stage 0 they are, from now on: the units rest meanwhile."""
     units = [unit for unit in gathering.units if not unit.static]

@@ -12,10 +12,10 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.errors import UsageError
+from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.guards import resting, sliced
 from ringdp.parallel.guards.computed import Computed
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.underway import in_backward
 from ringdp.parallel.unit import FlatUnit, State
 
 # Classes, torch's and others', that look at a parameter, or at all of them, as a whole.

@@ -1,6 +1,6 @@
 """The tensors that a unit's forward has made, where its backward may start.
 
-    returned   in whatever holds them (see `outputs`)
+    returned   in whatever holds them (see `tensor_tree`)
     left       in attributes of its modules, as the auxiliary losses of mixtures of experts, or put
                into lists and dicts that it was passed
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.values.outputs import Dying, lasting, tensors
+from ringdp.parallel.values.tensor_tree import Dying, lasting, tensors
 
 CONTAINERS = (list, dict, tuple)
 

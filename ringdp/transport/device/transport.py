@@ -1,8 +1,8 @@
 """Collectives that a device runs: issued by one thread, watched by another, all else over gloo.
 
-A thread issues them in the order of the calls (see `launches`), another watches (see `under_way`).
-Messages with tags, and CPU tensors beside a GPU, go over gloo, as does the word of a failure: a
-device says nothing of a rank that is gone.
+A thread issues them in the order of the calls (see `launch_queue`), another watches (see
+`in_flight`). Messages with tags, and CPU tensors beside a GPU, go over gloo, as does the word of a
+failure: a device says nothing of a rank that is gone.
 
 On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 from ringdp.errors import UsageError
 from ringdp.transport.base import Run
 from ringdp.transport.c10d import Failed
-from ringdp.transport.device.launches import launches
+from ringdp.transport.device.in_flight import Given, InFlight, Met, Watching
+from ringdp.transport.device.launch_queue import launches
 from ringdp.transport.device.stamp import Stamped
-from ringdp.transport.device.under_way import Given, Met, UnderWay, Watching
 from ringdp.transport.records import Call
 
 
@@ -39,7 +39,7 @@ class DeviceTransport(Watching):
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
         self._launches.put(self._streams.watch)  # a user may capture while it allocates
-        given.making.called(self._come)
+        given.handshake.called(self._come)
         if self.ranks > 1:
             self._look_after_rank((self.rank + 1) % self.ranks)
         self._spawn(self._look_after)
@@ -69,7 +69,7 @@ class DeviceTransport(Watching):
     def _start(self, run: Run, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         assert whole is not None
         if whole.device != self.device:
-            if self._told.failure:
+            if self._failures.failure:
                 return self._never()
             return super()._start(run, call, whole, part)
         ours = self._stamped(call)
@@ -120,11 +120,11 @@ class DeviceTransport(Watching):
 
         def tell() -> None:
             launched.append(True)
-            self._told.changed.ring()
+            self._failures.changed.ring()
 
         self._launches.put(tell)
-        self._told.changed.wait_for(
-            lambda: self._told.failure or (launched and not self._under_way)
+        self._failures.changed.wait_for(
+            lambda: self._failures.failure or (launched and not self._under_way)
         )
 
     # --- on the thread that issues
@@ -142,12 +142,12 @@ class DeviceTransport(Watching):
     def _run_on_device(
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
     ) -> None:
-        if self._told.failure is not None:
+        if self._failures.failure is not None:
             return  # what there is is being aborted
         until = time.monotonic() + self.timeout
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
-            work = UnderWay(ticket, until, ours, kept, self._exchange(ours))
+            work = InFlight(ticket, until, ours, kept, self._exchange(ours))
             if not (at_once := self._agrees(work)):
                 self._under_way.append(work)
             sent = act()
@@ -175,12 +175,12 @@ class DeviceTransport(Watching):
                 sent, end = act(), self._streams.end()
             self._streams.settle(end)
         except Failed as e:
-            self._told.fail(*e.told)
+            self._failures.fail(*e.told)
             return self._never()
         ticket = next(self._tickets)
 
         def captured() -> None:
-            self._does.end(ours.call[0])
+            self._status.end(ours.call[0])
             self._end(ticket, sent)
 
         return self._hand_over(self._jobs, captured, ticket, *ours)

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.making import Making
+from ringdp.transport.handshake import Handshake
 
 MAPS = Path("/proc/self/maps")
 HOST = Path(_core.__file__).with_name("libhostnccl.so")
@@ -152,11 +152,11 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
         ) from e
 
 
-def shared_id(making: Making, nccl: Binding) -> bytes:
+def shared_id(handshake: Handshake, nccl: Binding) -> bytes:
     """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
-    if making.rank == 0:
-        making.say("nccl", bytes(nccl.get_unique_id()).hex())
-    said = making.heard("nccl", 0)
+    if handshake.rank == 0:
+        handshake.say("nccl", bytes(nccl.get_unique_id()).hex())
+    said = handshake.heard("nccl", 0)
     try:
         return bytes.fromhex(said.decode())
     except ValueError as e:

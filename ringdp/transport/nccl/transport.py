@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run
 from ringdp.transport.c10d import Failed
+from ringdp.transport.device.in_flight import Given, Met
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
-from ringdp.transport.device.under_way import Given, Met
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
 from ringdp.transport.nccl.library import (
     INVALID_USAGE,
@@ -24,7 +24,7 @@ from ringdp.transport.nccl.library import (
     grouped,
     shared_id,
 )
-from ringdp.transport.nccl.own import Own
+from ringdp.transport.nccl.native import Native
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, slab_of, staging_shape
 from ringdp.transport.records import Call
@@ -44,7 +44,7 @@ class NcclTransport(DeviceTransport):
         device = device_of("nccl", host=host)
         self._binding = binding(host=host)
         self._launching = threading.Lock()
-        self._unique = shared_id(given.making, self._binding)
+        self._unique = shared_id(given.handshake, self._binding)
         super().__init__(given, device)
 
     def _join(self) -> None:
@@ -55,11 +55,11 @@ class NcclTransport(DeviceTransport):
     def prepare(self, what: Run | Exchange) -> Prepared:
         if isinstance(what, Run):
             return super().prepare(what)
-        own = Own(*what)
+        own = Native(*what)
         own.check()
         return Issued(self, partial(self._start_own, own), own.kind, own.shards[-1])
 
-    def _start_own(self, own: Own, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
+    def _start_own(self, own: Native, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         """One of NCCL's collectives, on buffers of the device."""
         all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
         act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)

@@ -25,12 +25,12 @@ from torch.distributed import DistError
 from ringdp.schedule.program import Program
 from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, ReduceOp, Run
 from ringdp.transport.c10d import GOLDEN, Failed
-from ringdp.transport.device import under_way
+from ringdp.transport.device import in_flight
+from ringdp.transport.device.in_flight import Given
 from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
-from ringdp.transport.device.under_way import Given
-from ringdp.transport.making import FIRST_PAUSE, LONGEST_PAUSE
+from ringdp.transport.handshake import FIRST_PAUSE, LONGEST_PAUSE
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on
@@ -77,11 +77,11 @@ class PeerTransport(DeviceTransport):
         host memory. Raises UsageError where they cannot be had."""
         where = device_of("peer", host=host)
         self._kernels = kernels_on(where)
-        self._shape = shape(given.making.ranks, CHANNELS[where.type])
+        self._shape = shape(given.handshake.ranks, CHANNELS[where.type])
         self._last_words = given.store
         self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
         self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
-        self._windows = windows(where, given.making, self._shape.window)
+        self._windows = windows(where, given.handshake, self._shape.window)
         super().__init__(given, where)
 
     def _join(self) -> None:
@@ -179,7 +179,7 @@ class PeerTransport(DeviceTransport):
             return
         found = jobs.failed(word)
         if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
-            self._told.changed.wait_for(lambda: self._told.failure, under_way.PATIENCE)
+            self._failures.changed.wait_for(lambda: self._failures.failure, in_flight.PATIENCE)
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
 
     def _leave_device(self, *, hangs: bool) -> None:
@@ -196,7 +196,7 @@ class PeerTransport(DeviceTransport):
             return
         self._windows.close()
         # Well before `_leave` takes this for an end that hangs.
-        if self._all_part(under_way.PATIENCE / 2 if hangs else under_way.PATIENCE):
+        if self._all_part(in_flight.PATIENCE / 2 if hangs else in_flight.PATIENCE):
             self._windows.free()  # else it stays until the process ends: a peer may yet write there
 
     def _all_part(self, seconds: float) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringdp.errors import CommunicationError
 from ringdp.transport.files import create, open_other
-from ringdp.transport.making import Making
+from ringdp.transport.handshake import Handshake
 from ringdp.transport.peer.kernels import on
 
 HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
@@ -47,17 +47,17 @@ class Windows(Protocol):
 class HostWindows:
     """In files without a name; gone when all who have mapped one have ended or closed."""
 
-    def __init__(self, making: Making, size: int) -> None:
+    def __init__(self, handshake: Handshake, size: int) -> None:
         """Collective. Raises CommunicationError."""
-        rank = making.rank
+        rank = handshake.rank
         fd = create(f"ringdp-window-{rank}", size, reserve=True)
         try:
-            making.say(f"window/{rank}", f"{os.getpid()} {fd}")
+            handshake.say(f"window/{rank}", f"{os.getpid()} {fd}")
             self._mapped = {
-                r: _mapped(fd if r == rank else _opened(making, r), size, r == rank)
-                for r in range(making.ranks)
+                r: _mapped(fd if r == rank else _opened(handshake, r), size, r == rank)
+                for r in range(handshake.ranks)
             }
-            making.together("windows")
+            handshake.together("windows")
         finally:
             os.close(fd)
         self._rank = rank
@@ -73,8 +73,8 @@ class HostWindows:
         self._mapped.clear()
 
 
-def _opened(making: Making, rank: int) -> int:
-    said = making.heard(f"window/{rank}", rank)
+def _opened(handshake: Handshake, rank: int) -> int:
+    said = handshake.heard(f"window/{rank}", rank)
     try:
         pid, fd = map(int, said.split())
     except ValueError as e:
@@ -102,11 +102,11 @@ def _mapped(fd: int, size: int, keep: bool) -> Tensor:
 class CudaWindows:
     """On a GPU, by CuPy's binding to CUDA's runtime."""
 
-    def __init__(self, device: torch.device, making: Making, size: int) -> None:
+    def __init__(self, device: torch.device, handshake: Handshake, size: int) -> None:
         """Collective. Raises CommunicationError where a GPU cannot reach another's memory."""
         import cupy
 
-        rank, ranks = making.rank, making.ranks
+        rank, ranks = handshake.rank, handshake.ranks
         self._device, self._rank = device, rank
         self._cupy: Any = cupy
         self._cuda = cupy.cuda.runtime
@@ -121,11 +121,11 @@ class CudaWindows:
                 mark = torch.tensor([size, rank])
                 self._cuda.memcpy(own + MARK, mark.data_ptr(), mark.nbytes, TO_DEVICE)
                 self._cuda.deviceSynchronize()
-                making.say(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
+                handshake.say(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
                 for r in set(range(ranks)) - {rank}:
-                    self._mapped[r] = self._open(making, r)
+                    self._mapped[r] = self._open(handshake, r)
                     self._check(r, size)
-            making.together("windows")
+            handshake.together("windows")
         except BaseException as e:
             self.close()
             self.free()
@@ -139,8 +139,8 @@ class CudaWindows:
     def _on(self) -> AbstractContextManager[None]:
         return on(self._cupy, self._device)
 
-    def _open(self, making: Making, rank: int) -> int:
-        said = making.heard(f"window/{rank}", rank)
+    def _open(self, handshake: Handshake, rank: int) -> int:
+        said = handshake.heard(f"window/{rank}", rank)
         try:
             handle = bytes.fromhex(said.decode())
         except ValueError:
@@ -179,7 +179,7 @@ class CudaWindows:
                 self._cuda.free(self._mapped.popitem()[1])
 
 
-def windows(device: torch.device, making: Making, size: int) -> Windows:
+def windows(device: torch.device, handshake: Handshake, size: int) -> Windows:
     if device.type == "cpu":
-        return HostWindows(making, size)
-    return CudaWindows(device, making, size)
+        return HostWindows(handshake, size)
+    return CudaWindows(device, handshake, size)

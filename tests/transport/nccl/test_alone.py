@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 import ringdp
 from ringdp import Communicator, Offload, Precision
-from ringdp.comm import meant, rendezvous
+from ringdp.comm import rendezvous, resolve
 
 pytestmark = pytest.mark.process
 
@@ -264,7 +264,7 @@ def test_ddp_trains_over_torchs_own_group(comms, device):
     try:
         group = dist.group.WORLD
         found = wrapped(group, device)
-        ((transport, made),) = meant._made[group].items()
+        ((transport, made),) = resolve._made[group].items()
         assert transport == ("nccl" if device == "cuda" else "shm")
         made.close()
     finally:

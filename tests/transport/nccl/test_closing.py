@@ -16,8 +16,8 @@ import torch
 
 from ringdp import Communicator, _core
 from ringdp.errors import CollectiveMismatch
-from ringdp.transport.device import under_way
-from ringdp.transport.told import LOOK
+from ringdp.transport.device import in_flight
+from ringdp.transport.failures import LOOK
 from tests.forks import Forks
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
@@ -85,7 +85,7 @@ def test_what_has_ended_counts_for_who_exits_before_it_was_seen(comm: Communicat
     other.all_reduce(torch.ones(4))
     transport = other._transport
     transport.end()
-    assert transport._does.state().record.finished == 1
+    assert transport._status.state().record.finished == 1
     comm.barrier()
 
 
@@ -95,7 +95,7 @@ def test_who_exits_waits_for_what_was_waited_for(comm: Communicator) -> None:
     streams, transport = behind(other), other._transport
     other.all_reduce(torch.ones(4))  # it has returned, and the device is behind
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "QUIET", 0.0)
+        patch.setattr(in_flight, "QUIET", 0.0)
         exiting = threading.Thread(target=transport.end)
         exiting.start()
         exiting.join(3 * LOOK)
@@ -112,7 +112,7 @@ def test_who_exits_by_an_error_waits_for_nobody(comm: Communicator) -> None:
     behind(other)
     other.all_reduce(torch.ones(4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way, "QUIET", 0.0)
+        patch.setattr(in_flight, "QUIET", 0.0)
         patch.setattr("sys.last_type", ValueError, raising=False)
         other._transport.end()  # which would wait for ever
     comm.barrier()
@@ -124,7 +124,7 @@ def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
     behind(other)
     other.all_reduce(torch.ones(4), "max" if comm.rank else "sum", async_op=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_way.Watching, "heard", False)
+        patch.setattr(in_flight.Watching, "heard", False)
         patch.setattr("ringdp._core.fail_at_exit", lambda: failed.append(None))
         patch.setattr("ringdp.comm.guard.log.error", lambda text, *of: said.append(text % of))
         if heard:
@@ -173,12 +173,12 @@ def test_who_closes_long_before_the_others_keeps_no_memory_either(comm: Communic
     other = comm.duplicate()
     other.all_reduce(torch.ones(4), algorithm="direct")
     slow, memory = Slow(other), weakref.ref(other._transport._staging)
-    before, under_way.PATIENCE = under_way.PATIENCE, 0.0
+    before, in_flight.PATIENCE = in_flight.PATIENCE, 0.0
     try:
         other.close()
         time.sleep(3 * LOOK)
     finally:
-        under_way.PATIENCE = before
+        in_flight.PATIENCE = before
     slow.others.set()
     until = time.monotonic() + 60
     while memory() is not None and time.monotonic() < until:
@@ -203,11 +203,11 @@ def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(comm: Communicat
     """And without an end of NCCL on the main thread, after all has gone well."""
     other = comm.duplicate()
     nccl, spied = other._transport._nccl, weakref.ref(Spied(other))
-    under_way.threading = SimpleNamespace(Thread=Unstartable)
+    in_flight.threading = SimpleNamespace(Thread=Unstartable)
     try:
         other._transport._leave()
     finally:
-        under_way.threading = threading
+        in_flight.threading = threading
     other._transport._nccl = nccl
     gc.collect()
     assert spied() is not None, "its end would be NCCL's, which waits for graphs that are there"

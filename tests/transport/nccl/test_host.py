@@ -23,7 +23,7 @@ from ringdp.transport.nccl.library import (
     grouped,
     loaded,
 )
-from ringdp.transport.nccl.own import TYPES
+from ringdp.transport.nccl.native import TYPES
 from tests.comm.failing import held
 from tests.transport.nccl.faults import FAIL, STALL, fault, fault_is_due, only_with_host_nccl
 

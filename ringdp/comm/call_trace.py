@@ -1,0 +1,87 @@
+"""A communicator seen from outside, where its transport keeps no tape: from call to result.
+
+A collective then ends when whoever waits for it is told so; what happens in between is the
+transport's. They run one after the other, so one begins when it is called and the one before has
+ended. While it is watched the communicator's `_issue` is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+from ringdp.comm.call import call_site, named
+from ringdp.comm.job import How, Job
+from ringdp.comm.trace_records import Labelled, TraceRecords
+from ringdp.comm.work import Work
+from ringdp.errors import CommunicationError
+from ringdp.schedule.custom import name_of
+
+
+class CallTrace:
+    """Over a communicator, until `end`."""
+
+    def __init__(self, comm: Labelled, records: TraceRecords) -> None:
+        self._comm, self._records, self._issue = comm, records, comm._issue
+        self._free = 0  # when the last collective so far has ended
+        comm._issue = self.issue  # type: ignore[method-assign]
+
+    def drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def end(self) -> None:
+        del self._comm._issue
+
+    def issue(self, job: Job, how: How) -> Work:
+        kind, elements = job.told(how)
+        number, site, begin = self._comm.issued, call_site(3), monotonic_ns()
+        algorithm = name_of(how.algorithm)
+
+        def ended(**more: Any) -> None:
+            if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # a user's own
+                self._records.schedule(how.collective, how.algorithm, how.root)
+            first, now = max(begin, self._free), monotonic_ns()
+            self._free = now
+            call = number, kind, elements, site, algorithm
+            more |= {"background": how.async_op, "queued_us": (first - begin) / 1000}
+            self._records.collective(first, now, *call, **more)
+
+        name = named(number, kind)
+        try:
+            work = self._issue(job, how)
+        except CommunicationError:
+            ended(failed=True)
+            raise
+        if how.async_op:
+            _watch(work, ended, lambda since: self._wait(name, since, number))
+        else:
+            ended()
+            self._wait(name, begin, number)
+        return work
+
+    def _wait(self, name: str, since: int, number: int) -> None:
+        self._records.wait(name, since, monotonic_ns(), number)
+
+
+def _watch(work: Work, ended: Callable[..., None], waited: Callable[[int], None]) -> None:
+    """Calls `ended` once, when the result or an error is there, and `waited` after every wait."""
+    complete, wait = work._complete, work.wait
+
+    def completes() -> None:
+        if not work._done:
+            ended()
+        complete()
+
+    def waits(timeout: float | None = None) -> None:
+        since, failed = monotonic_ns(), work._error is not None
+        try:
+            wait(timeout)
+        except CommunicationError:
+            if not failed:
+                ended(failed=True)
+            raise
+        finally:
+            waited(since)
+
+    work._complete, work.wait = completes, waits  # type: ignore[method-assign]

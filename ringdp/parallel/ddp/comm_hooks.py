@@ -1,0 +1,122 @@
+"""What a communication hook is given, and what it may return: torch's contract for DDP.
+
+    hook(state, bucket) -> torch.futures.Future of the reduced bucket
+    hook(state, {name: buffer}) -> None, or futures to wait for at the end of backward
+
+The gradients in the bucket are those of this rank, not divided. torch's own hooks
+(torch.distributed.algorithms.ddp_comm_hooks) run unchanged; they move data over the
+torch.distributed group in their state, which the user has made, and not over ringdp.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as _TorchsBucket
+
+from ringdp.errors import ModelError, UsageError
+from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.runtime_log import RuntimeLog
+
+EMPTY = inspect.Signature.empty
+CONTRACT = {
+    "bucket": (_TorchsBucket, "dist.GradBucket"),
+    "return": (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
+}
+
+
+class NotAHook(UsageError, TypeError):
+    """As torch's class raises."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(f"Communication hook must be callable; this one is {given!r}")
+
+
+def checked(hook: Any, runtime_log: RuntimeLog) -> None:
+    """Raise NotAHook, or UsageError for one that says that it takes or gives something else."""
+    if not callable(hook):
+        raise runtime_log.failed(NotAHook(hook))
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    said = (bucket.annotation if bucket else EMPTY, signature.return_annotation)
+    for (what, (right, name)), found in zip(CONTRACT.items(), said, strict=True):
+        if not isinstance(found, str) and found not in (EMPTY, right):
+            why = f"Communication hook: {what} annotation should be {name}. This one's is {found}"
+            raise runtime_log.failed(UsageError(why))
+
+
+class GradBucket:
+    """As torch.distributed.GradBucket, of which Python can make none."""
+
+    def __init__(self, bucket: Bucket, *, last: bool) -> None:
+        self._slots, self._index, self._last = bucket.slots, bucket.index, last
+        self._buffer = bucket.tensor()
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last of this backward."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat; of a sparse parameter, its gradient."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """In the parameters' shapes, as views of the buffer."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        return [self._buffer.as_strided(p.shape, stride, at) for p, at, stride in self._slots]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [slot.parameter for slot in self._slots]
+
+
+class CommHook(NamedTuple):
+    state: object
+    call: Callable[[Any, Any], Any]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.call, "__qualname__", repr(self.call))
+
+    def start(self, bucket: Bucket, *, last: bool) -> Callable[[], None]:
+        """As `Bucket.start`."""
+        future = self.call(self.state, GradBucket(bucket, last=last))
+        name = self.name
+        if not isinstance(future, torch._C.Future):  # what torch.futures.Future derives from
+            raise ModelError(
+                f"the communication hook {name}: callback must return a torch.futures.Future "
+                f"object, but got {type(future).__name__}"
+            )
+
+        def finish() -> None:
+            value = future.wait()
+            tensors = value if isinstance(value, list | tuple) else [value]
+            if len(tensors) != 1 or not isinstance(tensors[0], Tensor):
+                raise ModelError(f"the communication hook {name} must give one tensor, not {value}")
+            bucket.store(tensors[0])
+
+        return finish
+
+
+class BufferHook(NamedTuple):
+    """Brings the model's buffers together, in the place of rank 0's broadcast."""
+
+    state: object
+    call: Callable[[Any, dict[str, Tensor]], Any]
+    before: bool  # the forward, or after it
+
+    def run(self, buffers: dict[str, Tensor]) -> list[Callable[[], object]]:
+        """What is to be called at the end of the backward."""
+        with torch.no_grad():
+            futures = self.call(self.state, buffers)
+        return [future.wait for future in futures or ()]

@@ -1,0 +1,220 @@
+"""torch's own words on DDP, beside its documented ones: what frameworks read, and what they call.
+
+    read    which arguments it was given, where it is, its buffers
+    call    _set_static_graph, _get_ddp_logging_data, _check_reducer_finalized, ...
+
+They do here what they do there. Not here: what belongs to a GPU (`to_kwargs`, `scatter`, `gather`)
+and to torch's C++ (`logger`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringdp.errors import ModelError, UsageError
+from ringdp.parallel import replicas
+from ringdp.parallel.ddp import arguments, logging_data
+from ringdp.parallel.ddp.base import Base
+from ringdp.parallel.sync_batchnorm import SyncBatchNorm
+
+SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
+
+
+class TorchAPI(Base):
+    """The part of DistributedDataParallel that is there to be found under its name."""
+
+    device_ids: list[int | None] | None
+    output_device: int | None
+    _started: bool
+
+    broadcast_bucket_size = replicas.PIECE
+    require_manual_backward_finalization = False
+
+    # ---- read
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        return self.settings.find_unused_parameters
+
+    @property
+    def static_graph(self) -> bool:
+        return self.settings.static_graph
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        return self.settings.gradient_as_bucket_view
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Of all buckets but the first; torch.compile cuts graphs by it."""
+        return self.settings.caps[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """In the next forward, or in this one until it ends."""
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and bool(self.named_module_buffers)
+        )
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.rebuilt
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.comm.rank
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
+        """Parameters that a DistributedDataParallel around `module` does not leave alone."""
+        for name, p in module.named_parameters():
+            if not hasattr(p, "_ddp_ignored"):
+                yield (name, p) if named_params else p
+
+    # ---- call
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Names that a DistributedDataParallel around `module` shall leave alone."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _set_static_graph(self) -> None:
+        """torch's older name for static_graph=True. Before the first forward. Collective."""
+        if self.static_graph:
+            warnings.warn(
+                "static_graph is True already: no need to set it again", UserWarning, stacklevel=2
+            )
+            return
+        if self._started:
+            why = "_set_static_graph() should be called before training loop starts"
+            raise self._runtime_log.failed(ModelError(why))
+        self.settings = self.settings._replace(static_graph=True)
+        self._make_reducer()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """See `logging_data`."""
+        return {
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "has_sync_bn": int(any(isinstance(m, SYNCED) for m in self.module.modules())),
+            "join_uneven_inputs": int((self._uneven or self._authoritative_rank) is not None),
+            **logging_data.backend(self._group),
+            **logging_data.facts(self.reducer),
+        }
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Iterable[nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A hook that steps an optimizer of that type, `optim(params, *args, **kwargs)`, on each
+        bucket once it is reduced. As torch's: the types that it has a functional form of, and over
+        torch's default group. Raises UsageError unless that is the one of this DDP."""
+        if not dist.is_initialized() or self._group not in (None, dist.group.WORLD):
+            raise UsageError(
+                f"_register_fused_optim reduces over torch's default group; this one is over "
+                f"{self.process_group}: make the default group, and give no process_group"
+            )
+        from torch.distributed.algorithms import _optimizer_overlap as overlap  # compiles scripts
+
+        make: Any = overlap._as_overlapped_optim  # type: ignore[attr-defined]
+        make(optim, optim_params, *args, **kwargs).register_ddp(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Time every `sample_rate`-th iteration beyond the tenth. See `runtime_log`."""
+        self._runtime_log.sample(sample_rate)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` is to be called after backward, and not in a hook of it."""
+        return self.require_manual_backward_finalization
+
+    def finalize_backward(self) -> None:
+        """Nothing: all is reduced, and handed out, when backward returns."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise ModelError unless the last backward has reduced all that it had to."""
+        self.reducer._check_reducer_finalized()
+
+    def _remove_autograd_hooks(self) -> None:
+        """From now on backwards reduce nothing: another DistributedDataParallel may."""
+        self.reducer._remove_autograd_hooks()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing is cloned here, whatever `val`: torch clones what forward returns, unless told
+        otherwise, so that it may be changed in place, which it may here as it is."""
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """`bufs`, by default all buffers, take that rank's values, as many bytes at once as
+        `bucket_size`, by default `broadcast_bucket_size`. Collective."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        piece = bucket_size or self.broadcast_bucket_size
+        replicas.broadcast(self.comm, tensors, authoritative_rank, piece)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters that are reduced, in the order of their indices; which are sparse."""
+        found = arguments.trainables(self.module, self.parameters_to_ignore)
+        return [t.parameter for t in found], [t.sparse for t in found]
+
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        """Names by index. Raises UsageError unless they are the parameters that are reduced."""
+        index = {p: i for i, p in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, p, _ in arguments.trainables(self.module, self.parameters_to_ignore):
+            if p not in index:
+                raise UsageError(
+                    f"Param with name {name} is trained by the module, and not among `parameters`"
+                )
+            names[index[p]] = name
+        if len(names) != len(index):
+            raise UsageError(
+                "Expected param to name mapping to cover all parameters: the module trains "
+                f"{len(names)}, and {len(index)} were given"
+            )
+        return names

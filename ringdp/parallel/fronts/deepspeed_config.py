@@ -1,0 +1,267 @@
+"""DeepSpeed's configuration: which keys there are, and what they say. Sizes are in elements."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ringdp.errors import UsageError
+from ringdp.parallel.fronts import deepspeed_schedulers
+from ringdp.parallel.optim import AdamW
+
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+
+class Key(NamedTuple):
+    """What may be said: true or false, a device, a dtype, an optimizer's name or a scheduler's,
+    options of one, a number, whole or not, of at least `least` and less than `below`; only the
+    default, where that is what is done in any case; or a section that is not enabled, and so asks
+    for nothing."""
+
+    default: Any
+    kind: Literal[
+        "bool", "device", "dtype", "optimizer", "scheduler", "options", "whole", "number", "only",
+        "off",
+    ]  # fmt: skip
+    least: float = 0
+    below: float = math.inf
+
+
+_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
+_OFF = (
+    "amp", "autotuning", "comet", "comms_logger", "compile", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine",
+    "progressive_layer_drop", "quantize_training", "tensorboard", "torch_autocast", "wandb",
+)  # fmt: skip
+
+# Every key that is implemented; a dict is a section.
+KEYS: dict[str, Any] = {
+    "train_batch_size": Key(None, "whole", 1),
+    "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
+    "gradient_accumulation_steps": Key(None, "whole", 1),
+    "gradient_clipping": Key(0.0, "number"),
+    "prescale_gradients": Key(False, "only"),
+    "gradient_predivide_factor": Key(1.0, "only"),
+    "communication_data_type": Key(None, "dtype"),  # of gradients
+    "steps_per_print": Key(None, "whole", 1),
+    "wall_clock_breakdown": Key(False, "only"),
+    "memory_breakdown": Key(False, "only"),
+    "dump_state": Key(False, "only"),
+    "sparse_gradients": Key(False, "only"),
+    # Tested or not, and DeepSpeed's or not: what steps element by element is taken.
+    "zero_allow_untested_optimizer": Key(True, "bool"),
+    "zero_force_ds_cpu_optimizer": Key(False, "only"),
+    "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
+    "scheduler": {"type": Key(None, "scheduler"), "params": Key({}, "options")},
+    "fp16": {
+        "enabled": Key(False, "bool"),
+        "loss_scale": Key(0, "number"),  # 0: dynamic
+        "initial_scale_power": Key(16, "whole", below=128),  # what float32 holds
+        "loss_scale_window": Key(1000, "whole", 1),
+        "hysteresis": Key(2, "whole", 1),
+        "consecutive_hysteresis": Key(False, "only"),
+        "min_loss_scale": Key(1, "number"),
+        "auto_cast": Key(False, "only"),
+        "fp16_master_weights_and_grads": Key(False, "only"),
+    },
+    "bf16": {"enabled": Key(False, "bool")},
+    "zero_optimization": {
+        "stage": Key(0, "whole"),
+        "overlap_comm": Key(True, "bool"),
+        "contiguous_gradients": Key(True, "only"),
+        "reduce_scatter": Key(True, "only"),
+        "allgather_partitions": Key(True, "only"),
+        "round_robin_gradients": Key(False, "only"),
+        "cpu_offload": Key(False, "only"),
+        "reduce_bucket_size": Key(None, "whole", 1),
+        "allgather_bucket_size": Key(None, "whole", 1),
+        "offload_optimizer": _OFFLOAD,
+        "offload_param": _OFFLOAD,
+        "stage3_prefetch_bucket_size": Key(None, "whole"),
+        "stage3_param_persistence_threshold": Key(0, "whole"),
+        "stage3_max_live_parameters": Key(None, "whole"),
+        "stage3_max_reuse_distance": Key(1e9, "only"),
+        "stage3_gather_16bit_weights_on_model_save": Key(False, "bool"),  # of save_16bit_model
+        "sub_group_size": Key(1e9, "only"),
+        "ignore_unused_parameters": Key(True, "only"),
+        "memory_efficient_linear": Key(False, "bool"),  # torch's is: it keeps no copy of a weight
+        "zero_hpz_partition_size": Key(1, "only"),
+        "zero_quantized_weights": Key(False, "only"),
+        "zero_quantized_gradients": Key(False, "only"),
+        "zero_quantized_nontrainable_weights": Key(False, "only"),
+    },
+    "activation_checkpointing": {
+        "partition_activations": Key(False, "only"),
+        "cpu_checkpointing": Key(False, "only"),
+        "contiguous_memory_optimization": Key(False, "only"),
+        "number_checkpoints": Key(None, "only"),
+        "synchronize_checkpoint_boundary": Key(False, "only"),
+        "profile": Key(False, "only"),
+    },
+    **dict.fromkeys(_OFF, Key({}, "off")),
+}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+ADAMS = ("adam", "adamw")  # in any case
+# What "auto", as in configs for Hugging Face's Trainer, stands for where that is known; elsewhere
+# a value is asked for.
+AUTO: dict[str, Any] = dict.fromkeys(
+    (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold", "stage3_max_live_parameters", "warmup_max_lr",
+    )
+) | {"warmup_min_lr": 0.0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batches:
+    """train_batch_size = micro * accumulation * ranks."""
+
+    micro: int
+    accumulation: int
+
+
+def read(*given: Config | None) -> dict[str, Any]:
+    """Of the one that is given, a mapping or the path of a JSON file: the values of all KEYS, the
+    defaults for what is not said, and for null. Raises UsageError for what is not allowed."""
+    configs = [config for config in given if config is not None]
+    if len(configs) != 1:
+        raise UsageError(
+            f"initialize was given {len(configs)} configs; allowed: one, as config or as "
+            "args.deepspeed_config"
+        )
+    said: Any = configs[0]
+    if isinstance(said, str | os.PathLike):
+        try:
+            said = json.loads(Path(said).read_bytes())
+        except (OSError, ValueError) as e:  # no JSON, or not even UTF-8
+            raise UsageError(f"config {os.fspath(said)!r} cannot be read as JSON: {e}") from e
+    return _filled("config", said, KEYS)
+
+
+def batches(said: dict[str, Any], ranks: int) -> Batches:
+    """Any two of the three sizes give the third; DeepSpeed's rules."""
+    total, micro = said["train_batch_size"], said["train_micro_batch_size_per_gpu"]
+    steps = said["gradient_accumulation_steps"]
+    if total is None and micro is None:
+        raise UsageError("config: give train_batch_size or train_micro_batch_size_per_gpu")
+    if micro is None:
+        steps = steps or 1
+        micro = total // (steps * ranks)
+    elif steps is None:
+        steps = 1 if total is None else total // (micro * ranks)
+    if total is not None and micro * steps * ranks != total:
+        raise UsageError(
+            f"config: train_batch_size {total} is not micro batch {micro} x accumulation {steps} x "
+            f"{ranks} ranks"
+        )
+    return Batches(micro, steps)
+
+
+def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
+    """What makes the one that the config names, if it does. DeepSpeed's Adam, like its AdamW,
+    decays weights apart from their gradients, unless adam_w_mode is false, and by 0 by default."""
+    name, options = said["optimizer"]["type"], dict(said["optimizer"]["params"])
+    if name is None:
+        return None
+    made_by: Callable[..., Optimizer]
+    if name.lower() in ADAMS:
+        decays = options.pop("adam_w_mode", True) or name.lower() == "adamw"
+        if options.pop("torch_adam", False):
+            made_by = torch.optim.AdamW if decays else torch.optim.Adam
+        else:
+            made_by = AdamW if decays else torch.optim.Adam
+            options.setdefault("weight_decay", 0.0)
+    else:
+        made_by = getattr(torch.optim, name)
+
+    return partial(_made, "optimizer", name, made_by, options)
+
+
+def scheduler(said: dict[str, Any]) -> Callable[[Optimizer], LRScheduler] | None:
+    """What makes the one that the config names, if it does."""
+    name, options = said["scheduler"]["type"], said["scheduler"]["params"]
+    return name and partial(_made, "scheduler", name, deepspeed_schedulers.named(name), options)
+
+
+def _made(section: str, name: str, made_by: Any, options: dict[str, Any], of: Any) -> Any:
+    try:
+        return made_by(of, **options)
+    except (TypeError, ValueError) as e:
+        raise UsageError(f"config.{section}.params {options} do not fit {name}: {e}") from e
+
+
+def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{where} is {given!r}; allowed: a section with {', '.join(known)}")
+    if unknown := [str(key) for key in given if key not in known]:
+        raise UsageError(
+            f"{where}: {', '.join(unknown)} is not implemented; there are {', '.join(known)}"
+        )
+    out: dict[str, Any] = {}
+    for name, key in known.items():
+        value, place = _known(name, given.get(name)), f"{where}.{name}"
+        if isinstance(key, dict):
+            out[name] = _filled(place, {} if value is None else value, key)
+        else:
+            out[name] = key.default if value is None else _value(place, value, key)
+    return out
+
+
+def _value(where: str, value: Any, key: Key) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits, allowed = {
+        "device": (value in ("none", "cpu"), "'none', 'cpu'"),
+        "dtype": (value in [*DTYPES], ", ".join(map(repr, DTYPES))),
+        "bool": (isinstance(value, bool), "true, false"),
+        "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
+        "scheduler": (
+            isinstance(value, str) and deepspeed_schedulers.named(value) is not None,
+            f"{', '.join(deepspeed_schedulers.OURS)}, and torch.optim.lr_scheduler's names",
+        ),
+        "options": (isinstance(value, Mapping), "keyword arguments"),
+        "only": (_is(value, key.default), json.dumps(key.default)),
+        "off": (_is_off(value), "a section that does not say that it is enabled"),
+        "number": (number and key.least <= value < key.below, "a number"),
+        "whole": (number and key.least <= value < key.below and value % 1 == 0, "a whole number"),
+    }[key.kind]
+    if key.kind in ("number", "whole"):
+        allowed += f" of at least {key.least:g}"
+        allowed += f" and below {key.below:g}" if key.below < math.inf else ""
+    if not fits:
+        raise UsageError(f"{where} is {value!r}; allowed: {allowed}")
+    if key.kind == "options":
+        value = {name: _known(name, option) for name, option in value.items()}
+        if unknown := [name for name, option in value.items() if _is(option, "auto")]:
+            raise UsageError(f"{where}: {', '.join(unknown)} is 'auto'; allowed: its value")
+    return int(value) if key.kind == "whole" else value
+
+
+def _known(name: str, value: Any) -> Any:
+    return AUTO[name] if name in AUTO and _is(value, "auto") else value
+
+
+def _is(value: object, default: object) -> bool:
+    """1 is not true."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _is_off(section: object) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled", False) is False
+
+
+def _is_optimizer(name: object) -> bool:
+    if not isinstance(name, str):
+        return False
+    found = getattr(torch.optim, name, None)
+    return name.lower() in ADAMS or (isinstance(found, type) and issubclass(found, Optimizer))

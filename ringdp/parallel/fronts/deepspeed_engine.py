@@ -1,0 +1,227 @@
+"""What `initialize` returns first, with the names of DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ringdp.errors import CheckpointError
+from ringdp.parallel.checkpoint.load import load
+from ringdp.parallel.checkpoint.save import save
+from ringdp.parallel.checkpoint.together import together
+from ringdp.parallel.clip import clip_grad_norm_
+from ringdp.parallel.engine import Engine
+from ringdp.parallel.fronts.deepspeed_config import Batches
+from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.scaler import LossScaler
+
+# Of DeepSpeed's engine, and of no module.
+ABSENT = (
+    "allreduce_gradients", "deepspeed_io", "destroy", "eval_batch", "load_universal_checkpoint",
+    "no_sync", "offload_states", "reload_states", "save_16bit_model", "save_fp16_model",
+    "set_gradient_accumulation_boundary", "set_lr", "set_train_batch_size",
+    "set_train_micro_batch_size", "train_batch",
+)  # fmt: skip
+
+
+class Scheduler(Protocol):
+    """torch's learning rate schedulers are some."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+class Trainer:
+    """Call it, then backward(loss), then step()."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        said: dict[str, Any],
+        batches: Batches,
+        scaler: LossScaler,
+        training_dataloader: DataLoader[Any] | None,
+        lr_scheduler: Scheduler | None,
+    ) -> None:
+        """`said`: by the config."""
+        self.module, self.engine, self.optimizer = model, engine, optimizer
+        self.said, self.batches, self.scaler = said, batches, scaler
+        self.training_dataloader, self.lr_scheduler = training_dataloader, lr_scheduler
+        self.micro_steps = 0  # calls of step() so far
+        self.global_steps = 0  # and the optimizer's steps, those that overflowed too
+        self._norm: float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    forward = __call__  # the module's own would run without the engine's hooks
+
+    def __getattr__(self, name: str) -> Any:
+        """What it has not, the module may have: train() and eval(), for instance."""
+        if name == "module":  # which a copy has not yet
+            raise AttributeError(name)
+        if name in ABSENT and not hasattr(self.module, name):
+            raise NotHere("initialize", name, "what is there, or .engine, which shards the model")
+        return getattr(self.module, name)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of loss / gradient_accumulation_steps, reduced and added up."""
+        scaled = self.scaler.scale(loss / self.batches.accumulation)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() is the optimizer's."""
+        return (self.micro_steps + 1) % self.batches.accumulation == 0
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """After every backward. At the end of an accumulation: clip, step on all ranks or none,
+        clear the gradients; where all have stepped the scheduler does, with `lr_kwargs`."""
+        last = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not last:
+            return
+        if self.scaler.unscale_() and (most := self.gradient_clipping()) > 0:
+            self._norm = clip_grad_norm_(self.engine, most)
+        if self.scaler.step(self.optimizer) and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        every = self.said["steps_per_print"]
+        if self.global_rank == 0 and every and self.global_steps % every == 0:
+            print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}")
+
+    # ---- read
+
+    @property
+    def global_rank(self) -> int:
+        return self.engine.comm.rank
+
+    @property
+    def local_rank(self) -> int:
+        """On its host, as torchrun says it in LOCAL_RANK."""
+        return dist.get_node_local_rank(0 if self.world_size == 1 else None)
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.comm.size
+
+    def fp16_enabled(self) -> bool:
+        return bool(self.said["fp16"]["enabled"])
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self.said["bf16"]["enabled"])
+
+    def train_batch_size(self) -> int:
+        return self.batches.micro * self.batches.accumulation * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.batches.accumulation
+
+    def gradient_clipping(self) -> float:
+        return float(self.said["gradient_clipping"])
+
+    def zero_optimization_stage(self) -> int:
+        return self.engine.stage.number
+
+    def get_lr(self) -> list[Any]:
+        """Of every group of parameters."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Before the last step clipped it; None without gradient_clipping, or a step that did."""
+        return self._norm
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.scaler.skipped
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write all to save_dir/tag, by default global_step and its number, and then, if it is to
+        be the latest, the tag to save_dir/latest. What an accumulation has so far is left out.
+        client_state and the scheduler's state: JSON. Collective; see `ringdp.save`."""
+        refuse("save_checkpoint", exclude_frozen_parameters=(exclude_frozen_parameters, False))
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        extra = {
+            "global_steps": self.global_steps,
+            "scaler": self.scaler.state_dict(),
+            "lr_scheduler": self.lr_scheduler and _as_json(self.lr_scheduler.state_dict()),
+            "client_state": client_state or {},
+        }
+        save(Path(save_dir) / tag, self.engine, self.optimizer, extra=extra)
+        with together(self.engine.comm, f"{tag} is written, but not named as the latest"):
+            if save_latest and self.global_rank == 0:
+                aside = Path(save_dir) / "latest.new"
+                aside.write_text(tag, encoding="utf-8")
+                aside.replace(Path(save_dir) / "latest")
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Load load_dir/tag, by default that which was saved last: its path and client_state.
+        Without the optimizer's state its options and the loss's scale stay, too. What an
+        accumulation has so far is dropped.
+        Collective. Raises CheckpointError, as `ringdp.load`, also where there is none."""
+        refuse(
+            "load_checkpoint",
+            load_module_strict=(load_module_strict, True),
+            load_module_only=(load_module_only, False),
+            custom_load_fn=(custom_load_fn, None),
+        )
+        with together(self.engine.comm, "nothing was loaded"):
+            if tag is None:
+                tag = (Path(load_dir) / "latest").read_text(encoding="utf-8").strip()
+        path = Path(load_dir) / str(tag)
+        extra = load(path, self.engine, self.optimizer if load_optimizer_states else None)
+        if "global_steps" not in extra:
+            raise CheckpointError(f"{path} was loaded, but is not of save_checkpoint: no steps")
+        self.global_steps = extra["global_steps"]
+        self.micro_steps = self.global_steps * self.batches.accumulation
+        self.optimizer.zero_grad()
+        if load_optimizer_states:
+            self.scaler.load_state_dict(extra["scaler"])
+        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
+        if scheduler is not None and (saved := extra.get("lr_scheduler")):
+            here = scheduler.state_dict()
+            scheduler.load_state_dict(
+                {k: Counter(v) if isinstance(here.get(k), Counter) else v for k, v in saved.items()}
+            )
+        return str(path), extra["client_state"]
+
+
+def _as_json(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's: of torch's, one counts its milestones, by numbers."""
+    return {k: [*v.elements()] if isinstance(v, Counter) else v for k, v in state.items()}

@@ -1,0 +1,67 @@
+"""Parameters that no unit has, so that ranks would train apart without a word.
+
+    another parameter   load_state_dict(assign=True), or a layer put in another's place
+    a new one           an adapter that is added to a layer
+    a tensor            functional_call, where masters are apart
+
+No hook is on them: their gradients would be each rank's own, and where masters are apart the next
+gather would put the old ones back. The model is looked through for them where an iteration starts.
+One that is not trained, in a place of its own, does no harm; nor do others without a gradient, as
+averages that are evaluated, where masters are not apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ringdp.errors import UsageError
+from ringdp.parallel.unit import FlatUnit
+
+
+class Unmanaged:
+    """What `shard` was given: the parameters of a model in their places."""
+
+    def __init__(self, model: nn.Module, units: Sequence[FlatUnit]) -> None:
+        self.model, self.units = model, units
+        self._ids: set[int] = set()
+        self._at: dict[nn.Module, dict[str, tuple[int, int]]] = {}  # what may be in a place
+        for unit in units:
+            for where, p, c in zip(unit.places, unit.parameters, unit.computed, strict=True):
+                self._ids.update(both := (id(p), id(c)))
+                for module, name, _ in where:
+                    self._at.setdefault(module, {})[name] = both
+
+    def begin(self) -> None:
+        """An iteration starts: `check`, and that those always whole have the shape they had."""
+        self.check()
+        for unit in self.units if torch.is_grad_enabled() else ():
+            if unit.static and unit.widths.trainable:  # others settle when they are gathered
+                unit.check(unit.views)
+
+    def check(self) -> None:
+        """Raises UsageError for a parameter that was not given."""
+        if not (torch.is_grad_enabled() or any(unit.apart for unit in self.units)):
+            return
+        for module in self.model.modules():
+            given = self._at.get(module, {})
+            for name, p in module._parameters.items():
+                if id(p) in (own := given.get(name, ())) or p is None:
+                    continue
+                if not isinstance(p, nn.Parameter):  # functional_call puts it there, for a while
+                    if len(set(own)) == 2:  # the next gather puts its own in its place
+                        raise self._error(module, name)
+                    continue
+                if name in given or (p.requires_grad and id(p) not in self._ids):
+                    raise self._error(module, name)
+
+    def _error(self, module: nn.Module, name: str) -> UsageError:
+        within = next(n for n, m in self.model.named_modules() if m is module)
+        return UsageError(
+            f"parameter {within + '.' if within else ''}{name} is another than the model had at "
+            "shard(), as after load_state_dict(assign=True) or where a layer is new: its gradient "
+            "would not be reduced. Change the model before shard(), or values in place, as "
+            "load_state_dict does without assign; use functional_call within full_parameters()"
+        )

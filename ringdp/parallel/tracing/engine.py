@@ -1,0 +1,198 @@
+"""What a trace sees of an engine: when it gathers, prefetches, frees and reduces which unit, when a
+unit's forward and backward run, and what the rank holds of each category. An engine that does
+nothing while the trace runs is not in it.
+
+    forward     from the unit's parameters being there to its outputs
+    backward    from a gradient of its outputs to the last of its parameters', or to where autograd
+                goes on with another unit; the root's lies around all others
+    recompute   a forward within backward, as checkpointing has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ringdp.parallel.accounts import Accounts
+from ringdp.parallel.autograd_state import in_backward
+from ringdp.parallel.tracing.memory import Held
+from ringdp.parallel.tracing.patching import Method, Patches
+from ringdp.parallel.unit import FlatUnit
+from ringdp.tape.recorder import Args, Recorder, join
+
+Group = Sequence[int]  # units of one module
+
+
+class Watcher:
+    """Around one engine."""
+
+    def __init__(self, engine: Accounts, recorder: Recorder) -> None:
+        self.engine, self.recorder = engine, recorder
+        self._forwards: list[tuple[Group, int]] = []  # under way, innermost last, and since when
+        self._backwards: dict[int, int] = {}  # by a group's first unit: since when
+        self._prefetching = False
+        self._held = held = Held(engine, recorder, self._facts)
+        engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
+        engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
+        self._patches = patches = Patches()
+        patches.after(engine, "_before_forward", self._forward_begins)
+        patches.before(engine, "_after_forward", self._forward_ends)
+        patches.after(engine.backwards, "reach", self._backward_begins)
+        patches.before(engine.backwards, "reduce", self._unit_through)
+        patches.before(engine, "before_step", held.steps)
+        patches.after(engine, "after_step", held.stepped)
+        for unit in engine.units:
+            self._watch(unit)
+        self._watch_prefetch()
+        self._watch_end()
+        span = recorder.span
+        patches.timed(
+            engine.reducing,
+            "start",
+            lambda since, unit: span(f"reduce {_name(unit)}", "reduce", since, unit=unit.index),
+        )
+        for change in ("take", "give"):
+            patches.after(engine.ledger, change, lambda *_: held.count())
+
+    def end(self) -> None:
+        self._patches.off()
+        self._held.end()
+
+    def _facts(self) -> Args:
+        engine = self.engine
+        return {
+            "stage": engine.stage.number,
+            "gathers": engine.gathering.comm._name,
+            "reductions": engine.reducing.comm._name,
+            "units": [
+                {"name": _name(u), "elements": u.plan.elements, "bytes": u.bytes}
+                for u in engine.units
+            ],
+            "formula": engine.memory_formula()._asdict(),
+            "traffic": engine.traffic_formula(),
+        }
+
+    # --- compute
+
+    def _forward_begins(self, indices: Group) -> None:
+        self._held.introduce()
+        if indices is self.engine.roots and not in_backward():
+            self._forwards.clear()  # of one that raised
+            self._backwards.clear()
+        self._forwards.append((indices, monotonic_ns()))
+
+    def _forward_ends(self, indices: Group, *_: object) -> None:
+        while self._forwards:
+            group, since = self._forwards.pop()
+            if group is indices:
+                kind = "recompute" if in_backward() else "forward"
+                self.recorder.span(f"{kind} {self._named(group)}", kind, since)
+                return
+
+    def _backward_begins(self, indices: Group) -> None:
+        first = indices[0]
+        if first in self._backwards:
+            return
+        gathering = self.engine.gathering
+        for other in list(self._backwards):
+            if not gathering.are_nested(first, other):
+                self._end_backward(other)
+        # A module that returns what one within it does hears of its gradient after that one.
+        callers = gathering.callers
+        within = [since for other, since in self._backwards.items() if first in callers[other]]
+        self._backwards[first] = min([monotonic_ns(), *(since - 1 for since in within)])
+
+    def _unit_through(self, index: int) -> None:
+        for group in self.engine.groups:
+            if index in group and group[0] in self._backwards:
+                self._end_backward(group[0])
+
+    def _end_backward(self, first: int) -> None:
+        since = self._backwards.pop(first)
+        self.recorder.span(f"backward {self._named([first])}", "backward", since)
+
+    def _watch_end(self) -> None:
+        """All backwards end where the engine starts to wait for what they have made."""
+
+        def after_backward(method: Method) -> None:
+            for first in reversed(list(self._backwards)):  # those inside first
+                self._end_backward(first)
+            since = monotonic_ns()
+            try:
+                method()
+            finally:
+                self.recorder.span("wait for reductions", "finish", since)
+
+        self._patches.put(self.engine.backwards, "end", after_backward)
+
+    # --- units
+
+    def _watch(self, unit: FlatUnit) -> None:
+        name, span, patches = _name(unit), self.recorder.span, self._patches
+
+        def gathered(since: int, *_: object) -> None:
+            kind = "prefetch" if self._prefetching else "gather"
+            span(f"{kind} {name}", kind, since, unit=unit.index)
+
+        freed = "free" if unit.freed else "reshard"
+        patches.timed(unit, "gather", gathered)
+        patches.timed(unit, "unshard", lambda since: span(f"unshard {name}", "unshard", since))
+        patches.timed(unit, "reshard", lambda since: span(f"{freed} {name}", "free", since))
+
+    def _watch_prefetch(self) -> None:
+
+        def prefetch(method: Method) -> None:
+            self._prefetching = True
+            try:
+                method()
+            finally:
+                self._prefetching = False
+
+        self._patches.put(self.engine.gathering, "prefetch", prefetch)
+
+    def _named(self, group: Group) -> str:
+        return _name(self.engine.units[group[0]])
+
+
+class Steps:
+    """Every optimizer's steps."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._since: list[int] = []
+
+    def tape_on(self, recorder: Recorder) -> None:
+        def begins(*_: object) -> None:
+            self._since.append(monotonic_ns())
+
+        def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if self._since:
+                recorder.span("optimizer step", "step", self._since.pop())
+
+        self._since.clear()
+        self._handles = [
+            register_optimizer_step_pre_hook(begins),
+            register_optimizer_step_post_hook(ended),
+        ]
+
+    def tape_drain(self) -> None:
+        """Nothing: the recorder has it all."""
+
+    def tape_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _name(unit: FlatUnit) -> str:
+    return unit.plan.name or "root"
+
+
+_STEPS = Steps()
+join(_STEPS)

@@ -1,0 +1,267 @@
+"""What the ranks do that share no memory: each one answers, through the store, when another asks.
+
+    place/RANK   its process, as it has said when it came: see `handshake`
+    asked        how often a rank has asked
+    state/RANK   how often it had been asked when it said the rest: a line of its RankRecord's
+                 numbers, its message or nothing, and its last calls, a line each
+
+A thread of every rank looks whether somebody asks, so those in the user's code answer too. A rank's
+last word, that of a failure or of its end, answers all who ask later. Who is stopped or dead does
+not answer; its process, where it can be seen, says which. Reading trusts nothing: what makes no
+sense is no answer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakMethod
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from ringdp.transport.base import FailureKind
+from ringdp.transport.failures import LOOK, Failures
+from ringdp.transport.processes import pid_of, text_of
+from ringdp.transport.records import (
+    CALLS,
+    CLOSED,
+    ELSEWHERE,
+    SILENT,
+    Call,
+    Observed,
+    RankRecord,
+    heard,
+    said,
+)
+from ringdp.transport.store_client import StoreClient
+
+PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
+PAUSE = 0.01  # seconds between looks for answers
+LAST = 1 << 62  # for `asked`: a last word
+AHEAD = CALLS // 2  # of what it says it has called: collectives behind the one that it is in
+LONGEST = 32 << 10  # bytes of an answer
+
+
+class State(NamedTuple):
+    """What a rank says that it does."""
+
+    record: RankRecord
+    message: Call | None = None
+    calls: Mapping[int, Call] = {}
+
+
+class Survey(NamedTuple):
+    """All ranks, at one moment. See `records.Observed`."""
+
+    states: tuple[State, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.states)
+
+    def record(self, rank: int) -> RankRecord:
+        return self.states[rank].record
+
+    def call(self, rank: int, number: int) -> Call | None:
+        return self.states[rank].calls.get(number)
+
+    def message(self, rank: int) -> Call | None:
+        return self.states[rank].message
+
+
+class StatusBoard:
+    """One rank's: what it does, to be told and asked for."""
+
+    def __init__(self, store: StoreClient, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as far as it has seen them
+        # A transport may be collected, and so end, while this very thread has them.
+        self._lock, self._saying = threading.RLock(), threading.RLock()
+        # Who begins one assigns to both: see Note [Ctrl-C comes after any call] in threads.py.
+        self.calls: dict[int, tuple[Call, float]] = {}  # by number: and when it was begun
+        self.begun = 0
+        self._finished, self._ended = 0, set[int]()  # as many, and later ones
+        self._changed = time.monotonic()
+        self._where = -1, -1
+        self._answered = 0
+        self.message: Call | None = None
+
+    # --- what this rank does
+
+    def waits(self, round_: int, peer: int) -> None:
+        """In the collective under way."""
+        self._where = round_, peer
+
+    def end(self, number: int) -> None:
+        with self._lock:
+            self._ended.add(number)
+            while self._finished in self._ended:
+                self._ended.remove(self._finished)
+                self.calls.pop(self._finished - CALLS, None)
+                self._finished += 1
+            self._changed, self._where = time.monotonic(), (-1, -1)
+
+    def under_way(self) -> int | None:
+        """The collective that it is in."""
+        return self._finished if self._finished < self.begun else None
+
+    def state(self, *, closed: bool = False) -> State:
+        with self._lock:
+            finished, last = self._finished, min(self.begun, self._finished + 1 + AHEAD)
+            known = {k: self.calls[k] for k in range(max(0, last - CALLS), last)}
+            since = max(self._changed, known[finished][1] if finished in known else 0.0)
+            record = RankRecord(
+                CLOSED if closed else os.getpid(),
+                min(self.begun, finished + 1),
+                finished,
+                *self._where,
+                time.monotonic() - since,
+            )
+            return State(record, self.message, {k: call for k, (call, _) in known.items()})
+
+    # --- between ranks; DistError is raised where whoever served the store has gone, or is silent
+
+    def see(self) -> None:
+        """Where the others' processes are, to be told when the store cannot be asked any more."""
+        self._pids = self._store.ask(partial(_pids, ranks=self._ranks))
+
+    def answer(self) -> None:
+        """If somebody asks."""
+        self._say(self._store.ask(lambda store: store.add("asked", 0)))
+
+    def last_word(self, *, closed: bool = False) -> None:
+        """Of a rank whose communicator has failed or closes."""
+        self._say(LAST, closed=closed)
+
+    def survey(self, *, failed: bool, lost: int = -1) -> Survey:
+        """What all do, as far as they say it within PATIENCE; their last words if it has failed.
+
+        For a rank that is `lost` it does not wait.
+        """
+        found = {self._rank: self.state()}
+        with suppress(DistError):
+            self.see()
+            asked = LAST if failed else self._store.ask(lambda store: store.add("asked", 1))
+            self._say(asked)
+            _hear(self._store, asked, self._pids, found, lost)
+        return _survey(self._pids, found)
+
+    def _say(self, asked: int, *, closed: bool = False) -> None:
+        """Unless that has been answered."""
+        with self._saying:
+            if asked > self._answered:
+                self._answered = asked
+                key, state = f"state/{self._rank}", written(asked, self.state(closed=closed))
+                self._store.ask(lambda store: store.set(key, state), later=True)
+
+
+class Reporting:
+    """What makes a transport `Observed`: of the others it knows only what they are asked."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        """`store` is for this transport alone, and the connection that it uses."""
+        self._store = StoreClient(lambda: store)
+        self.rank, self.ranks = rank, ranks
+        busy = WeakMethod(self._busy)  # what listens does not keep the transport
+        self._failures = Failures(self._store, rank, ranks, lambda: bool((ask := busy()) and ask()))
+        self._status = StatusBoard(self._store, rank, ranks)
+
+    def _busy(self) -> bool:
+        """Whether something that this rank has begun has not ended."""
+        raise NotImplementedError
+
+    def record(self, rank: int) -> RankRecord | None:
+        return self._status.state().record if rank == self.rank else None
+
+    def call(self, rank: int, number: int) -> Call | None:
+        return self._status.state().calls.get(number) if rank == self.rank else None
+
+    def message(self, rank: int) -> Call | None:
+        return self._status.message if rank == self.rank else None
+
+    def tell(self, call: Call | None) -> None:
+        self._status.message = call
+
+    def survey(self) -> Observed:
+        failure = self._failures.failure
+        lost = failure.rank if failure and failure.kind is FailureKind.LOST else -1
+        return self._status.survey(failed=failure is not None, lost=lost)
+
+
+def listen(failures: Failures, board: StatusBoard) -> None:
+    """A thread's, the only one that looks: hear of failures, and answer."""
+    with suppress(DistError):
+        board.see()
+    while failures.failure is None:
+        failures.look(board.under_way())
+        with suppress(DistError):
+            board.answer()
+        failures.changed.wait_for(lambda: failures.failure, LOOK)
+    with suppress(DistError):
+        board.last_word()
+
+
+def survey_from_outside(store: StoreClient, ranks: int) -> Survey:
+    """What the ranks of a transport do whose store that is. Raises DistError."""
+    found: dict[int, State] = {}
+    failed = store.ask(lambda s: s.check(["failed"]))
+    asked = LAST if failed else store.ask(lambda s: s.add("asked", 1))
+    pids = store.ask(partial(_pids, ranks=ranks))
+    _hear(store, asked, pids, found, -1)
+    return _survey(pids, found)
+
+
+def _survey(pids: Mapping[int, int], found: Mapping[int, State]) -> Survey:
+    silent = [State(RankRecord(pid, SILENT, SILENT, -1, -1, 0.0)) for pid in pids.values()]
+    return Survey(tuple(found.get(rank, state) for rank, state in enumerate(silent)))
+
+
+def _hear(
+    store: StoreClient, asked: int, pids: Mapping[int, int], found: dict[int, State], lost: int
+) -> None:
+    """Find what is missing, as far as it is said within PATIENCE; but do not wait for the lost."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        for rank, text in store.ask(partial(_texts, pids.keys() - found.keys())).items():
+            if text and (state := read(text, asked, pids[rank], len(pids))):
+                found[rank] = state
+        if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
+            break
+        time.sleep(PAUSE)
+
+
+def _pids(store: Store, ranks: int) -> dict[int, int]:
+    return {rank: pid_of(store, rank) for rank in range(ranks)}
+
+
+def _texts(ranks: Iterable[int], store: Store) -> dict[int, str]:
+    return {rank: text_of(store, f"state/{rank}") for rank in ranks}
+
+
+def written(asked: int, state: State) -> str:
+    pid, begun, finished, round_, waits_for, seconds = state.record
+    numbers = asked, int(pid == CLOSED), begun, finished, round_, waits_for, int(1000 * seconds)
+    lines = [" ".join(map(str, numbers)), said(state.message) if state.message else ""]
+    return "\n".join(lines + [said(call) for call in state.calls.values()])
+
+
+def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
+    """None for an answer that is older than `asked`, or makes no sense."""
+    first, message, *calls = [*text.split("\n", CALLS + 2), ""]
+    try:
+        at, closed, begun, finished, round_, waits_for, ms = map(int, first.split())
+    except ValueError:
+        return None
+    sizes = 0 <= finished <= begun < 1 << 62 and 0 <= ms < 1 << 62
+    places = -1 <= round_ < 1 << 31 and -1 <= waits_for < ranks
+    if not (len(text) <= LONGEST and at >= asked and sizes and places):
+        return None
+    known = [call for line in calls if (call := heard(line))]
+    record = RankRecord(CLOSED if closed else pid, begun, finished, round_, waits_for, ms / 1000)
+    return State(record, heard(message), {c[0]: c for c in known if c[0] < begun + AHEAD})

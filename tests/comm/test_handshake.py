@@ -1,0 +1,281 @@
+"""Communicators that are made while a rank is missing: it is named, soon, or when time is up."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringdp
+from ringdp import CommunicationError, Communicator
+from ringdp.comm import rendezvous
+from ringdp.comm.rendezvous import over
+from ringdp.transport import handshake, shm, wire
+from tests import limits
+from tests.comm.failing import hear, joined
+from tests.comm.test_deaths import ALLOWED, ENDS
+from tests.forks import PATIENCE, Forks, Say, store
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.process
+
+MAKE: dict[str, Callable[[Communicator], Communicator | None]] = {
+    "duplicate": lambda c: c.duplicate(),
+    "split": lambda c: c.split(0),
+}
+
+
+def total(comm: Communicator | None) -> float:
+    assert comm is not None
+    x = torch.ones(10)
+    comm.all_reduce(x)
+    return x[0].item()
+
+
+def without_one(comm: Communicator, say: Say, how: str, transport: str, make: str) -> None:
+    with ringdp.init(transport=transport, timeout=comm.timeout) as whole:
+        whole.barrier()
+        comm.barrier()  # who were still in that one would hear of the death there
+        if comm.rank == 0:
+            say(time.monotonic())
+            ENDS[how][0]()
+        say(hear(whole, lambda: MAKE[make](whole)))
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize(
+    ("how", "transport"), [("killed", "shm"), ("raising", "c10d"), ("killed", "peer-host")]
+)
+def test_a_rank_that_ended_before_is_named(forks: Forks, how: str, transport: str, make: str):
+    (_, (died,)), *others = forks(3, without_one, how, transport, make)
+    for code, (heard,) in others:
+        assert code == 0
+        assert heard.error == heard.again == "PeerLost"
+        assert "rank 0 has ended" in heard.text
+        assert heard.at - died < ALLOWED
+
+
+def killed(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise CommunicationError("no shared memory here")
+
+
+def in_the_middle(comm: Communicator, say: Say, transport: str, victim: int, dies: bool) -> None:
+    """The others wait for what it would have said, or for its coming."""
+    whole = ringdp.init(transport=transport, timeout=comm.timeout)
+    comm.barrier()
+    if comm.rank == victim:
+        act = killed if dies else refused
+        if transport == "c10d":
+            wire.ProcessGroupGloo = act
+        else:
+            shm.create = shm.open_other = act
+    try:
+        whole.duplicate()
+    except CommunicationError as e:
+        say((type(e).__name__, str(e)))
+    comm.barrier() if not dies else None  # nobody leaves earlier, which would be a loss too
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_ends_or_gives_up_in_the_middle_is_named(
+    forks: Forks, transport: str, victim: int, dies: bool
+):
+    ended = forks(3, in_the_middle, transport, victim, dies)
+    assert ended.pop(victim).code == (-signal.SIGKILL if dies else 0)
+    why = "has ended" if dies else r"has given up \(.*no shared memory here\)"
+    for code, ((error, text),) in ended:
+        assert (code, error) == (0, "PeerLost")
+        assert re.search(f"rank {victim} {why}", text), text
+
+
+def before_it_comes(comm: Communicator, say: Say, transport: str, make: str) -> None:
+    """The ranks have met in the first communicator."""
+    whole = ringdp.init(transport=transport, timeout=comm.timeout)
+    comm.barrier()
+    if comm.rank == 0:
+        handshake.introduce = killed
+    say(hear(whole, lambda: MAKE[make](whole)))
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("transport", ["shm", "c10d", "peer-host"])
+def test_a_rank_that_ends_before_it_comes_is_named(forks: Forks, transport: str, make: str):
+    _, *others = forks(3, before_it_comes, transport, make)
+    for code, (heard,) in others:
+        assert (code, heard.error) == (0, "PeerLost")
+        assert "waited to make a communicator; rank 0 has ended" in heard.text
+        assert heard.seconds < ALLOWED
+
+
+@on_ranks(3)
+def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
+    for make in MAKE.values():
+        comm.barrier()
+        time.sleep(0.3 * (comm.rank == 1))
+        made = make(comm)
+        assert total(made) == comm.size
+        made.close()
+
+
+def too_late(comm: Communicator, say: Say) -> None:
+    others, talk = (0, 2), store()
+    if comm.rank == 1:
+        talk.wait([f"heard/{r}" for r in others])
+        return
+    comm.set_timeout(1.0)
+    talk.set(f"here/{comm.rank}", "")
+    talk.wait([f"here/{r}" for r in others])  # so neither is late for the other
+    say(hear(comm, comm.duplicate))
+    talk.set(f"heard/{comm.rank}", "")
+
+
+def test_the_users_timeout_holds(forks: Forks):
+    first, _, last = forks(3, too_late)
+    for code, (heard,) in (first, last):
+        assert (code, heard.error) == (0, "CollectiveTimeout")
+        assert "rank 1 has not called it" in heard.text
+
+
+@on_ranks(2)
+def test_who_comes_too_late_hears_that_others_gave_up(comm: Communicator) -> None:
+    """Of ranks that meet for the first time, where one has no time to come."""
+    part = dist.PrefixStore(f"late/{comm.issued}", comm._connect.args[0]).clone()
+    part.set_timeout(timedelta(seconds=0.3))
+    if comm.rank == 0:
+        with pytest.raises(ringdp.CollectiveTimeout, match="of its ranks, 1 did not come"):
+            joined(part, 0, 2)
+    comm.barrier()
+    if comm.rank == 1:
+        with pytest.raises(ringdp.CollectiveTimeout, match="rank 0 gave up waiting"):
+            joined(part, 1, 2)
+    comm.barrier()
+
+
+def over_without_one(comm: Communicator, say: Say, ends: bool) -> None:
+    talk, patience = store(), timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", store=talk, rank=comm.rank, world_size=2, timeout=patience)
+    if not ends:  # now that both have come
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    if comm.rank == 1:
+        killed() if ends else talk.wait(["heard"])
+        return
+    with pytest.raises(CommunicationError) as e:
+        over(dist.group.WORLD)
+    say((type(e.value).__name__, str(e.value)))
+    talk.set("heard", "")
+
+
+@pytest.mark.parametrize(("ends", "error"), [(True, "PeerLost"), (False, "CollectiveTimeout")])
+def test_a_groups_missing_rank_is_named(forks: Forks, ends: bool, error: str):
+    (code, ((found, text),)), _ = forks(2, over_without_one, ends)
+    assert (code, found) == (0, error)
+    assert "of its ranks, 1 had not come" in text
+
+
+@on_ranks(1)
+def test_what_cannot_be_made_leaves_nothing_open(comm: Communicator) -> None:
+    """Whether the first file is closed where there is no second one."""
+    made: list[int] = []
+
+    def create(name: str, size: int, *, reserve: bool) -> int:
+        if made:
+            raise CommunicationError("no shared memory")
+        made.append(os.memfd_create(name))
+        return made[0]
+
+    with patch.object(shm, "create", create), pytest.raises(CommunicationError):
+        comm.duplicate()
+    assert not Path(f"/proc/self/fd/{made[0]}").exists()
+
+
+def no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def gives_up_at_the_end(comm: Communicator, say: Say) -> None:
+    """The last that a rank does, when the others have gone on, fails on rank 1."""
+    if comm.rank == 1:
+        with patch.object(shm, "dup", no_descriptor):
+            say(hear(comm, comm.duplicate))
+    else:
+        other = comm.duplicate()
+        say(hear(other, other.barrier))
+
+
+def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
+    (_, (there,)), (_, (here,)) = forks(2, gives_up_at_the_end)
+    assert "Too many open files. A communicator holds" in here.text
+    assert (there.error, "rank 1 has aborted" in there.text) == ("PeerLost", True)
+    assert there.seconds < ALLOWED
+
+
+def comes_without_a_descriptor(comm: Communicator, say: Say) -> None:
+    start = time.monotonic()
+    try:
+        with limits.no_descriptor() if comm.rank == 1 else nullcontext():
+            comm.duplicate()
+    except CommunicationError as e:
+        say((type(e).__name__, str(e), time.monotonic() - start))
+    comm.barrier()
+
+
+def test_a_rank_that_cannot_look_for_others_tells_them(forks: Forks):
+    forked = forks(2, comes_without_a_descriptor)
+    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forked
+    assert (there, here) == ("PeerLost", "CommunicationError")
+    assert re.search(r"rank 1 has given up \(.*Too many open files", why)
+    assert seconds < ALLOWED
+
+
+def fails_over_gloo(comm: Communicator, say: Say) -> None:
+    """What rank 1 makes once it has met the others does not get what it needs."""
+    whole = ringdp.init(transport="c10d", timeout=PATIENCE)
+    comm.barrier()
+    start = time.monotonic()
+    try:
+        missing = patch.object(rendezvous, "C10dTransport", no_descriptor)
+        with missing if comm.rank == 1 else nullcontext():
+            whole.duplicate().barrier()
+    except CommunicationError as e:
+        say((type(e).__name__, str(e).splitlines()[0], time.monotonic() - start))
+    comm.barrier()
+
+
+def test_what_fails_once_all_have_met_is_told_to_all(forks: Forks):
+    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forks(2, fails_over_gloo)
+    assert (there, here) == ("PeerLost", "CommunicationError")
+    assert re.search(r"rank 1 has (aborted|given up) \(.*Too many open files\)", why)
+    assert seconds < ALLOWED
+
+
+@on_ranks(1)
+def test_no_file_is_an_error_of_ours(comm: Communicator) -> None:
+    with (
+        patch.object(os, "memfd_create", no_descriptor),
+        pytest.raises(
+            CommunicationError, match=r"no shared memory: .* Too many open files.*ulimit"
+        ),
+    ):
+        comm.duplicate()
+
+
+def test_more_ranks_than_a_call_can_name_are_refused():
+    with pytest.raises(ringdp.UsageError, match="1024 ranks; allowed: at most 1023"):
+        Communicator(None, range(1024), name="many", timeout=1.0, warn_after=1.0)  # type: ignore[arg-type]

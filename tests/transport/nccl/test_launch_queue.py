@@ -1,0 +1,160 @@
+"""Communicators of one device launch in the order of the calls, and do not end with each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from ringdp import Communicator
+from ringdp.transport.base import FailureKind
+from ringdp.transport.device import in_flight
+from ringdp.transport.device.launch_queue import launches, leave
+from ringdp.transport.device.streams import Streams
+from ringdp.transport.threads import Queue
+from tests.comm.failing import hear
+from tests.ranks import on_ranks
+from tests.transport.nccl.behind import Spied
+from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
+
+only_with_host_nccl()
+pytestmark = pytest.mark.process
+
+
+def test_a_device_has_one_queue():
+    one = launches(torch.device("cuda", 0))
+    assert one is launches(torch.device("cuda", 0))
+    assert one is not launches(torch.device("cuda", 1))
+
+
+def test_jobs_run_in_order_and_one_that_raises_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_value))
+    queue, done, ran = Queue("test"), threading.Event(), list[int]()
+    error = RuntimeError("of one job")
+
+    def fail() -> None:
+        raise error
+
+    for job in (lambda: ran.append(1), fail, lambda: ran.append(2), done.set):
+        queue.put(job)
+    assert done.wait(60)
+    assert ran == [1, 2]
+    assert shown == [error]
+    queue.end()
+
+
+def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    queue, x = Queue("test"), torch.ones(3)
+    gone = weakref.ref(x)
+
+    def fail(kept: torch.Tensor) -> None:
+        raise RuntimeError(f"of one job, which holds {len(kept)} elements")
+
+    queue.put(partial(fail, x))
+    del x
+    until = time.monotonic() + 60
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert gone() is None
+    queue.end()
+
+
+@on_ranks(2, pool="over_nccl")
+def test_after_an_abort_that_hangs_a_device_has_another_queue(comm: Communicator) -> None:
+    """As by a GPU's, whose abort hangs."""
+    device, another = torch.device("cuda", 0), torch.device("cuda", 1)
+    elsewhere = launches(another)
+    other, before, passed = comm.duplicate(), launches(device), threading.Event()
+    launched, spied = threading.Event(), Spied(other)
+    spied.abort = passed.wait  # type: ignore[method-assign]
+    other._transport._jobs.put(launched.wait)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_flight, "PATIENCE", 0.1)
+        other.all_reduce(torch.ones(3), async_op=True)
+        comm.barrier()  # else the first rank's failure would be heard before the other's call
+        other._transport.device = device
+        other._transport.fail(FailureKind.ABORTED, comm.rank)
+        until = time.monotonic() + 60
+        while launches(device) is before and time.monotonic() < until:
+            time.sleep(0.01)
+    assert launches(device) is not before
+    assert launches(another) is elsewhere
+    for event in (passed, launched):
+        event.set()
+    for queue in (before, launches(device)):
+        queue.end()
+    leave(device)
+
+
+@on_ranks(2, pool="over_nccl")
+def test_a_collective_in_the_queue_counts_as_begun(comm: Communicator) -> None:
+    """A collective of the CPU ends while one of the device waits in the queue."""
+    queue, passed, end = Queue("test"), threading.Event(), comm._transport
+    end._launches, device = queue, end.device
+    first = end.record(comm.rank).finished
+    queue.put(passed.wait)
+    work = comm.all_reduce(torch.ones(3), async_op=True)
+    end.device = torch.device("meta")  # so that those of the CPU go beside it
+    comm.all_reduce(torch.ones(3))
+    end.device = device
+    assert end.record(comm.rank)[1:3] == (first + 1, first)  # begun, finished
+    passed.set()
+    work.wait()
+    queue.end()
+
+
+class Watched(Streams):
+    def __init__(self) -> None:
+        self.may, self.issued = set[int](), set[int]()
+
+    def watch(self) -> None:
+        self.may.add(threading.get_ident())
+
+    def follow(self, arrival: object) -> None:
+        self.issued.add(threading.get_ident())
+
+
+@on_ranks(2, pool="over_nccl")
+def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(
+    comm: Communicator,
+) -> None:
+    streams = Watched()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_flight, "streams", lambda _: streams)
+        with comm.duplicate() as other:
+            other.all_reduce(torch.ones(3))
+    assert streams.issued
+    assert streams.issued < streams.may  # and the thread that watches may, too
+
+
+@on_ranks(2, pool="over_nccl")
+def test_a_communicator_that_fails_or_closes_holds_up_no_other(comm: Communicator) -> None:
+    """As by communicators of one GPU."""
+    queue, other, closed = Queue("test"), comm.duplicate(), comm.duplicate()
+    for c in (comm, other, closed):
+        c._transport._launches = queue
+    xs = [torch.ones(5000) for _ in range(9)]
+    turns = zip(3 * [comm, other, closed], xs, strict=True)
+    works = [c.all_reduce(x, async_op=True) for c, x in turns]
+    for work, x in zip(reversed(works), reversed(xs), strict=True):
+        work.wait()
+        assert torch.all(x == comm.size)
+    comm.barrier()
+    closed.close()
+    if comm.rank == 1:
+        fault(STALL, launches=1)  # its stamp still comes
+    heard = hear(other, lambda: other.all_reduce(xs[0], async_op=True).wait(0.5))
+    assert heard is not None
+    assert heard.error == "CollectiveTimeout"
+    fault(NONE)  # which the launch may not have come to, where the other rank was late before
+    comm.all_reduce(x := torch.ones(3))
+    assert torch.all(x == comm.size)
+    queue.end()

@@ -1,0 +1,225 @@
+"""What ranks over a torch.distributed group tell one another: the table of all, when one asks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from threading import Thread
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import ringdp
+from ringdp import Communicator
+from ringdp.comm.table import missing, table
+from ringdp.transport import status
+from ringdp.transport.processes import introduce, process_state
+from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, Call, RankRecord
+from ringdp.transport.status import LAST, State, StatusBoard, read, written
+from tests.comm.failing import hear, row_of
+from tests.forks import PATIENCE, Forks, Say, store
+
+CALLED = [(k, 1 << 4, 10 * k, b"train.py:40".ljust(SITE_BYTES, b"\0")) for k in range(CALLS + 5)]
+RECORD = RankRecord(77, 5, 4, 2, 1, 0.25)
+STATE = State(RECORD, CALLED[9], {4: CALLED[4], 3: CALLED[3]})
+
+
+def test_an_answer_comes_back():
+    assert read(written(3, STATE), 3, 77, 2) == STATE
+    closed = State(RECORD._replace(pid=CLOSED))
+    assert read(written(LAST, closed), LAST, 77, 2) == closed
+
+
+def test_an_answer_is_short_enough_and_none_to_a_later_question():
+    state = STATE._replace(calls={call[0]: call for call in CALLED[:CALLS]})
+    text = written(3, state._replace(record=RECORD._replace(begun=CALLS, finished=CALLS)))
+    assert len(read(text, 3, 77, 2).calls) == CALLS
+    assert read(text, 4, 77, 2) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n" * 100,
+        "9 0 5 4 2 1",
+        "9 0 5 4 2 1 x",
+        "9 0 5 6 2 1 0",
+        "9 0 -5 -6 2 1 0",
+        "9 0 5 4 2 2 0",
+        "9 0 5 4 -2 1 0",
+        f"9 0 {1 << 62} 4 2 1 0",
+        f"9 0 5 4 {1 << 40} 1 0",
+        "9 0 5 4 2 1 -1",
+        f"9 0 5 4 2 1 -1{'0' * 5000}",
+        "9 0 5 4 2 1 0" + "\n" * status.LONGEST,
+    ],
+)
+def test_what_makes_no_sense_is_no_answer(text: str):
+    assert read(text, 3, 77, 2) is None
+
+
+def test_a_call_that_makes_no_sense_is_not_there():
+    lines = written(3, STATE).split("\n")
+    lines[2:] = ["4 1 1 00", "x", *lines[3:], "999 16 70 " + b"later".ljust(SITE_BYTES).hex()]
+    assert read("\n".join(lines), 3, 77, 2) == STATE._replace(calls={3: CALLED[3]})
+
+
+def begin(board: StatusBoard, call: Call) -> None:
+    """As a transport does."""
+    board.calls[call[0]] = call, time.monotonic()
+    board.begun = call[0] + 1
+
+
+def test_a_rank_is_in_the_first_of_what_it_has_begun(asking):
+    board = StatusBoard(asking(HashStore()), 0, 1)
+    for call in CALLED:
+        begin(board, call)
+    record, _, calls = board.state()
+    assert (record.begun, record.finished, list(calls)) == (1, 0, list(range(1 + status.AHEAD)))
+    for call in CALLED[:-1]:
+        board.end(call[0])
+    record, _, calls = board.state()
+    assert (record.begun, record.finished) == (len(CALLED), len(CALLED) - 1)
+    assert calls == {call[0]: call for call in CALLED[-CALLS:]}
+    assert len(board.calls) <= CALLS + 2  # what has ended longer ago is forgotten
+
+
+def test_how_long_a_rank_is_in_it_counts_from_its_begin(asking):
+    board = StatusBoard(asking(HashStore()), 0, 1)
+    time.sleep(0.02)
+    before = time.monotonic()
+    begin(board, CALLED[0])
+    time.sleep(0.02)
+    begin(board, CALLED[1])  # which waits behind it
+    assert 0.02 <= board.state().record.seconds <= time.monotonic() - before
+
+
+def test_it_is_in_what_has_not_ended_though_a_later_one_has(asking):
+    """Over NCCL a collective of the host and one of the device go on beside each other."""
+    board = StatusBoard(asking(HashStore()), 0, 1)
+    for k in range(3):
+        begin(board, CALLED[k])
+    board.end(2)
+    record, _, _ = board.state()
+    assert (record.begun, record.finished) == (1, 0)
+    board.end(0)
+    record, _, calls = board.state()
+    assert (record.begun, record.finished, max(calls)) == (2, 1, 2)
+
+
+def test_a_rank_without_an_answer_is_told_by_its_process(asking, monkeypatch):
+    monkeypatch.setattr(status, "PATIENCE", 0.01)
+    place = HashStore()
+    ranks = [StatusBoard(asking(place), rank, 4) for rank in range(4)]
+    for rank in range(4):
+        introduce(place, rank)
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(ended, 0)
+    place.set("place/1", place.get("place/1").decode().replace(str(os.getpid()), str(ended)))
+    place.set("place/2", "1 another host")
+    place.set("place/3", "x")
+    ranks[1].last_word(closed=True)
+    seen = ranks[0].survey(failed=False)
+    assert seen.record(1).pid == CLOSED
+    assert [seen.record(r)[:3] for r in (2, 3)] == [(ELSEWHERE, SILENT, SILENT)] * 2
+    assert "2     gives no answer\n3     gives no answer" in table(seen)
+    place.delete_key("state/1")
+    seen = ranks[0].survey(failed=True)
+    assert f"gives no answer; process {ended} has ended" in table(seen)
+    assert f"rank 1 gives no answer (process {ended} has ended); rank 2 " in missing(seen, 0)
+
+
+def stalls(comm: Communicator, say: Say, how: str) -> None:
+    """Rank 2 has called collective 0 only, where the others are in the next."""
+    status.PATIENCE = 0.5 if how == "stopped" else PATIENCE
+    c, talk, victim = ringdp.init(transport="c10d", timeout=PATIENCE), store(), 2
+    c.barrier()
+    comm.barrier()
+    pid = comm._transport.record(victim).pid
+    if comm.rank == victim:
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        talk.wait(["done/0", "done/1"])
+        say(hear(c, c.barrier))
+    else:
+        while how == "stopped" and "stopped" not in process_state(pid):
+            time.sleep(0.01)
+        work = c.all_reduce(torch.ones(10), tag=7, async_op=True)
+        while c._transport.record(c.rank).waits_for < 0:
+            time.sleep(0.01)
+        talk.set(f"came/{comm.rank}", "")
+        talk.wait(["came/0", "came/1"])
+        say(hear(c, lambda: work.wait(0.3)))
+        talk.set(f"done/{comm.rank}", "")
+        talk.wait(["done/0", "done/1"])
+        os.kill(pid, signal.SIGCONT)
+    comm.barrier()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["sleeping", "stopped"])
+def test_all_are_in_the_table_though_they_share_no_memory(forks: Forks, how: str):
+    for rank, (code, (h,)) in enumerate(forks(3, stalls, how)):
+        assert code == 0
+        assert h.error == h.again == "CollectiveTimeout", h
+        if rank == 2:
+            continue
+        first, row = h.text.splitlines()[0], row_of(2, h.text)
+        assert re.search(r" of 10 elements, tag 7, at .*/test_status.py:", first), h
+        here = row_of(rank, h.text)
+        assert re.match(rf"{rank}     all_reduce #1 \(float32, sum\) of 10 +7 +\d  ", here), h
+        assert "/test_status.py:" in here
+        if how == "stopped":
+            assert re.search(r"rank 2 gives no answer \(process \d+ is stopped\)", first), h
+            assert re.match(r"2     gives no answer; process \d+ is stopped$", row), h
+        else:
+            assert "rank 2 has not called it" in first
+            assert "user code" in row
+            assert re.search(r"barrier #0 at .*/test_status.py:", row), h
+            other = row_of(1 - rank, h.text)
+            assert re.match(rf"{1 - rank}     all_reduce #1 \(float32, sum\) of 10 ", other), h
+
+
+def other_roots(comm: Communicator, say: Say) -> None:
+    """Every rank waits for another one: no message tells them that they disagree."""
+    status.PATIENCE = PATIENCE
+    c = ringdp.init(transport="c10d", timeout=PATIENCE, warn_after=0.1)
+    root = (comm.rank + 1) % comm.size
+    say(hear(c, lambda: c.broadcast(torch.ones(100), root)))
+    comm.barrier()
+
+
+@pytest.mark.process
+def test_different_roots_are_a_mismatch(forks: Forks):
+    for code, (h,) in forks(3, other_roots):
+        assert code == 0
+        assert h.error == h.again == "CollectiveMismatch", h
+        calls = r"^  rank \d: broadcast #0 .*(root \d)\) of 100 .*/test_status.py:\d+$"
+        assert len(set(re.findall(calls, h.text, re.M))) == 2, h
+
+
+def meets_late(comm: Communicator, say: Say) -> None:
+    """A thread of rank 0 waits at the store for rank 1, and that for another thread of rank 0."""
+    one = ringdp.init(transport="c10d", timeout=PATIENCE / 3)
+    other = one.duplicate()
+    other.barrier()
+    made: list[Communicator] = []
+    meet = Thread(target=lambda: made.append(one.duplicate()))
+    if comm.rank == 0:
+        meet.start()
+    time.sleep(0.3)  # or the store was not asked for long enough
+    other.all_reduce(torch.ones(3))
+    if comm.rank == 1:
+        meet.start()
+    meet.join()
+    made[0].barrier()
+    comm.barrier()
+
+
+@pytest.mark.process
+def test_who_waits_at_the_store_keeps_no_other_thread_from_it(forks: Forks):
+    assert [code for code, _ in forks(2, meets_late)] == [0, 0]

@@ -1,0 +1,151 @@
+"""A store that gives no answer for a while: whoever asks it, or waits through it, goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from threading import Event, Thread
+from typing import NoReturn
+
+import pytest
+from torch.distributed import DistStoreError, HashStore
+
+from ringdp.errors import CollectiveTimeout, CommunicationError
+from ringdp.transport.base import FailureKind
+from ringdp.transport.failures import Failures
+from ringdp.transport.handshake import Handshake
+from ringdp.transport.shutdown import until_it_ends
+from ringdp.transport.status import Reporting
+from ringdp.transport.store_client import PATIENCE, StoreClient, StoreSilent
+
+SHORT = 0.05  # s
+
+
+class Stopped(HashStore):
+    """Whoever serves it goes on when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=SHORT))
+        self.goes_on, self.asked = Event(), Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.set()
+        self.goes_on.wait()
+        return super().check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.goes_on.wait()
+        return super().compare_set(key, expected, desired)
+
+
+@pytest.fixture
+def stopped() -> Iterator[Stopped]:
+    store = Stopped()
+    yield store
+    store.goes_on.set()
+
+
+def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(asking, stopped: Stopped):
+    ask = asking(stopped).ask
+    while not stopped.asked.is_set():  # what the thread does not come to in time is dropped
+        with pytest.raises(StoreSilent, match="has given no answer for"):
+            ask(lambda store: store.check(["a"]), SHORT)
+    done: list[str] = []
+    with pytest.raises(StoreSilent):
+        ask(lambda store: done.append("dropped"), SHORT)
+    with pytest.raises(StoreSilent):
+        ask(lambda store: done.append("later"), SHORT, later=True)
+    assert done == []
+    stopped.goes_on.set()
+    while not done:
+        time.sleep(0.001)
+    assert not ask(lambda store: store.check(["a"]))
+    assert done == ["later"]
+
+
+def test_errors_come_back_and_a_store_that_was_not_reached_is_tried_again():
+    found: list[Callable[[], HashStore]] = [HashStore]
+
+    def reach() -> HashStore:
+        if found:
+            raise DistStoreError(f"no {found.pop().__name__} yet")
+        return HashStore()
+
+    with StoreClient(reach) as store:
+        with pytest.raises(DistStoreError, match="no HashStore yet"):
+            store.ask(lambda s: s.set("a", "b"))
+        store.ask(lambda s: s.set("a", "b"))
+        with pytest.raises(ZeroDivisionError):
+            store.ask(lambda s: 1 // 0)
+        assert store.ask(lambda s: s.get("a")) == b"b"
+
+
+def test_a_lack_of_threads_is_an_error_of_ours(monkeypatch):
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", start)
+    with pytest.raises(CommunicationError, match="can't start new thread"):
+        StoreClient(HashStore)
+
+
+def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, stopped: Stopped):
+    failures = Failures(asking(stopped), 1, 2, lambda: True)
+    failures.look()
+    assert failures.failure is None
+    failures.fail(FailureKind.TIMEOUT, 1)
+    assert failures.failure is not None
+    assert failures.failure.kind is FailureKind.TIMEOUT
+    stopped.goes_on.set()
+    other = Failures(asking(stopped), 0, 2, lambda: True)
+    while other.failure is None:
+        other.look()
+    assert other.failure == failures.failure
+
+
+class Cut:
+    """A group whose other rank's connection has ended."""
+
+    def recv(self, *_: object) -> NoReturn:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_loss_is_told_though_the_store_is_silent_for_a_while(asking, stopped: Stopped):
+    failures = Failures(asking(stopped), 0, 2, lambda: True)
+    sees = Thread(target=until_it_ends, args=(Cut(), failures, 1))
+    sees.start()
+    sees.join(1.5 * PATIENCE)
+    stopped.goes_on.set()
+    sees.join()
+    assert failures.failure is not None
+    assert failures.failure[:2] == (FailureKind.LOST, 1)
+
+
+class Busy(HashStore):
+    """At its start, for longer than an answer may take later."""
+
+    def clone(self) -> Busy:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(1.5 * PATIENCE)
+        super().set(key, value)
+
+
+def test_who_comes_to_a_busy_store_waits_for_as_long_as_its_timeout_says():
+    assert Reporting(Busy(), 0, 1).record(0).pid == os.getpid()
+
+
+def test_who_makes_a_communicator_waits_no_longer_than_the_timeout(stopped: Stopped):
+    handshake = Handshake(stopped, 0, 2)
+    with (
+        pytest.raises(
+            CollectiveTimeout,
+            match="rank 0 of 2 waited to make a communicator; the store has given no answer",
+        ),
+        handshake.telling(),
+    ):
+        handshake.together("here")
