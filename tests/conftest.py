@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 from torch.distributed import Store
 
-from ringdp.transport.store_client import StoreClient
+from ringdp.transport.store.client import StoreClient
 from tests.browser import Dom, open_page
 from tests.builds import Builds
 from tests.forks import Forks

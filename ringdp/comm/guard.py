@@ -25,8 +25,8 @@ from ringdp.errors import (
     UsageError,
 )
 from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
-from ringdp.transport.processes import has_ended, process_state
 from ringdp.transport.records import CALLS, SILENT, Call, Observed
+from ringdp.transport.store.processes import has_ended, process_state
 
 log = logging.getLogger("ringdp")
 

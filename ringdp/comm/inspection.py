@@ -1,8 +1,8 @@
 """The communicators of a job that share no memory, seen from outside it: through the job's store.
 
 A rank's environment, as torchrun has set it, says where that is. The ranks are asked what they do,
-and answer (see `transport.status`); nothing else of the job is touched, and nothing they say is
-trusted.
+and answer (see `transport.store.status`); nothing else of the job is touched, and nothing they say
+is trusted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ringdp.comm.rendezvous import NAMES
 from ringdp.comm.store import store_of
 from ringdp.errors import CommunicationError
 from ringdp.transport.base import Failure
-from ringdp.transport.failures import failure_in
-from ringdp.transport.processes import text_of
-from ringdp.transport.status import Survey, survey_from_outside
-from ringdp.transport.store_client import StoreClient, StoreSilent
+from ringdp.transport.store.client import StoreClient, StoreSilent
+from ringdp.transport.store.failures import failure_in
+from ringdp.transport.store.processes import text_of
+from ringdp.transport.store.status import Survey, survey_from_outside
 
 TIMEOUT = timedelta(seconds=5)  # for a store that is gone
 MOST = 1 << 16  # ranks, or communicators

@@ -24,13 +24,13 @@ from ringdp.comm.store import generation, host, job_store, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
-from ringdp.transport.c10d import C10dTransport
+from ringdp.transport.c10d.transport import C10dTransport
+from ringdp.transport.c10d.wire import gloo
 from ringdp.transport.device.in_flight import Given
-from ringdp.transport.handshake import Handshake, Places
 from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.peer.transport import PeerTransport
-from ringdp.transport.shm import ShmTransport
-from ringdp.transport.wire import gloo
+from ringdp.transport.shm.transport import ShmTransport
+from ringdp.transport.store.handshake import Handshake, Places
 
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s

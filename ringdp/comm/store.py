@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.store_client import PATIENCE, StoreClient
+from ringdp.transport.store.client import PATIENCE, StoreClient
 
 LOOK_EVERY = 0.005  # s, for rank 0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringdp.comm.call import counted, named, other_end, place, tag_of
-from ringdp.transport.processes import process_state
 from ringdp.transport.records import SILENT, Call, Observed, RankRecord
+from ringdp.transport.store.processes import process_state
 
 HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
 

@@ -23,7 +23,7 @@ from ringdp.comm.store import host, job_store, meeting
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
 from ringdp.tape.meeting import Meeting, lost
-from ringdp.transport.processes import has_ended, pid_of
+from ringdp.transport.store.processes import has_ended, pid_of
 
 log = logging.getLogger("ringdp")
 

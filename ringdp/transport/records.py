@@ -2,7 +2,7 @@
 
 csrc/record.hpp writes it: numbers, and text of a fixed size. Whatever else another process wrote
 there, reading it here gives numbers and so many bytes, or nothing. Where ranks share no memory they
-tell it one another: see `status`.
+tell it one another: see `store.status`.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main
 from ringdp.comm import inspection
 from ringdp.comm.call import fingerprint
-from ringdp.transport.processes import introduce, process_state
 from ringdp.transport.records import SITE_BYTES
-from ringdp.transport.status import StatusBoard
-from ringdp.transport.watch import Watched, segments
+from ringdp.transport.shm.watch import Watched, segments
+from ringdp.transport.store.processes import introduce, process_state
+from ringdp.transport.store.status import StatusBoard
 from tests.ranks import Pool
 
 pytestmark = pytest.mark.process

@@ -24,8 +24,8 @@ from torch.distributed import Store
 from ringdp import CommunicationError, Communicator, Work
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.arena import Arena
-from ringdp.transport.handshake import Handshake
-from ringdp.transport.shm import ShmTransport
+from ringdp.transport.shm.transport import ShmTransport
+from ringdp.transport.store.handshake import Handshake
 
 
 def joined(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:

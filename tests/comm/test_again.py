@@ -20,8 +20,8 @@ from ringdp import Communicator
 from ringdp.cli.loopback import register
 from ringdp.comm.guard import Guard
 from ringdp.transport.base import FailureKind
-from ringdp.transport.processes import process_state
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
+from ringdp.transport.store.processes import process_state
 from tests.comm.failing import hear
 from tests.forks import LIFETIME, PATIENCE, Forks, Say, store
 

@@ -19,8 +19,8 @@ import ringdp
 from ringdp import CommunicationError, Communicator
 from ringdp.comm.call import named, place
 from ringdp.comm.table import table
-from ringdp.transport.files import SEALS, Address
-from ringdp.transport.watch import Watched, segments
+from ringdp.transport.shm.files import SEALS, Address
+from ringdp.transport.shm.watch import Watched, segments
 from tests.comm.failing import hear, joined
 from tests.comm.test_late import TIMEOUT
 from tests.forks import PATIENCE, Forks, Say, store

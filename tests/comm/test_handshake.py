@@ -21,7 +21,9 @@ import ringdp
 from ringdp import CommunicationError, Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
-from ringdp.transport import handshake, shm, wire
+from ringdp.transport.c10d import wire
+from ringdp.transport.shm import transport as shm
+from ringdp.transport.store import handshake
 from tests import limits
 from tests.comm.failing import hear, joined
 from tests.comm.test_deaths import ALLOWED, ENDS

@@ -20,7 +20,7 @@ import torch
 import ringdp
 from ringdp import Communicator, Work
 from ringdp.comm.table import table
-from ringdp.transport.processes import process_state
+from ringdp.transport.store.processes import process_state
 from tests.comm.failing import Form, Heard, forms, hear, matrix, names_its_line, row_of
 from tests.forks import PATIENCE, Forks, Say, store
 from tests.ranks import on_ranks

@@ -15,7 +15,7 @@ from ringdp.errors import CommunicationError, UsageError
 from ringdp.tape import meeting
 from ringdp.tape.chrome import Shift
 from ringdp.tape.meeting import PIECE, Meeting
-from ringdp.transport.processes import has_ended
+from ringdp.transport.store.processes import has_ended
 
 AHEAD = 5_000_000_000  # ns that the other host's clock is ahead of rank 0's
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringdp import CollectiveTimeout, CommunicationError, Communicator
-from ringdp.transport import shm
+from ringdp.transport.shm import transport as shm
 from tests.comm.failing import leaves_nothing
 from tests.ranks import on_ranks
 from tests.transport.test_conformance import Case, digest, expected, given

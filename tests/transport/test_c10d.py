@@ -18,9 +18,9 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
-from ringdp.transport import failures
 from ringdp.transport.base import Link
-from ringdp.transport.processes import process_state
+from ringdp.transport.store import failures
+from ringdp.transport.store.processes import process_state
 from tests.comm import test_messages
 from tests.comm.failing import Heard, hear, held
 from tests.comm.test_late import TIMEOUT

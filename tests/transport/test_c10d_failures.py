@@ -25,8 +25,10 @@ from _pytest.mark import ParameterSet
 
 import ringdp
 from ringdp import CommunicationError, Communicator, Work
-from ringdp.transport import status, threads, wire
-from ringdp.transport.processes import process_state
+from ringdp.transport import threads
+from ringdp.transport.c10d import wire
+from ringdp.transport.store import status
+from ringdp.transport.store.processes import process_state
 from tests.comm.failing import WHENS, Form, Heard, hear, line_of, names_its_line
 from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT

@@ -13,7 +13,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
-from ringdp.transport import status
+from ringdp.transport.store import status
 from tests.comm.failing import Heard, hear, until_failed
 from tests.forks import PATIENCE
 from tests.parallel.test_engine import equal, train

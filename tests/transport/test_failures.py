@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from ringdp.transport import failures
 from ringdp.transport.base import FailureKind
-from ringdp.transport.failures import Failures
+from ringdp.transport.store import failures
+from ringdp.transport.store.failures import Failures
 
 
 def busy() -> bool:

@@ -15,10 +15,10 @@ from torch.distributed import HashStore
 import ringdp
 from ringdp import Communicator
 from ringdp.comm.table import missing, table
-from ringdp.transport import status
-from ringdp.transport.processes import introduce, process_state
 from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, Call, RankRecord
-from ringdp.transport.status import LAST, State, StatusBoard, read, written
+from ringdp.transport.store import status
+from ringdp.transport.store.processes import introduce, process_state
+from ringdp.transport.store.status import LAST, State, StatusBoard, read, written
 from tests.comm.failing import hear, row_of
 from tests.forks import PATIENCE, Forks, Say, store
 

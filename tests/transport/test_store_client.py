@@ -14,11 +14,11 @@ from torch.distributed import DistStoreError, HashStore
 
 from ringdp.errors import CollectiveTimeout, CommunicationError
 from ringdp.transport.base import FailureKind
-from ringdp.transport.failures import Failures
-from ringdp.transport.handshake import Handshake
-from ringdp.transport.shutdown import until_it_ends
-from ringdp.transport.status import Reporting
-from ringdp.transport.store_client import PATIENCE, StoreClient, StoreSilent
+from ringdp.transport.c10d.shutdown import until_it_ends
+from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
+from ringdp.transport.store.failures import Failures
+from ringdp.transport.store.handshake import Handshake
+from ringdp.transport.store.status import Reporting
 
 SHORT = 0.05  # s
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ringdp.errors import CommunicationError
-from ringdp.transport import files
 from ringdp.transport.peer.windows import HANDLE_BYTES, CudaWindows, HostWindows
+from ringdp.transport.shm import files
 
 SIZE = 4096
 

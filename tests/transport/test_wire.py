@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringdp.transport import wire
+from ringdp.transport.c10d import wire
 
 
 @pytest.mark.parametrize("length", [0, 1, wire.INLINE, wire.INLINE + 1, 5 * wire.INLINE])

@@ -21,9 +21,9 @@ from ringdp.comm.store import VARIABLES
 from ringdp.comm.table import cells, missing
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import FailureKind
-from ringdp.transport.processes import has_ended, stat
 from ringdp.transport.records import Observed
-from ringdp.transport.watch import Watched, segments
+from ringdp.transport.shm.watch import Watched, segments
+from ringdp.transport.store.processes import has_ended, stat
 
 RUN_ID = b"TORCHELASTIC_RUN_ID="  # torchrun's --rdzv-id, in the environment of its ranks
 # What all ranks of a job have in their environment, beside RANK.

@@ -27,15 +27,15 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import UsageError
-from ringdp.transport import wire
 from ringdp.transport.base import Failure, FailureKind, Transport
-from ringdp.transport.c10d import C10dTransport, Failed, attempt
+from ringdp.transport.c10d import wire
+from ringdp.transport.c10d.transport import C10dTransport, Failed, attempt
 from ringdp.transport.device.launch_queue import leave
 from ringdp.transport.device.stamp import Stamped, unpacked
 from ringdp.transport.device.streams import End, streams
-from ringdp.transport.failures import LOOK
-from ringdp.transport.handshake import Handshake
 from ringdp.transport.records import Call
+from ringdp.transport.store.failures import LOOK
+from ringdp.transport.store.handshake import Handshake
 
 PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
 QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.transport.base import Run
-from ringdp.transport.c10d import Failed
+from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, InFlight, Met, Watching
 from ringdp.transport.device.launch_queue import launches
 from ringdp.transport.device.stamp import Stamped

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.handshake import Handshake
+from ringdp.transport.store.handshake import Handshake
 
 MAPS = Path("/proc/self/maps")
 HOST = Path(_core.__file__).with_name("libhostnccl.so")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run
-from ringdp.transport.c10d import Failed
+from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, Met
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
 from ringdp.transport.device.streams import device_of

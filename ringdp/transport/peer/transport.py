@@ -24,17 +24,17 @@ from torch.distributed import DistError
 
 from ringdp.schedule.program import Program
 from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, ReduceOp, Run
-from ringdp.transport.c10d import GOLDEN, Failed
+from ringdp.transport.c10d.transport import GOLDEN, Failed
 from ringdp.transport.device import in_flight
 from ringdp.transport.device.in_flight import Given
 from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
-from ringdp.transport.handshake import FIRST_PAUSE, LONGEST_PAUSE
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on
 from ringdp.transport.peer.windows import windows
+from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE
 
 DEPTH = 4  # slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host

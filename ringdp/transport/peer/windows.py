@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import CommunicationError
-from ringdp.transport.files import create, open_other
-from ringdp.transport.handshake import Handshake
 from ringdp.transport.peer.kernels import on
+from ringdp.transport.shm.files import create, open_other
+from ringdp.transport.store.handshake import Handshake
 
 HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 LAZILY = 1  # cudaIpcMemLazyEnablePeerAccess

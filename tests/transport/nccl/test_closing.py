@@ -17,7 +17,7 @@ import torch
 from ringdp import Communicator, _core
 from ringdp.errors import CollectiveMismatch
 from ringdp.transport.device import in_flight
-from ringdp.transport.failures import LOOK
+from ringdp.transport.store.failures import LOOK
 from tests.forks import Forks
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind

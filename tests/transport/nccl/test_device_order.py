@@ -19,8 +19,8 @@ from ringdp import Communicator
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from ringdp.transport.base import FailureKind
 from ringdp.transport.device.streams import CudaStreams, End, Streams
-from ringdp.transport.failures import LOOK
 from ringdp.transport.nccl import transport as transport_module
+from ringdp.transport.store.failures import LOOK
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl

@@ -17,12 +17,13 @@ from weakref import WeakSet
 import torch
 from torch.distributed import DistError
 
-from ringdp.transport import threads, wire
+from ringdp.transport import threads
 from ringdp.transport.base import FailureKind
-from ringdp.transport.failures import Failures
-from ringdp.transport.status import StatusBoard
-from ringdp.transport.store_client import StoreClient, StoreSilent
-from ringdp.transport.wire import CUT, ENDS
+from ringdp.transport.c10d import wire
+from ringdp.transport.c10d.wire import CUT, ENDS
+from ringdp.transport.store.client import StoreClient, StoreSilent
+from ringdp.transport.store.failures import Failures
+from ringdp.transport.store.status import StatusBoard
 
 SHORTEST = timedelta(milliseconds=1)
 

@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import Stamp
-from ringdp.transport.handshake import Handshake
-from ringdp.transport.store_client import StoreSilent
+from ringdp.transport.store.client import StoreSilent
+from ringdp.transport.store.handshake import Handshake
 
 HEAD, INLINE = 24, 1000  # bytes
 # A backend's tags have 31 bits: collectives', two without messages, users', long rests'.

@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport import threads
 from ringdp.transport.base import Failure, FailureKind
-from ringdp.transport.failures import LAST_LOOKS, LOOK, Failures
-from ringdp.transport.processes import has_ended, introduce, pid_of
-from ringdp.transport.store_client import PATIENCE, StoreClient, StoreSilent
+from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
+from ringdp.transport.store.failures import LAST_LOOKS, LOOK, Failures
+from ringdp.transport.store.processes import has_ended, introduce, pid_of
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.005  # s between looks for a key
 T = TypeVar("T")

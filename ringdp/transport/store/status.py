@@ -26,8 +26,6 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.transport.base import FailureKind
-from ringdp.transport.failures import LOOK, Failures
-from ringdp.transport.processes import pid_of, text_of
 from ringdp.transport.records import (
     CALLS,
     CLOSED,
@@ -39,7 +37,9 @@ from ringdp.transport.records import (
     heard,
     said,
 )
-from ringdp.transport.store_client import StoreClient
+from ringdp.transport.store.client import StoreClient
+from ringdp.transport.store.failures import LOOK, Failures
+from ringdp.transport.store.processes import pid_of, text_of
 
 PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
 PAUSE = 0.01  # seconds between looks for answers

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE
-from ringdp.transport import threads, wire
+from ringdp.transport import threads
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
@@ -39,13 +39,14 @@ from ringdp.transport.base import (
     Run,
     Stamp,
 )
-from ringdp.transport.failures import Failures, somebody
-from ringdp.transport.processes import check_process
+from ringdp.transport.c10d import wire
+from ringdp.transport.c10d.shutdown import cut, hold, retire, until_it_ends
+from ringdp.transport.c10d.wire import COLLECTIVE, rest_tag, tag_of
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
-from ringdp.transport.shutdown import cut, hold, retire, until_it_ends
-from ringdp.transport.status import Reporting, listen
-from ringdp.transport.wire import COLLECTIVE, rest_tag, tag_of
+from ringdp.transport.store.failures import Failures, somebody
+from ringdp.transport.store.processes import check_process
+from ringdp.transport.store.status import Reporting, listen
 
 SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ringdp.errors import CommunicationError
-from ringdp.transport.handshake import Handshake
+from ringdp.transport.store.handshake import Handshake
 
 # Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -35,12 +35,12 @@ from ringdp.transport.base import (
     Prepared,
     Run,
 )
-from ringdp.transport.files import Address, advice, answer, ask, create, open_other
-from ringdp.transport.handshake import Handshake
-from ringdp.transport.processes import check_process
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
-from ringdp.transport.room import Room, room_for
-from ringdp.transport.watch import NAME
+from ringdp.transport.shm.files import Address, advice, answer, ask, create, open_other
+from ringdp.transport.shm.room import Room, room_for
+from ringdp.transport.shm.watch import NAME
+from ringdp.transport.store.handshake import Handshake
+from ringdp.transport.store.processes import check_process
 
 
 class ShmTransport:

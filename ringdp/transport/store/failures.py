@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.transport import threads
 from ringdp.transport.base import NOTHING, Failure, FailureKind, Stamp
-from ringdp.transport.processes import text_of
-from ringdp.transport.store_client import StoreClient, StoreSilent
+from ringdp.transport.store.client import StoreClient, StoreSilent
+from ringdp.transport.store.processes import text_of
 
 LOOK = 0.1  # seconds between looks into the store
 LAST_LOOKS = 5  # at a rank that has closed, while what it sent last may be on its way

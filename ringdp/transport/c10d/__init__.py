@@ -1,0 +1,1 @@
+"""Any torch.distributed group as a transport: gloo, between hosts too."""

@@ -1,0 +1,1 @@
+"""What ranks without a common memory tell one another: through a store."""
