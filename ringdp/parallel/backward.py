@@ -134,23 +134,17 @@ class Backwards:
 
     def _reduce_through(self, index: int) -> None:
         """The backward of this unit starts: reduce those before that have not all gradients on this
-        rank, as of experts that others use. So all ranks reduce in one order. Experts that differ
-        by rank lie in one unit: ranks that use different units raise CollectiveMismatch."""
-        for unit in self.reducing.opened():
+        rank, as of experts that others use. So all ranks reduce in one order: one around others,
+        which may be whole before it or not, waits until here, or the end, and comes after these,
+        whose numbers are higher. Experts that differ by rank lie in one unit: ranks that use
+        different units raise CollectiveMismatch."""
+        for unit in sorted(self.reducing.opened(), key=lambda unit: -unit.index):
             other = unit.index
             nested = self.gathering.are_nested(index, other)
             if not (nested or self._arrivals[other].may_come()):
                 self.reduce(other)
 
     def reduce(self, index: int) -> None:
-        """After those inside it, which on other ranks may have been whole before it was, or are yet
-        to come: so one around others waits until the next unit's backward, or the end."""
-        for unit in self.reducing.opened():
-            inner = unit.index
-            called = index in self.gathering.callers[inner]
-            within = inner > index and called  # a module may call itself
-            if within and not self._arrivals[inner].may_come():
-                self.reduce(inner)
         if self.reducing.is_open(self.units[index]):
             self.gathering.prefetch_deferred(wait=True)
             self.reducing.close(self.units[index])

@@ -46,6 +46,13 @@ class Block(Experts):
         return out
 
 
+class Residual(Block):
+    """Its own backward starts before that of its experts, which may be through after it or not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class Around(Experts):
     """A unit within it runs before its experts: their backward is through before that one's, but
     where a rank leaves some out."""
@@ -59,13 +66,13 @@ class Around(Experts):
 
 
 class Net(nn.Module):
-    """Whose layers are called each once, one `again`, or checkpointed, or lie `within` units or
-    `around` them."""
+    """Whose layers are called each once, one `again`, or checkpointed, or lie `within` units, with
+    a `residual` or without, or `around` them."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kind = {"within": Block, "around": Around}.get(way, Experts)
+        kind = {"within": Block, "residual": Residual, "around": Around}.get(way, Experts)
         self.layers, self.way = nn.ModuleList(kind() for _ in range(3)), way
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +89,7 @@ class Net(nn.Module):
             layer.pick = pick  # type: ignore[assignment]
 
 
-WAYS = ("once", "again", "reentrant", "not reentrant", "within", "around")
+WAYS = ("once", "again", "reentrant", "not reentrant", "within", "residual", "around")
 PICKS = [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
 
 
