@@ -145,6 +145,7 @@ class Backwards:
                 self.reduce(other)
 
     def reduce(self, index: int) -> None:
+        """Unless it has been."""
         if self.reducing.is_open(self.units[index]):
             self.gathering.prefetch_deferred(wait=True)
             self.reducing.close(self.units[index])
@@ -157,8 +158,7 @@ class Backwards:
         for index, unit in reversed(units.items()):
             if index not in reached:
                 self.reducing.open(unit, keep=not self.sync)
-            if self.reducing.is_open(unit):
-                self.reduce(index)
+            self.reduce(index)
         self._end(learn=True)
         for unit in units.values():
             self.reducing.hand_out(unit)
