@@ -120,13 +120,15 @@ DAEMONS = """
 import threading, time
 import torch
 import ringdp
+from ringdp.transport import threads
 
 threading.excepthook = lambda _: None
 comms = [ringdp.init() for _ in range(8)]
 if comms[0].rank == 0:
     for comm in comms:
         threading.Thread(target=comm.recv, args=(torch.ones(9), 1), daemon=True).start()
-    time.sleep(0.2)
+    while len(threads._waits) < len(comms):
+        time.sleep(0.01)
 else:
     time.sleep(1)  # its end would end their calls before
 """
