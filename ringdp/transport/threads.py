@@ -2,7 +2,8 @@
 
 One that comes back later finds nothing to come back to, and std::terminate ends the process with
 SIGABRT, after all has gone well. So at exit everything that such threads wait for ends first. A
-user's thread, if it is a daemon, is one of them while it waits.
+user's thread, if it is a daemon, is one of them while it waits, and until it has ended with the
+error that this brings it.
 
 Note [Ctrl-C comes after any call]
     Python runs a signal's handler, on the main thread, as a function begins, as a loop goes on, and
@@ -152,10 +153,11 @@ def spawn(run: Callable[[], None], name: str) -> threading.Thread:
 
 @atexit.register
 def _end() -> None:
+    waited = _waits - {threading.get_ident()}
     for ending in list(_endings):
         ending.end()
     until = time.monotonic() + PATIENCE
-    while _waits - {threading.get_ident()} and time.monotonic() < until:
+    while waited & {thread.ident for thread in threading.enumerate()} and time.monotonic() < until:
         time.sleep(0.001)
     join(list(_threads))
 
