@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from reprlib import Repr
 
+from torch import nn
+
 from ringdp.errors import UsageError
 
 _repr = Repr()  # one line of what may be a model's parameters
@@ -24,3 +26,9 @@ def refuse(front: str, **given: tuple[object, object]) -> None:
         if value is not allowed and value != allowed:
             shown = " ".join(_repr.repr(value).split())
             raise UsageError(f"{front}: {name}={shown} is not implemented; allowed: {allowed!r}")
+
+
+def checked_module(front: str, given: object) -> nn.Module:
+    if not isinstance(given, nn.Module):
+        raise UsageError(f"{front} takes a module; this is a {type(given).__name__}")
+    return given

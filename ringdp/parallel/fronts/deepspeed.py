@@ -18,7 +18,7 @@ from ringdp.parallel.fronts import deepspeed_config as configs
 from ringdp.parallel.fronts.deepspeed_engine import Scheduler, Trainer
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.refuse import refuse
+from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.units import UnitRule
 from ringdp.parallel.values.devices import move_to_ranks
@@ -62,8 +62,7 @@ def initialize(
         dist_init_required=(dist_init_required or None, None),
         mesh_param=(mesh_param, None),
     )
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize(model={model!r}): allowed: a torch.nn.Module")
+    model = checked_module("initialize", model)
     said = configs.read(config, config_params, getattr(args, "deepspeed_config", None))
     comm = move_to_ranks(model, comm)
     zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]

@@ -23,7 +23,7 @@ from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.refuse import NotHere, checked_module, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
@@ -84,10 +84,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         device_mesh: Any = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise UsageError(
-                f"FullyShardedDataParallel takes a module; this is a {type(module).__name__}"
-            )
+        module = checked_module("FullyShardedDataParallel", module)
         name = getattr(sharding_strategy, "name", sharding_strategy) or "FULL_SHARD"
         prefetch = getattr(backward_prefetch, "name", backward_prefetch) or "BACKWARD_PRE"
         if name not in STAGES:

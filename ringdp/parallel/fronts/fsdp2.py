@@ -26,7 +26,7 @@ from ringdp.parallel.mesh import device_of, of_mesh
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.refuse import NotHere, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.devices import move_to_ranks
 
@@ -203,8 +203,7 @@ def fully_shard(
         ignored_params=(ignored_params, None),
         dp_mesh_dims=(dp_mesh_dims, None),
     )
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"fully_shard takes a module; this is a {type(module).__name__}")
+    module = checked_module("fully_shard", module)
     kind = type(offload_policy).__name__
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
