@@ -14,11 +14,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.process
 
@@ -30,6 +28,8 @@ ADDRESSES = ["10.97.31.1", "10.97.31.2"]
 SCRIPT = """
 import os, sys
 import torch
+
+from tests.transport.nccl.faults import LACKS_HOST_NCCL
 import ringdp
 
 for transport in sys.argv[1:]:
@@ -73,7 +73,7 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     transports = ["c10d"]
-    if find_spec("cupy_backends") is not None and not torch.version.cuda:
+    if not LACKS_HOST_NCCL:
         transports.append("nccl-host")
     nodes, outputs = [], [tmp_path / name for name in hosts]
     for node, (name, cable) in enumerate(zip(hosts, CABLES, strict=True)):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import Pool
+from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import over
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -21,6 +22,7 @@ def over_gloo(ranks: Callable[[int], Pool]) -> Ranks:
 
 @pytest.fixture
 def over_nccl(ranks: Callable[[int], Pool]) -> Ranks:
+    only_with_host_nccl()
     return lambda n: partial(ranks(n), over, "nccl-host")
 
 

@@ -15,6 +15,7 @@ import torch
 from ringdp import Communicator
 from ringdp.errors import PeerLost
 from tests.ranks import on_ranks
+from tests.transport.nccl.faults import needs_host_nccl
 from tests.transport.over import over
 
 T = TypeVar("T")
@@ -71,7 +72,9 @@ def calls_interrupted(comm: Communicator) -> tuple[int, int]:
     return prevented, left
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl-host", "peer-host"])
+@pytest.mark.parametrize(
+    "transport", ["shm", "c10d", pytest.param("nccl-host", marks=needs_host_nccl), "peer-host"]
+)
 @on_ranks(2)
 def test_what_is_interrupted_has_begun_if_it_counts(comm: Communicator, transport: str) -> None:
     prevented, left = over(comm, transport, calls_interrupted)

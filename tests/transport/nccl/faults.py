@@ -13,12 +13,15 @@ from ringdp.transport.nccl.library import HOST
 NONE, FAIL, STALL, LOSE = range(4)
 
 
+LACKS_HOST_NCCL = bool(torch.version.cuda) or find_spec("cupy_backends") is None
+WHY = "the host NCCL needs CuPy, and a torch that has loaded no NCCL itself"
+needs_host_nccl = pytest.mark.skipif(LACKS_HOST_NCCL, reason=WHY)
+
+
 def only_with_host_nccl() -> None:
-    """For the top of a test file: skips it where the host NCCL cannot be loaded."""
-    if find_spec("cupy_backends") is None:
-        pytest.skip("the NCCL transport needs CuPy", allow_module_level=True)
-    if torch.version.cuda:
-        pytest.skip("this torch has loaded NCCL itself", allow_module_level=True)
+    """Skips the test, or from its top the file, where the host NCCL cannot be loaded."""
+    if LACKS_HOST_NCCL:
+        pytest.skip(WHY, allow_module_level=True)
 
 
 def fault(what: int, launches: int = 0, result: int = 6) -> None:

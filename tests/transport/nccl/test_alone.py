@@ -8,7 +8,6 @@ The same test runs over the host NCCL, on the CPU, which is how it was proved.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from torch.distributed import ProcessGroup
 import ringdp
 from ringdp import Communicator, Offload, Precision
 from ringdp.comm import rendezvous, resolve
+from tests.transport.nccl.faults import needs_host_nccl
 
 pytestmark = pytest.mark.process
 
@@ -162,14 +162,11 @@ CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-HOST = pytest.mark.skipif(
-    bool(torch.version.cuda) or find_spec("cupy_backends") is None,
-    reason="the host NCCL needs CuPy, and a torch that has loaded no NCCL itself",
-)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("cpu", marks=HOST), pytest.param("cuda", marks=CUDA)]
+    scope="module",
+    params=[pytest.param("cpu", marks=needs_host_nccl), pytest.param("cuda", marks=CUDA)],
 )
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
