@@ -40,18 +40,18 @@ from ringdp.parallel.memory import Ledger
 from ringdp.parallel.precision import Precision, cast_at
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.tracing.engine import Watcher
-from ringdp.parallel.tracing.patching import Watched
+from ringdp.parallel.tracing.engine import EngineTracer
+from ringdp.parallel.tracing.patching import Traced
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values import made
 from ringdp.parallel.values.devices import move_inputs
 from ringdp.tape import recorder
 
 
-class Engine(Accounts, Watched):
+class Engine(Accounts, Traced):
     """Keeps one model's parameters and gradients as its stage says. Made by `shard`."""
 
-    watcher = Watcher
+    tracer = EngineTracer
 
     def __init__(
         self,

@@ -8,11 +8,11 @@ from ringdp.comm import Communicator, communicator_of
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp.builtin_hooks import BuiltIn
 from ringdp.parallel.ddp.comm_hooks import CommHook
-from ringdp.parallel.ddp.mixed_precision import Mixed
+from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.runtime_log import RuntimeLog
 from ringdp.parallel.ddp.settings import Settings, Trainable
-from ringdp.parallel.ddp.uneven_inputs import Uneven
+from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
 from ringdp.parallel.join import Joins
 
 
@@ -25,12 +25,12 @@ class Base(Joins):
     forward_sync_buffers: bool
     require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
     _trainable: list[Trainable]
-    _mixed: Mixed
+    _mixed_precision: MixedPrecision
     _runtime_log: RuntimeLog
     _hook: CommHook | BuiltIn | None
     _comm: Communicator | None
     _reducer: Reducer | None
-    _uneven: Uneven | None
+    _uneven: UnevenInputs | None
     _authoritative_rank: int | None  # whose values held at the end of the last join
 
     @property
@@ -66,7 +66,9 @@ class Base(Joins):
 
     def _make_reducer(self) -> Reducer:
         comm = self.comm.duplicate()
-        made = Reducer(self._trainable, comm, self.settings, self._mixed, self._runtime_log)
-        made.hook = self._hook or self._mixed.hook
+        made = Reducer(
+            self._trainable, comm, self.settings, self._mixed_precision, self._runtime_log
+        )
+        made.hook = self._hook or self._mixed_precision.hook
         self._reducer = made
         return made

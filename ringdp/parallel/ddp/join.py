@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp.base import Base
 from ringdp.parallel.ddp.state import RESTING
-from ringdp.parallel.ddp.uneven_inputs import Status, Uneven
+from ringdp.parallel.ddp.uneven_inputs import Status, UnevenInputs
 from ringdp.parallel.join import Shadow
 
 ALONE = _JoinConfig(False, False, False)  # outside any join
@@ -39,7 +39,7 @@ class Joining(Base):
             yield
             return
         self.reducer.uneven = None
-        uneven = self._uneven = Uneven(
+        uneven = self._uneven = UnevenInputs(
             self.comm, initial_size=divide_by_initial_world_size, throw=throw_on_early_termination
         )
         self._join_config = _JoinConfig(True, throw_on_early_termination, False)
@@ -54,7 +54,7 @@ class Joining(Base):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
         self.reducer.uneven = None
-        uneven = Uneven(self.comm, initial_size=divide_by_initial_world_size, throw=False)
+        uneven = UnevenInputs(self.comm, initial_size=divide_by_initial_world_size, throw=False)
         self._uneven = uneven
         return Shadow(lambda: self._shadow(uneven.exchange(Status())), self._agree)
 

@@ -1,13 +1,13 @@
-"""Mixed precision inside DDP: parameters are low from a forward on, until their gradient is there.
+"""DDP's mixed precision: a parameter is cast to param_dtype from the forward until its gradient.
 
-    forward begins     p.data = p.data.to(param_dtype), and so p.grad, if there is one
-    a gradient exists  p.data is what it was; the gradient goes into its bucket, not divided
-    a bucket is whole  cast to reduce_dtype, summed, divided by n, cast to what p is at rest
+    forward begins      p.data = p.data.to(param_dtype); p.grad is cast too, if there is one
+    gradient is made    p.data is the full-precision tensor again; the gradient goes into its bucket
+    bucket is complete  cast to reduce_dtype, summed, divided by n, cast to the dtype of p
 
-As torch's DDP does it, in that order, and to the same bits; so what p.grad holds is added to in
-param_dtype. Unlike there a forward without gradients leaves parameters as they were, and of
-buffers only floating ones are cast. To be read, as there: p._fp_param is p.data at rest,
-p._mp_param the low one. `Precision`, of `shard`, is the richer way.
+The order and the bits are those of torch's DDP, so gradients accumulate in param_dtype. Two things
+differ: a forward under no_grad restores the parameters afterwards, and only floating-point buffers
+are cast. As in torch, p._fp_param is the full-precision tensor and p._mp_param the low-precision
+one. `shard(precision=...)` offers more.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from ringdp.parallel.values.inputs import give_back
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 
-class Mixed:
-    """The parameters of one model, but for those whose names are `ignored`: at rest or low."""
+class MixedPrecision:
+    """Casts the parameters of one model, except those whose names are `ignored`."""
 
     def __init__(self, model: nn.Module, ignored: Set[str], config: Any) -> None:
-        """`config`: torch's `_MixedPrecision`, or None. Casts buffers. Raises UsageError."""
+        """`config`: torch's `_MixedPrecision`, or None. Casts the buffers, once. Raises UsageError
+        for a module with sparse gradients."""
         self.model, self.ignored = model, ignored
         self.dtype, reduce, buffer = dtypes(config)
         self.hook = None if config is None else BuiltIn("mixed precision", reduce, divides_sum=True)
-        self._rest: dict[nn.Parameter, Tensor] = {}  # p.data at rest, of those that are low
+        self._full: dict[nn.Parameter, Tensor] = {}  # full-precision p.data of those cast down
         for p in self._parameters():
             _show(p, p.data, p.new_empty(0, dtype=self.dtype))
         for name, tensor in model.named_buffers():
@@ -46,37 +47,37 @@ class Mixed:
         if config is not None and sparse:
             raise UsageError(f"{sparse[0]} makes sparse gradients: no mixed_precision with them")
 
-    def lower(self) -> list[nn.Parameter]:
-        """All of them; returned are those that were at rest."""
+    def cast_down(self) -> list[nn.Parameter]:
+        """Cast all parameters to param_dtype. Returns those that were not yet."""
         lowered = [p for p in self._parameters() if p.dtype != self.dtype]
         for p in lowered:
-            self._rest[p], p.data = p.data, p.data.to(self.dtype)
-            _show(p, self._rest[p], p.data)
+            self._full[p], p.data = p.data, p.data.to(self.dtype)
+            _show(p, self._full[p], p.data)
             _cast_gradient(p)
         return lowered
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those that become low."""
+        """Those that are cast."""
         return [
             p
             for name, p in self.model.named_parameters()
             if self.dtype and name not in self.ignored and p.is_floating_point()
         ]
 
-    def raise_(self, p: nn.Parameter) -> None:
-        """What it is at rest, if it was low."""
-        if (rest := self._rest.pop(p, None)) is not None:
-            p.data = rest
-            _show(p, rest, rest.new_empty(0, dtype=self.dtype))
+    def restore(self, p: nn.Parameter) -> None:
+        """Undo `cast_down` for one parameter, if it was cast."""
+        if (full := self._full.pop(p, None)) is not None:
+            p.data = full
+            _show(p, full, full.new_empty(0, dtype=self.dtype))
             _cast_gradient(p)
 
-    def raise_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        for p in list(self._rest) if parameters is None else parameters:
-            self.raise_(p)
+    def restore_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        for p in list(self._full) if parameters is None else parameters:
+            self.restore(p)
 
     @contextmanager
     def inputs(self, args: Any, kwargs: Any, device: torch.device | None) -> Iterator[Any]:
-        """What the module gets, on that device if there is one. See `values.inputs`."""
+        """The module's inputs, cast to param_dtype and moved to `device`. See `values.inputs`."""
         given: Any = args, kwargs
         there = given if device is None else moved(given, device)
         passed = cast(there, self.dtype) if self.dtype else there
@@ -87,8 +88,8 @@ class Mixed:
             back()
 
 
-def _show(p: nn.Parameter, rest: Tensor, low: Tensor) -> None:
-    p._fp_param, p._mp_param = rest, low  # type: ignore[attr-defined]
+def _show(p: nn.Parameter, full: Tensor, low: Tensor) -> None:
+    p._fp_param, p._mp_param = full, low  # type: ignore[attr-defined]
 
 
 def _cast_gradient(p: nn.Parameter) -> None:
@@ -97,7 +98,7 @@ def _cast_gradient(p: nn.Parameter) -> None:
 
 
 def dtypes(config: Any) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]:
-    """Of parameters, reductions and buffers: what torch's `_MixedPrecision` says, if it is one."""
+    """torch's `_MixedPrecision` as (param, reduce, buffer) dtypes. Raises UsageError for others."""
     if config is None:
         return None, None, None
     found: list[Any] = [getattr(config, field, "missing") for field in FIELDS]

@@ -23,14 +23,14 @@ from ringdp.parallel.ddp.bucketing import MIB
 from ringdp.parallel.ddp.builtin_hooks import BuiltIn, built_in
 from ringdp.parallel.ddp.comm_hooks import BufferHook, CommHook, NotAHook, checked
 from ringdp.parallel.ddp.join import ALONE, Joining
-from ringdp.parallel.ddp.mixed_precision import Mixed
-from ringdp.parallel.ddp.nested import Outers
+from ringdp.parallel.ddp.mixed_precision import MixedPrecision
+from ringdp.parallel.ddp.nested import EnclosingDDPs
 from ringdp.parallel.ddp.profiling import broadcast, span
 from ringdp.parallel.ddp.runtime_log import RuntimeLog
 from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
 from ringdp.parallel.ddp.torch_api import TorchAPI
-from ringdp.parallel.ddp.uneven_inputs import Uneven
+from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
 from ringdp.parallel.guards import copies
 from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.refuse import refuse
@@ -97,7 +97,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         self._started = False  # with its first forward
         self._reducing = False  # in a forward whose backward it reduces
         self._hook = None
-        self._uneven: Uneven | None = None
+        self._uneven: UnevenInputs | None = None
         self._authoritative_rank: int | None = None
         process_group = of_mesh(process_group, device_mesh)
         localize(module, device_mesh)
@@ -107,7 +107,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         self._place = place = arguments.place(self._state(), device_ids, output_device)
         self.device_ids = None if place is None else [place.index]
         self.dim, self.output_device = dim, None if place is None else place.index
-        self._outers = Outers(self._trainable)
+        self._enclosing = EnclosingDDPs(self._trainable)
         self._reducer = None
         self._comm = communicator_of(process_group, module.parameters())
         self.settings = Settings(
@@ -124,7 +124,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
                 replicas.check_places(self.named_module_buffers.items())
             replicas.check_equal(self.comm, [(t.name, t.parameter) for t in self._trainable])
             self._broadcast(buffers=at_first)
-        self._mixed = Mixed(module, self.parameters_to_ignore, mixed_precision)
+        self._mixed_precision = MixedPrecision(module, self.parameters_to_ignore, mixed_precision)
         self._make_reducer()
 
     # ---- forward
@@ -144,22 +144,22 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         lowered: list[nn.Parameter] = []
         try:
             with span("DistributedDataParallel.forward"):
-                if lowered := self._mixed.lower():
+                if lowered := self._mixed_precision.cast_down():
                     self.reducer.grad_hooks.listen()
-                with self._mixed.inputs(args, kwargs, self._place) as given:
+                with self._mixed_precision.inputs(args, kwargs, self._place) as given:
                     yield given
         finally:
             _Torchs._active_ddp_module, self._reducing = outer, False
             if not torch.is_grad_enabled():
-                self._mixed.raise_all(lowered)
+                self._mixed_precision.restore_all(lowered)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self) -> None:
         """Decide whether the backward of this forward shall reduce. Collective."""
         reducer = self.reducer
-        self._outers.meet(_Torchs._active_ddp_module)
+        self._enclosing.note(_Torchs._active_ddp_module)
         recomputed = reducer.state in UNDER_WAY and in_backward()
-        reduces = self._averages and not recomputed and not self._outers.reduces()
+        reduces = self._averages and not recomputed and not self._enclosing.reduces()
         if reduces:
             unreduced.check_autograd()
             if not self._started or reducer.state is ARMED:

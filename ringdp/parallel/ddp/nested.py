@@ -1,7 +1,7 @@
-"""A DDP within another: gradients are reduced once, by the outermost whose backward shall.
+"""Nested DDPs: the outermost one that reduces does so alone, so each gradient is reduced once.
 
-Both hear of the same gradients. torch's reduce a copy each, and both get the average; here what is
-being reduced lies in p.grad, where the outer one would find it halfway and reduce it again.
+The hooks of both fire for the same gradients. In torch each reduces a copy of its own. Here p.grad
+is the bucket's memory, and the outer DDP would reduce again what the inner one is reducing.
 """
 
 from __future__ import annotations
@@ -16,25 +16,33 @@ from ringdp.parallel.ddp.settings import Trainable
 SHOWN = 3  # names in an error
 
 
-class Outers:
-    """The DDPs in whose forward one has been called. It hears of them there, as they may be made
-    later; a recomputation in backward is in none."""
+class EnclosingDDPs:
+    """The DDPs in whose forwards one DDP has been called.
+
+    They are noted when that happens, since they may be constructed later than the inner one. A
+    recomputation during backward runs inside no forward.
+    """
 
     def __init__(self, trainable: Iterable[Trainable]) -> None:
         self._trainable = list(trainable)
-        self._train: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # its parameters, too
+        self._train: WeakKeyDictionary[Any, bool] = (
+            WeakKeyDictionary()
+        )  # DDP -> whether it trains our parameters
 
-    def __reduce__(self) -> tuple[type[Outers], tuple[list[Trainable]]]:
-        """A copy has been called in none."""
-        return Outers, (self._trainable,)
+    def __reduce__(self) -> tuple[type[EnclosingDDPs], tuple[list[Trainable]]]:
+        """A copy starts without any."""
+        return EnclosingDDPs, (self._trainable,)
 
-    def meet(self, active: Any) -> None:
-        """The one whose forward is under way, or None. Raises ModelError where each would reduce
-        some gradients alone, or the outer one is torch's."""
+    def note(self, active: Any) -> None:
+        """Record `active`, the DDP whose forward is running, or None.
+
+        Raises ModelError if each would have gradients of its own to reduce besides shared ones, or
+        if the outer one is torch's.
+        """
         if active is None or active in self._train:
             return
         mine = [t for t in self._trainable if t.parameter.requires_grad]
-        ours = isinstance(getattr(active, "_outers", None), Outers)
+        ours = isinstance(getattr(active, "_enclosing", None), EnclosingDDPs)
         theirs = {t.parameter for t in active._trainable} if ours else {*active._module_parameters}
         both = [t.name for t in mine if t.parameter in theirs]
         if both and not (ours and len(both) == len(mine)):
@@ -48,9 +56,9 @@ class Outers:
         self._train[active] = bool(both)
 
     def reduces(self) -> bool:
-        """Whether one of them does so in the next backward."""
+        """Whether one of them reduces in the next backward."""
         return any(
-            outer._reduces or outer._outers.reduces()
+            outer._reduces or outer._enclosing.reduces()
             for outer, train in self._train.items()
             if train
         )

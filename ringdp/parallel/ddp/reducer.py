@@ -41,33 +41,33 @@ from ringdp.parallel.ddp.builtin_hooks import BuiltIn
 from ringdp.parallel.ddp.comm_hooks import CommHook
 from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
 from ringdp.parallel.ddp.grad_hooks import GradHooks, kept, raiser
-from ringdp.parallel.ddp.mixed_precision import Mixed
+from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.optimizer_in_backward import step, taken_off
 from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
 from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
-from ringdp.parallel.ddp.tracing import Taped, Watcher
-from ringdp.parallel.ddp.uneven_inputs import Uneven
+from ringdp.parallel.ddp.tracing import ReducerTracer, TracedReducer
+from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
 from ringdp.tape import recorder
 
 
-class Reducer(Taped):
+class Reducer(TracedReducer):
     """Over a communicator of its own."""
 
-    watcher = Watcher
+    tracer = ReducerTracer
 
     def __init__(
         self,
         parameters: Sequence[Trainable],
         comm: Communicator,
         settings: Settings,
-        mixed: Mixed,
+        mixed_precision: MixedPrecision,
         runtime_log: RuntimeLog,
     ) -> None:
-        self.parameters, self.comm, self.settings, self.mixed = parameters, comm, settings, mixed
-        self.runtime_log = runtime_log
-        self.uneven: Uneven | None = None  # a rank may have ended, and then reduces every bucket
+        self.parameters, self.comm, self.settings = parameters, comm, settings
+        self.mixed_precision, self.runtime_log = mixed_precision, runtime_log
+        self.uneven: UnevenInputs | None = None  # inside a join, where shadows reduce every bucket
         self.hook: CommHook | BuiltIn | None = None
         self.layouts: list[Layout] = []  # at first, and rebuilt
         self._build()
@@ -172,7 +172,7 @@ class Reducer(Taped):
             if self._again and index in (self.unused or ()):
                 raise self._failed(again(self.parameters[index].name))
             self._used.add(index)
-            self.mixed.raise_(self.parameters[index].parameter)
+            self.mixed_precision.restore(self.parameters[index].parameter)
             return
         self.runtime_log.mark(GRADIENT)
         if self.state is ARMED:
@@ -198,7 +198,7 @@ class Reducer(Taped):
 
     def _ready(self, index: int) -> None:
         bucket, place = self._places[index]
-        self.mixed.raise_(self.parameters[index].parameter)
+        self.mixed_precision.restore(self.parameters[index].parameter)
         bucket.take(place, self._scale)
         bucket.pending -= 1
         if bucket.pending == 0:
@@ -206,7 +206,7 @@ class Reducer(Taped):
 
     def _ready_unused(self, index: int) -> None:
         bucket, place = self._places[index]
-        self.mixed.raise_(self.parameters[index].parameter)
+        self.mixed_precision.restore(self.parameters[index].parameter)
         bucket.take_unused(place, self._scale)
         bucket.pending -= 1
 
@@ -282,7 +282,7 @@ class Reducer(Taped):
         if self._learning:
             self._expected, self._learning = [1 - left for left in self._left], False
         self.runtime_log.end(self._order)
-        self.mixed.raise_all()
+        self.mixed_precision.restore_all()
         for index in missing:
             if self._users[index]:
                 bucket, place = self._places[index]

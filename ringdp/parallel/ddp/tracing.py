@@ -1,7 +1,7 @@
-"""What a trace sees of DistributedDataParallel: forward, backward, and when it reduces what.
+"""A DistributedDataParallel in a trace: its forward, its backward, and each bucket's reduction.
 
 forward    from the module's call to its outputs
-backward   from the first gradient to the last; of one that reduces nothing, where autograd ends
+backward   from the first gradient to the last, or to autograd's end if nothing is reduced
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch.autograd import Variable
 from ringdp.comm import Communicator
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.state import RESTING, State
-from ringdp.parallel.tracing.patching import Patches, Watched
+from ringdp.parallel.tracing.patching import Patches, Traced
 from ringdp.tape.recorder import Recorder
 
 
-class Taped(Watched):
-    """The part of a Reducer that its Watcher knows."""
+class TracedReducer(Traced):
+    """The part of a Reducer that its tracer reads."""
 
     comm: Communicator
     state: State
 
 
-class Watcher:
-    """Around one reducer."""
+class ReducerTracer:
+    """Traces one reducer."""
 
-    def __init__(self, reducer: Taped, recorder: Recorder) -> None:
+    def __init__(self, reducer: TracedReducer, recorder: Recorder) -> None:
         self._reducer, self._recorder = reducer, recorder
-        self._forward: int | None = None  # since when
+        self._forward: int | None = None  # start (ns)
         self._backward: int | None = None
         reducer.comm.label("gradients of DDP")
         self._patches = patches = Patches()

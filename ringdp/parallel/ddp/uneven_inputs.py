@@ -1,13 +1,13 @@
-"""Training on inputs of unequal length: a rank that has none left shadows the others' collectives.
+"""Ranks with unequal numbers of batches: one that has run out shadows the others' collectives.
 
-    a rank trains     and says so before each forward, with what it is about to do: its Status
-    it has no more    it answers every forward of the others with zeros
-    nobody trains     all take the parameters and buffers of a rank that ended last
+    before each forward     every rank sends its Status: what it is about to do
+    a rank has run out      it takes part in the others' reductions with zeros
+    all ranks have run out  all take the parameters and buffers of a rank that trained last
 
-Collectives of the model itself, such as SyncBatchNorm's, are not shadowed.
+Collectives inside the model, such as SyncBatchNorm's, are not shadowed.
 
-`ddp.join()` does all of it over ringdp. torch's `Join([ddp, optimizer])` counts those that train
-over the torch.distributed group, and asks each of its joinables to shadow one iteration: `join`.
+`ddp.join()` does this over ringdp alone. torch's `Join([ddp, optimizer])` counts the training ranks
+over its torch.distributed group, and asks each joinable to shadow one iteration (see `join`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from ringdp.errors import ModelError
 
 
 class Status(NamedTuple):
-    """What a rank is about to do; each 1 or 0. `waits`: a forward before has begun reductions that
-    no backward has done yet, nor will this one's begin others."""
+    """What a rank is about to do; each field is 1 or 0.
+
+    `waits`: an earlier forward's backward is still to come, so this one starts no reductions.
+    """
 
     trains: int = 0
     reduces: int = 0
@@ -31,19 +33,19 @@ class Status(NamedTuple):
     waits: int = 0
 
 
-class Uneven:
-    """While inside `ddp.join()`, or torch's Join. `initial_size`: gradients are divided by the
-    number of all ranks, also once some have ended; else by the number of those that train."""
+class UnevenInputs:
+    """State of one `ddp.join()` or torch Join. `initial_size`: divide gradients by the number of
+    all ranks, even after some have run out; otherwise by the number that still train."""
 
     def __init__(self, comm: Communicator, *, initial_size: bool, throw: bool) -> None:
         self.comm, self.initial_size, self.throw = comm, initial_size, throw
-        self.divisor = comm.size  # in this iteration
-        self.root = 0  # the last of the ranks that train, or trained last
+        self.divisor = comm.size  # of the gradients of this iteration
+        self.root = 0  # the highest rank that trains, or trained last
 
     def exchange(self, mine: Status) -> Status:
-        """The root's status. Collective: 32 bytes from every rank.
+        """Exchange statuses; returns the root's. Collective: 32 bytes from every rank.
 
-        Raises ModelError where it was asked to once a rank has ended.
+        With `throw`, raises ModelError on every rank once one has run out.
         """
         rows = torch.empty(self.comm.size * len(mine), dtype=torch.int64)
         self.comm.all_gather(rows, torch.tensor(mine))
@@ -59,6 +61,6 @@ class Uneven:
         return found[self.root]
 
     def shadow(self, step: Callable[[Status], None]) -> None:
-        """Do `step` for each forward of the others, until all have ended. Collective."""
+        """Call `step` for each forward of the others, until all have run out. Collective."""
         while (status := self.exchange(Status())).trains:
             step(status)

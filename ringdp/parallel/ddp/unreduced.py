@@ -29,7 +29,7 @@ def check(model: nn.Module, reducer: Reducer) -> None:
                 "load_state_dict(assign=True): its gradient would not be reduced. Change the model "
                 "first, and wrap it then"
             )
-        follows = reducer.mixed.dtype is not None  # every cast
+        follows = reducer.mixed_precision.dtype is not None  # every cast
         if p is given and p.requires_grad and not (follows or reducer.grad_hooks.hears(index)):
             raise ModelError(
                 f"{name} has been cast since DistributedDataParallel was made, and is now of "

@@ -1,11 +1,11 @@
-"""What a trace sees of an engine: when it gathers, prefetches, frees and reduces which unit, when a
-unit's forward and backward run, and what the rank holds of each category. An engine that does
-nothing while the trace runs is not in it.
+"""An engine in a trace: its gathers, prefetches, frees and reductions, and its units' compute.
 
-    forward     from the unit's parameters being there to its outputs
-    backward    from a gradient of its outputs to the last of its parameters', or to where autograd
-                goes on with another unit; the root's lies around all others
-    recompute   a forward within backward, as checkpointing has it
+    forward     from the unit's parameters being gathered to its outputs
+    backward    from the first gradient of its outputs to the last of its parameters, or to the
+                start of another unit's backward; the root's encloses all others
+    recompute   a forward inside a backward, under activation checkpointing
+
+An engine that does nothing while the trace runs does not appear in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.autograd_state import in_backward
-from ringdp.parallel.tracing.memory import Held
+from ringdp.parallel.tracing.memory import MemoryTracer
 from ringdp.parallel.tracing.patching import Method, Patches
 from ringdp.parallel.unit import FlatUnit
 from ringdp.tape.recorder import Args, Recorder, join
@@ -30,15 +30,15 @@ from ringdp.tape.recorder import Args, Recorder, join
 Group = Sequence[int]  # units of one module
 
 
-class Watcher:
-    """Around one engine."""
+class EngineTracer:
+    """Traces one engine."""
 
     def __init__(self, engine: Accounts, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
-        self._forwards: list[tuple[Group, int]] = []  # under way, innermost last, and since when
-        self._backwards: dict[int, int] = {}  # by a group's first unit: since when
+        self._forwards: list[tuple[Group, int]] = []  # running, innermost last; start (ns)
+        self._backwards: dict[int, int] = {}  # a group's first unit -> start (ns)
         self._prefetching = False
-        self._held = held = Held(engine, recorder, self._facts)
+        self._memory = memory = MemoryTracer(engine, recorder, self._facts)
         engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
         engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
         self._patches = patches = Patches()
@@ -46,8 +46,8 @@ class Watcher:
         patches.before(engine, "_after_forward", self._forward_ends)
         patches.after(engine.backwards, "reach", self._backward_begins)
         patches.before(engine.backwards, "reduce", self._unit_through)
-        patches.before(engine, "before_step", held.steps)
-        patches.after(engine, "after_step", held.stepped)
+        patches.before(engine, "before_step", memory.steps)
+        patches.after(engine, "after_step", memory.stepped)
         for unit in engine.units:
             self._watch(unit)
         self._watch_prefetch()
@@ -59,11 +59,11 @@ class Watcher:
             lambda since, unit: span(f"reduce {_name(unit)}", "reduce", since, unit=unit.index),
         )
         for change in ("take", "give"):
-            patches.after(engine.ledger, change, lambda *_: held.count())
+            patches.after(engine.ledger, change, lambda *_: memory.count())
 
     def end(self) -> None:
         self._patches.off()
-        self._held.end()
+        self._memory.end()
 
     def _facts(self) -> Args:
         engine = self.engine
@@ -82,7 +82,7 @@ class Watcher:
     # --- compute
 
     def _forward_begins(self, indices: Group) -> None:
-        self._held.introduce()
+        self._memory.introduce()
         if indices is self.engine.roots and not in_backward():
             self._forwards.clear()  # of one that raised
             self._backwards.clear()
@@ -104,7 +104,7 @@ class Watcher:
         for other in list(self._backwards):
             if not gathering.are_nested(first, other):
                 self._end_backward(other)
-        # A module that returns what one within it does hears of its gradient after that one.
+        # A module that returns its child's output gets that gradient after the child does.
         callers = gathering.callers
         within = [since for other, since in self._backwards.items() if first in callers[other]]
         self._backwards[first] = min([monotonic_ns(), *(since - 1 for since in within)])
@@ -119,7 +119,7 @@ class Watcher:
         self.recorder.span(f"backward {self._named([first])}", "backward", since)
 
     def _watch_end(self) -> None:
-        """All backwards end where the engine starts to wait for what they have made."""
+        """All units' backwards end where the engine starts to wait for the reductions."""
 
         def after_backward(method: Method) -> None:
             for first in reversed(list(self._backwards)):  # those inside first
@@ -161,8 +161,8 @@ class Watcher:
         return _name(self.engine.units[group[0]])
 
 
-class Steps:
-    """Every optimizer's steps."""
+class OptimizerTracer:
+    """Traces the steps of all optimizers."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -183,7 +183,7 @@ class Steps:
         ]
 
     def tape_drain(self) -> None:
-        """Nothing: the recorder has it all."""
+        """Nothing is buffered outside the recorder."""
 
     def tape_off(self) -> None:
         for handle in self._handles:
@@ -194,5 +194,5 @@ def _name(unit: FlatUnit) -> str:
     return unit.plan.name or "root"
 
 
-_STEPS = Steps()
-join(_STEPS)
+_OPTIMIZERS = OptimizerTracer()
+join(_OPTIMIZERS)

@@ -1,8 +1,8 @@
-"""What an engine holds of each category while a trace runs, from the trace's start on.
+"""The memory that an engine holds while a trace runs, as a counter of bytes by category.
 
-The trace hears of an engine once it does something: one that is left over, or waits for its turn,
-is not in it. The optimizer's state is weighed when there is more of it, since a look at every
-tensor takes its time; what is there before the first step was there all along.
+An engine enters the trace at its first event, with its memory at the trace's start. The optimizer's
+state is measured only when it has grown, since that looks at every tensor; state that exists before
+the first traced step counts from the start.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ringdp.parallel.memory import state_bytes
 from ringdp.tape.recorder import Args, Counter, Recorder
 
 
-class Held:
-    """Of one engine. `facts`: what else the trace says of it."""
+class MemoryTracer:
+    """Counts one engine's memory. `facts`: what else the trace records of the engine."""
 
     def __init__(self, engine: Accounts, recorder: Recorder, facts: Callable[[], Args]) -> None:
         self._engine, self._recorder, self._facts = engine, recorder, facts
         self._ours = {id(p) for unit in engine.units for p in unit.parameters}
-        self._states = WeakKeyDictionary[Optimizer, tuple[int, int]]()  # how many, their bytes
-        self._state_bytes = 0  # of all of them
+        self._states = WeakKeyDictionary[Optimizer, tuple[int, int]]()  # (states, bytes)
+        self._state_bytes = 0  # of all optimizers
         self._optimizers: list[str] = []
         self._name = ""  # the counter's, once the engine is in the trace
         self._start = monotonic_ns(), self._now()
 
     def count(self) -> None:
-        """Something has happened: what is held now."""
+        """Record the current bytes."""
         self.introduce()
         self._recorder.count(self._name, self._now())
 
     def introduce(self) -> None:
-        """The engine is in the trace."""
+        """Enter the engine into the trace, once."""
         if self._name:
             return
         self._name = f"memory of engine {len(self._recorder.facts.get('engines', ()))}"
@@ -45,7 +45,7 @@ class Held:
         self._recorder.counters.append(Counter(self._name, *self._start))
 
     def steps(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to."""
+        """An optimizer is about to step."""
         if optimizer in self._states:
             return
         found = self._weigh(optimizer)
@@ -65,7 +65,7 @@ class Held:
             self._recorder.count(self._name, dict.fromkeys(self._now(), 0))
 
     def _weigh(self, optimizer: Optimizer) -> int:
-        """Bytes of its state that belong to the engine's parameters."""
+        """Measure its state of the engine's parameters, in bytes."""
         ours = [state for p, state in optimizer.state.items() if id(p) in self._ours]
         found = state_bytes(ours)
         self._states[optimizer] = len(optimizer.state), found

@@ -1,5 +1,4 @@
-"""Wraps methods of living objects for as long as a trace runs: they know nothing of traces, but who
-watches them."""
+"""Wraps methods of live objects while a trace runs, so that the objects need no tracing code."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ Method = Callable[..., Any]
 
 
 class Patches:
-    """What is wrapped, until `off`."""
+    """Wrapped methods, until `off`."""
 
     def __init__(self) -> None:
         self._wrapped: list[tuple[object, str]] = []
 
     def before(self, of: object, name: str, told: Callable[..., object]) -> None:
-        """Call `told` with the arguments of each call, before it."""
+        """Call `told(*args)` before each call of the method."""
 
         def call(method: Method, *args: Any, **named: Any) -> Any:
             told(*args)
@@ -29,7 +28,7 @@ class Patches:
         self.put(of, name, call)
 
     def after(self, of: object, name: str, told: Callable[..., object]) -> None:
-        """The same once it has returned."""
+        """Call `told(*args)` after each call that returned."""
 
         def call(method: Method, *args: Any, **named: Any) -> Any:
             result = method(*args, **named)
@@ -39,7 +38,7 @@ class Patches:
         self.put(of, name, call)
 
     def timed(self, of: object, name: str, told: Callable[..., object]) -> None:
-        """Call `told` with when it began (ns) and the arguments, once it has ended or raised."""
+        """Call `told(start_ns, *args)` after each call, whether it returned or raised."""
 
         def call(method: Method, *args: Any, **named: Any) -> Any:
             since = monotonic_ns()
@@ -56,25 +55,24 @@ class Patches:
         self._wrapped.clear()
 
     def put(self, of: object, name: str, call: Callable[..., Any]) -> None:
-        """Calls of the method are `call(method, ...)`, until `off`."""
+        """Replace the method by `call(method, ...)`."""
         assert name not in vars(of), f"{name} is wrapped already"
         setattr(of, name, partial(call, getattr(of, name)))
         self._wrapped.append((of, name))
 
 
-class Watched:
-    """What a trace asks, a `tape.recorder.Source`. While one runs there is a `watcher` around it,
-    made of it and the recorder, until its `end`."""
+class Traced:
+    """A `tape.recorder.Source`: while a trace runs, an instance of `tracer` is attached to it."""
 
-    watcher: type[Any]
-    _watching: Any
+    tracer: type[Any]
+    _tracer: Any
 
     def tape_on(self, recorder: Recorder) -> None:
-        self._watching = self.watcher(self, recorder)
+        self._tracer = self.tracer(self, recorder)
 
     def tape_drain(self) -> None:
-        """Nothing: the recorder has it all."""
+        """Nothing is buffered outside the recorder."""
 
     def tape_off(self) -> None:
-        self._watching.end()
-        del self._watching
+        self._tracer.end()
+        del self._tracer
