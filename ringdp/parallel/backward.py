@@ -1,11 +1,12 @@
-"""A backward, as it comes to an engine's units: their weights are there, their gradients go into
-buckets, and all ranks reduce these in one order.
+"""Backward over an engine's units: gather weights, bucket gradients, reduce in one order.
 
-Every backward reduces, and shards add up, but within `no_sync`. A parameter that got no gradient in
-a backward counts as zero there. A backward that raises loses the gradients accumulated so far; the
-next forward or backward starts afresh. Stage 3 refuses `create_graph`. The hooks that tell when a
-unit's backward starts hang on what it returns or leaves in attributes (see `values.made`);
-without these it starts when a gradient of a parameter comes, for which stage 3 has no weights.
+Every backward reduces (except in `no_sync`) and adds to the gradients there were. A parameter
+without a gradient in it counts as zero. A backward that raises loses the gradients accumulated so
+far; the next forward or backward starts afresh. Stage 3 refuses `create_graph`.
+
+A unit's backward starts at a gradient of its outputs, which it returns or leaves in attributes (see
+`values.outputs`). If it has none, its backward starts at the first gradient of a parameter, which
+is too late for stage 3 to gather the weights.
 """
 
 from __future__ import annotations
@@ -20,53 +21,55 @@ import torch
 from ringdp.errors import UsageError
 from ringdp.parallel.autograd_state import in_backward, leaves_some_out
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.grad_hooks import Arrivals
+from ringdp.parallel.grad_hooks import UnitGradHooks
 from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.unit import FlatUnit, State
 
 
 class _Backward(NamedTuple):
-    trained: dict[int, FlatUnit]  # those whose gradients it hands out
-    reached: set[int]
-    alive: Callable[[], object]  # a weak reference to what torch drops with it, raised or not
+    """The running backward, or one that raised."""
+
+    trained: dict[int, FlatUnit]  # whose gradients it reduces
+    reached: set[int]  # whose backward has started
+    alive: Callable[[], object]  # weak reference to a callback that torch holds until it ends
 
 
 class Backwards:
-    """Of one engine, one at a time. `handles`: where those of hooks on parameters go."""
+    """The backwards of one engine, one at a time. Handles of hooks are added to `handles`."""
 
     def __init__(self, gathering: Gathering, reducing: Reducing, handles: list[Any]) -> None:
         self.units, self.gathering, self.reducing = gathering.units, gathering, reducing
-        self.sync = True  # whether they reduce
-        self._now: _Backward | None = None  # the one under way, or that raised
-        self._around = set[int]()  # units that hold others: they are reduced after these
-        me = weakref.proxy(self)  # for what torch holds where no garbage collector looks
-        self._arrivals = [Arrivals(unit, me, handles) for unit in self.units]
+        self.sync = True  # False in no_sync
+        self._now: _Backward | None = None
+        self._around = set[int]()  # units that enclose others, and are reduced after these
+        me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
+        self._grad_hooks = [UnitGradHooks(unit, me, handles) for unit in self.units]
 
     @property
     def running(self) -> bool:
         return self._now is not None
 
-    def hear(self, index: int) -> None:
-        """Of the unit's gradients: those of what was frozen before, too."""
-        self._arrivals[index].hear()
+    def register_grad_hooks(self, index: int) -> None:
+        """Add hooks to parameters of the unit that train by now, and did not before."""
+        self._grad_hooks[index].register()
 
     def reach(self, indices: Sequence[int]) -> None:
-        """It comes to a module, which has these units."""
+        """The backward of a module starts, which has these units."""
         self.settle()
         for index in indices:
             self._reduce_through(index)
             self._prepare(index)
 
     def gradient_comes(self, index: int, at: int) -> None:
-        """A parameter's, for which its unit may not be prepared: that of a penalty of gradients
-        need not come by outputs, and that of a weight which autocast has cast comes late."""
+        """Prepare the unit if its outputs' hooks did not: a gradient penalty may bypass outputs,
+        and the gradient of a weight that autocast has cast comes late."""
         self.settle()
-        if self._has_reached(index) or self._arrivals[index].will_come(at):
+        if self._has_reached(index) or self._grad_hooks[index].will_come(at):
             self._prepare(index)
 
     def recompute(self, index: int) -> None:
-        """The unit's forward starts again, within a backward."""
+        """The unit's forward runs again during backward (activation checkpointing)."""
         self._reduce_through(index)
         self._now = self._now or self._begin()
         self._use(index)
@@ -86,7 +89,7 @@ class Backwards:
         now.reached.add(index)
         self._use(index)
         if index in now.trained:
-            self._arrivals[index].expect()
+            self._grad_hooks[index].begin_backward()
             self.reducing.open(unit, keep=not self.sync)
 
     def _begin(self) -> _Backward:
@@ -98,14 +101,14 @@ class Backwards:
         return _Backward(units, set(), weakref.ref(end))
 
     def _trained(self) -> list[FlatUnit]:
-        """None if the backward was told to make other gradients. A unit that is frozen by now is
-        reduced only if gradients of no_sync wait in it."""
-        if not any(arrivals.any_comes() for arrivals in self._arrivals) and leaves_some_out():
+        """The units to reduce; none if this backward makes other gradients (`autograd.grad`, or
+        `inputs=`). A unit frozen by now is reduced only if it has gradients of no_sync."""
+        if not any(hooks.any_comes() for hooks in self._grad_hooks) and leaves_some_out():
             return []
         return [
             unit
             for unit in self.units
-            if unit in self.reducing.kept
+            if unit in self.reducing.unreduced
             or (unit.widths.trainable and any(p.requires_grad for p in unit.parameters))
         ]
 
@@ -117,42 +120,44 @@ class Backwards:
         if self._now:
             self.gathering.free_before(index)
         self.gathering.use(index)
-        self.hear(index)
+        self.register_grad_hooks(index)
 
     def gradient_made(self, index: int, at: int) -> None:
-        """It is in the .grad of the unit's parameter `at`."""
-        unit, arrivals = self.units[index], self._arrivals[index]
+        """Move it into the bucket; after the last one, reduce the unit."""
+        unit, hooks = self.units[index], self._grad_hooks[index]
         if unit.computed[at].requires_grad:
             self.reducing.check_open(unit, at)
-            arrivals.relay(at)
+            hooks.call_user_hooks(at)
             self.reducing.take(unit, at)
-        else:  # frozen since the forward: torch calls, but has made none
-            arrivals.owed.discard(at)
+        else:  # frozen since the forward: torch calls the hook without a gradient
+            hooks.pending.discard(at)
         self.gathering.prefetch_deferred(wait=False)
-        if not (arrivals.owed or index in self._around):
+        if not (hooks.pending or index in self._around):
             self.reduce(index)
 
     def _reduce_through(self, index: int) -> None:
-        """The backward of this unit starts: reduce those before that have not all gradients on this
-        rank, as of experts that others use. So all ranks reduce in one order: one around others,
-        which may be whole before it or not, waits until here, or the end, and comes after these,
-        whose numbers are higher. Experts that differ by rank lie in one unit: ranks that use
-        different units raise CollectiveMismatch."""
+        """This unit's backward starts: reduce earlier units that will get no more gradients.
+
+        They may lack some on this rank, as experts that other ranks use do. All ranks reduce in one
+        order: a unit that encloses others waits until here, or the end of backward, and comes after
+        the enclosed ones, whose numbers are higher. Experts that differ by rank must lie in one
+        unit: ranks that use different units raise CollectiveMismatch.
+        """
         for unit in sorted(self.reducing.opened(), key=lambda unit: -unit.index):
             other = unit.index
             nested = self.gathering.are_nested(index, other)
-            if not (nested or self._arrivals[other].may_come()):
+            if not (nested or self._grad_hooks[other].may_come()):
                 self.reduce(other)
 
     def reduce(self, index: int) -> None:
-        """Unless it has been."""
+        """Reduce the unit, unless it has been."""
         if self.reducing.is_open(self.units[index]):
             self.gathering.prefetch_deferred(wait=True)
             self.reducing.close(self.units[index])
 
     def end(self) -> None:
-        """All gradients are made. Units that got some of theirs or none are reduced in one order on
-        every rank, the root last."""
+        """Autograd is through. Units that still lack gradients are reduced in one order on every
+        rank, the root last; then all reductions are waited for."""
         assert self._now is not None
         units, reached, _ = self._now
         for index, unit in reversed(units.items()):
@@ -164,7 +169,7 @@ class Backwards:
             self.reducing.hand_out(unit)
 
     def settle(self) -> None:
-        """Clear what a backward that raised has left, once all it started has ended."""
+        """Clean up after a backward that raised: wait for what it started, clear gradients."""
         if self._now is None or (in_backward() and self._now.alive()):
             return
         self.gathering.prefetch_deferred(wait=True)

@@ -43,7 +43,7 @@ from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.tracing.patching import Traced
 from ringdp.parallel.unit import FlatUnit, State
-from ringdp.parallel.values import made
+from ringdp.parallel.values import outputs
 from ringdp.parallel.values.devices import move_inputs
 from ringdp.tape import recorder
 
@@ -93,7 +93,7 @@ class Engine(Accounts, Traced):
 
         whole = self._rests_whole
         own = partial(copies.Hook, may_copy=whole)
-        self._made = made.of_units(of, units, self.gathering.callers)
+        self._outputs = outputs.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
             self._hook(module, indices, own)
         self._handles += move_inputs(model, self.device, own)
@@ -108,10 +108,10 @@ class Engine(Accounts, Traced):
     # ---- forward
 
     def _hook(self, module: nn.Module, indices: list[int], own: copies.Own) -> None:
-        made, gathering = self._made[indices[0]], self.gathering
+        outputs, gathering = self._outputs[indices[0]], self.gathering
         before = own(lambda *_: self._before_forward(indices))
         after = own(lambda _, *args: self._after_forward(indices, *args))
-        end = own(lambda *_: gathering.leave(indices) if made.end() else None)
+        end = own(lambda *_: gathering.leave(indices) if outputs.end() else None)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, with_kwargs=True),
@@ -132,13 +132,13 @@ class Engine(Accounts, Traced):
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)
                 self.gathering.use(index)
-                self.backwards.hear(index)
-        self._made[indices[0]].begin()
+                self.backwards.register_grad_hooks(index)
+        self._outputs[indices[0]].begin()
 
     def _after_forward(self, indices: list[int], args: Any, named: Any, output: Any) -> Any:
         if transformed(self._is_whole):
             return output
-        output, starts = self._made[indices[0]].returned(output, (*args, *named.values()))
+        output, starts = self._outputs[indices[0]].returned(output, (*args, *named.values()))
         if not self._summoned:
             for index in indices:
                 free = index not in self.roots and not self.backwards.running
@@ -192,7 +192,7 @@ class Engine(Accounts, Traced):
 
     def check_reduced(self, what: str) -> None:
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""
-        self.reducing.kept.check_none_waits(self.units, what)
+        self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer's."""

@@ -1,9 +1,9 @@
-"""Gradients of no_sync: added up unreduced, unit by unit, until a backward that reduces them.
+"""Gradients of no_sync: accumulated unreduced, unit by unit, until a backward reduces them.
 
-Meanwhile a parameter's .grad is what was reduced before, else this rank's part of what it keeps: so
-that zero_grad finds something to clear. Where .grad is None or zero by the next backward, the
-parameter's sums are forgotten with it, as torch's DDP does. Anything else that was done to .grad
-meanwhile is an error, since the rest of the sums lies where the user cannot reach it.
+Until then a parameter's .grad shows what was reduced before, or else this rank's slice of its own
+sums, so that zero_grad() finds something to clear. If .grad is None or zero at the next backward,
+the sums are dropped too, as in torch's DDP. Any other change to .grad is an error, because the
+user cannot reach the rest of the sums.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.parallel.filling import Filling
+from ringdp.parallel.grad_buffer import GradBuffer
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.unit import FlatUnit
 
 
 class _Shown(NamedTuple):
-    """What a parameter's .grad was set to, None if it is frozen and had none."""
+    """What a parameter's .grad was set to; None if it is frozen and had none."""
 
     gradient: Tensor | None
-    version: int  # that torch counts up when it is written in place
+    version: int  # torch's, which in-place writes increase
     reduced: bool
 
 
-class Kept:
-    """The sums of all units, in the masters' dtype."""
+class UnreducedGrads:
+    """The unreduced sums of all units, whole on each rank, in the masters' dtype."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._sums: dict[int, Filling] = {}
+        self._sums: dict[int, GradBuffer] = {}
         self._shown: dict[int, list[_Shown]] = {}
 
     def __contains__(self, unit: FlatUnit) -> bool:
         return unit.index in self._sums
 
-    def open(self, unit: FlatUnit) -> Filling:
-        """The unit's sums, to add gradients to."""
+    def open(self, unit: FlatUnit) -> GradBuffer:
+        """The unit's sums, made on first use, to add gradients to."""
         if unit not in self:
             sums = torch.empty(unit.plan.padded, dtype=unit.dtypes.master, device=unit.full.device)
             self.ledger.take("gradients", sums.nbytes)
-            self._sums[unit.index] = Filling(unit.plan, sums)
+            self._sums[unit.index] = GradBuffer(unit.plan, sums)
         return self._sums[unit.index]
 
     def show(self, unit: FlatUnit, shows: Sequence[bool], *, reduced: bool) -> None:
-        """Set the .grad of those; `reduced`: to what backwards outside of no_sync came to."""
+        """Set each .grad in `shows`: to the reduced gradient if there is one (`reduced`), else to
+        this rank's slice of the sums."""
         views = (
             unit.gradients.views() if reduced else unit.cut.at_rest(self._sums[unit.index].whole())
         )
@@ -65,7 +66,7 @@ class Kept:
         self._shown[unit.index] = shown
 
     def settle(self, unit: FlatUnit) -> None:
-        """Leave in .grad what was reduced, and forget the sums of what the user has cleared."""
+        """Take shown sums out of .grad again, and drop the sums that the user has cleared."""
         self._forget_cleared(unit)
         for at, was in enumerate(self._shown.pop(unit.index, ())):
             if not was.reduced:
@@ -86,8 +87,7 @@ class Kept:
                 self._sums[unit.index].part(at).zero_()
 
     def check_none_waits(self, units: Sequence[FlatUnit], what: str) -> None:
-        """Raises UsageError, which begins with `what`, if some wait for a backward that reduces
-        them."""
+        """Raise UsageError, which begins with `what`, if any sums are not reduced yet."""
         for unit in units:
             self._forget_cleared(unit)
             if unit not in self:
@@ -99,22 +99,22 @@ class Kept:
             )
 
     def pop(self, unit: FlatUnit) -> Tensor | None:
-        """The unit's sums, which are no longer kept."""
-        filling = self._sums.pop(unit.index, None)
-        if filling is None:
+        """Remove and return the unit's sums, [padded]."""
+        buffer = self._sums.pop(unit.index, None)
+        if buffer is None:
             return None
-        self.ledger.give("gradients", filling.flat.nbytes)
-        return filling.whole()
+        self.ledger.give("gradients", buffer.flat.nbytes)
+        return buffer.whole()
 
     def drop(self) -> None:
-        """Forget all."""
+        """Drop all sums."""
         self.ledger.give("gradients", sum(f.flat.nbytes for f in self._sums.values()))
         self._sums.clear()
         self._shown.clear()
 
 
 def _is_cleared(gradient: Tensor | None, was: _Shown, name: str) -> bool:
-    """Raises UsageError for what is neither as it was nor cleared."""
+    """Whether the user has cleared it. Raises UsageError if it was changed otherwise."""
     if gradient is None:
         return True
     if gradient is was.gradient and gradient._version == was.version:

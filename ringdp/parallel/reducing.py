@@ -1,5 +1,12 @@
-"""Gradients on their way: put into their unit's bucket as they come, scaled, and reduced unit by
-unit, while backward goes on."""
+"""Gradient reduction: gradients fill their unit's bucket, which is reduced while backward goes on.
+
+    open      a unit's backward starts: it gets a bucket, or its sums in no_sync
+    take      a gradient is scaled, cast and moved in
+    close     all have come: the all_reduce or reduce_scatter starts
+    hand_out  backward and all reductions are over: p.grad is set
+
+If a unit has no bucket of its own, one is allocated, and one such bucket is reduced at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +18,17 @@ from torch import Tensor
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
-from ringdp.parallel.filling import Filling
+from ringdp.parallel.grad_buffer import GradBuffer
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.no_sync import Kept
+from ringdp.parallel.no_sync import UnreducedGrads
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 
 
 class _Turn(NamedTuple):
-    """A unit's in one backward, from its opening until it is handed out."""
+    """One unit in one backward, from `open` to `hand_out`."""
 
     unit: FlatUnit
     keep: bool  # not to be reduced
@@ -36,42 +43,37 @@ class _Reduction(NamedTuple):
 
 
 class Reducing:
-    """Over a communicator of its own. Without `overlap` every reduction is waited for at once.
-
-    A unit is opened, takes gradients, is closed, and handed out. Where it keeps no
-    bucket, one is made, and one of these is reduced at a time.
-    """
+    """Reduces over a communicator of its own. Without `overlap`, waits for each at once."""
 
     def __init__(
         self, comm: Communicator, stage: Stage, ledger: Ledger, *, overlap: bool = True
     ) -> None:
         self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
         self._turns: dict[int, _Turn] = {}
-        self._open: dict[int, Filling] = {}  # as long as gradients come
+        self._open: dict[int, GradBuffer] = {}  # units that still take gradients
         self._pending: list[_Reduction] = []
-        self._copying: set[torch.cuda.Stream] = set()  # results to the host
-        self.kept = Kept(ledger)
-        self.handed_out = 0  # counts up with every backward
+        self._copying: set[torch.cuda.Stream] = set()  # that copy results to the host
+        self.unreduced = UnreducedGrads(ledger)
+        self.handed_out = 0  # increases with every backward
 
     @unguarded
     def open(self, unit: FlatUnit, *, keep: bool) -> None:
-        """The unit's gradients are about to come, to be averaged or, with `keep`, kept as they are.
-
-        What p.grad holds moves to the unit's gradients.
+        """Start to take the unit's gradients, to average them or, with `keep`, to add them up
+        unreduced. What p.grad holds moves to the unit's gradient memory first.
         """
         # A parameter frozen since its last gradient keeps that, as in torch.
         shows = [p.requires_grad or p.grad is not None for p in unit.parameters]
-        self.kept.settle(unit)
+        self.unreduced.settle(unit)
         accumulate = _set_aside(unit)
-        if keep or unit in self.kept:
-            filling = self.kept.open(unit)
+        if keep or unit in self.unreduced:
+            buffer = self.unreduced.open(unit)
         else:
-            filling = Filling(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
-        self._open[unit.index] = filling
+            buffer = GradBuffer(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
+        self._open[unit.index] = buffer
         self._turns[unit.index] = _Turn(unit, keep, accumulate, shows)
 
     def check_open(self, unit: FlatUnit, at: int) -> None:
-        """Raises UsageError if its parameter `at` can get no gradient any more."""
+        """Raise UsageError if the unit is closed, so that parameter `at` got a second gradient."""
         if not self.is_open(unit):
             raise UsageError(
                 f"parameter {unit.plan.entries[at].name} of unit {unit.plan.name!r} got a second "
@@ -80,7 +82,7 @@ class Reducing:
             )
 
     def take(self, unit: FlatUnit, at: int) -> None:
-        """Move in what the unit's parameter `at` has got."""
+        """Move the .grad of the unit's parameter `at` into the bucket."""
         parameter = unit.computed[at]
         if parameter.grad is not None:  # a hook of the user's may have taken it away
             gradient, parameter.grad = parameter.grad, None
@@ -90,11 +92,11 @@ class Reducing:
         return unit.index in self._open
 
     def opened(self) -> list[FlatUnit]:
-        """Those that are opened and not closed."""
+        """The units that are open."""
         return [self._turns[index].unit for index in self._open]
 
     def close(self, unit: FlatUnit) -> None:
-        """All of the unit's gradients have come."""
+        """All gradients of the unit have come: reduce them, unless they are kept."""
         if self._turns[unit.index].keep:
             del self._open[unit.index]
         else:
@@ -102,11 +104,11 @@ class Reducing:
 
     @unguarded
     def hand_out(self, unit: FlatUnit) -> None:
-        """Backward and all reductions are over: set every p.grad."""
+        """Set every p.grad, after backward and all reductions."""
         self.handed_out += 1
         turn = self._turns.pop(unit.index)
-        if unit in self.kept:
-            self.kept.show(unit, turn.shows, reduced=turn.accumulate)
+        if unit in self.unreduced:
+            self.unreduced.show(unit, turn.shows, reduced=turn.accumulate)
             return
         views = unit.gradients.views()
         for p, gradient, show in zip(unit.parameters, views, turn.shows, strict=True):
@@ -117,7 +119,7 @@ class Reducing:
     def start(self, unit: FlatUnit) -> None:
         """Average the unit's gradients over the ranks."""
         turn, bucket = self._turns[unit.index], self._open.pop(unit.index).whole()
-        sums = self.kept.pop(unit)
+        sums = self.unreduced.pop(unit)
         if sums is not None or bucket is not unit.gradients.bucket:
             self._land()
         if sums is not None:
@@ -134,7 +136,7 @@ class Reducing:
             self.finish()
 
     def under_way(self) -> int:
-        """Bytes of the buckets that are being reduced."""
+        """Bytes of the buckets being reduced."""
         return sum(reduction.bucket.nbytes for reduction in self._pending)
 
     def through(self) -> bool:
@@ -142,19 +144,19 @@ class Reducing:
         return all(reduction.work.is_completed() for reduction in self._pending)
 
     def finish(self) -> None:
-        """Wait for all that has been started, and until what goes to the host is there."""
+        """Wait for all reductions, and for copies of their results to the host."""
         self._land()
         while self._copying:
             self._copying.pop().synchronize()
 
     def drop(self) -> None:
-        """Forget what has come and is not reduced."""
-        for index, filling in self._open.items():
-            if (unit := self._turns[index].unit) not in self.kept:
-                self._give(unit, filling.flat)
+        """Drop all gradients that are not reduced yet."""
+        for index, buffer in self._open.items():
+            if (unit := self._turns[index].unit) not in self.unreduced:
+                self._give(unit, buffer.flat)
         self._open.clear()
         self._turns.clear()
-        self.kept.drop()
+        self.unreduced.drop()
 
     def _bucket(self, unit: FlatUnit, accumulate: bool) -> Tensor:
         if unit.gradients.bucket is not None and not (accumulate and unit.widths.own):
@@ -166,8 +168,8 @@ class Reducing:
             self.ledger.give("buckets", bucket.nbytes)
 
     def _land(self) -> None:
-        """The next bucket takes the place of those before. No one waits for copies to the host
-        here, which would keep it from going on."""
+        """Wait for the reductions, so that the next bucket can take their memory, but not for
+        copies to the host."""
         while self._pending:
             self._finish(self._pending.pop(0))
 
@@ -188,7 +190,7 @@ class Reducing:
 
 
 def _set_aside(unit: FlatUnit) -> bool:
-    """Move what p.grad holds to the unit's gradients; whether there was any."""
+    """Move every p.grad to the unit's gradient memory. Returns whether there was any."""
     before = [p.grad for p in unit.parameters]
     there = [gradient for gradient in before if gradient is not None]
     unit.gradients.leave_held(there)

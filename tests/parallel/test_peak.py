@@ -207,7 +207,7 @@ def peak_of_a_loop(comm: Communicator, raises: bool) -> tuple[int, list[int]]:
     for _ in range(3):
         engine.ledger.peak.clear()
         forward().sum().backward()
-    left = [len(made._since) for made in engine._made.values()]
+    left = [len(outputs._since) for outputs in engine._outputs.values()]
     engine.close()
     return engine.ledger.peak["gathered"], left
 

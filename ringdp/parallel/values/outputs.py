@@ -1,12 +1,11 @@
-"""The tensors that a unit's forward has made, where its backward may start.
+"""The output tensors of a unit's forward: its backward starts at their gradients.
 
-    returned   in whatever holds them (see `tensor_tree`)
-    left       in attributes of its modules, as the auxiliary losses of mixtures of experts, or put
-               into lists and dicts that it was passed
+    returned   inside any structure (see `tensor_tree`)
+    left       in attributes of its modules, such as a mixture of experts' auxiliary loss, or put
+               into lists and dicts that were passed in
 
-Of the attributes those count that are tensors, lists, tuples and dicts; of the latter those whose
-names do not start with "_". What a unit only passes on was made by one before it, as by the last
-block where a residual block is skipped: the backward of that one starts there.
+Attributes count if they are tensors, or lists, tuples and dicts whose name does not start with "_".
+A tensor that a unit only passes on, as a skipped block does, is an output of the unit that made it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from ringdp.parallel.values.tensor_tree import Dying, lasting, tensors
 CONTAINERS = (list, dict, tuple)
 
 
-class Made:
-    """By a module and those within it, without `others`, which have units of their own.
+class UnitOutputs:
+    """The outputs of a module and its submodules, without `others`, which have their own units.
 
-    `units`: the module's. `callers`: of every unit, those whose forward calls it. `makers`: who has
-    made a tensor, and its last operation's number, as it may be written in place since; one for all
-    units.
+    `units`: the module's. `callers`: of every unit, the units whose forward calls it. `makers`:
+    tensor -> (the unit that made it, the sequence number of its last operation, since it may be
+    written in place later); shared by all units.
     """
 
     def __init__(
@@ -43,17 +42,17 @@ class Made:
         self._units, self._unit = units, units[0].index
         self._callers, self._makers = callers, makers
         self._modules = list(_own(module, others))
-        # Of the forwards under way, which may call one another; None: the last has returned.
+        # Of each running forward (they may nest) the first operation; None once it has returned.
         self._since: list[int | None] = []
         self._known: Any = WeakIdKeyDictionary()  # left in attributes by an earlier forward
 
     def begin(self) -> None:
         """A forward begins."""
-        self._since.append(torch._C._autograd._get_sequence_nr())  # of the next operation
+        self._since.append(torch._C._autograd._get_sequence_nr())  # the next operation's
 
     def returned(self, output: Any, passed: Iterable[Any]) -> tuple[Any, list[Tensor]]:
-        """What the forward that has just returned `output`, with arguments `passed`, may return in
-        its place, and where its backward may start."""
+        """For a forward with arguments `passed` that has just returned `output`: what to return
+        instead (see `lasting`), and the tensors at whose gradients its backward starts."""
         dies = Dying(unit.full for unit in self._units if unit.freed)
         left = self._left(passed, dies)
         output = lasting(output, dies, self._units[0].plan.name)
@@ -62,11 +61,12 @@ class Made:
         return output, [t for t in (*tensors(output), *left) if t.grad_fn and self._is_ours(t)]
 
     def end(self) -> bool:
-        """A forward has ended. Whether it raised."""
+        """A forward has ended. Returns whether it raised."""
         return bool(self._since) and self._since.pop() is not None
 
     def _left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
-        """What `dies`, as a part of a weight, gets memory of its own."""
+        """The tensors left in attributes and arguments. Views of weights about to be freed
+        (`dies`) get memory of their own."""
         since = 0
         if self._since:
             since, self._since[-1] = self._since[-1] or 0, None
@@ -83,7 +83,7 @@ class Made:
         return left + [t for t in put if t.grad_fn and t.grad_fn._sequence_nr() >= since]
 
     def _is_ours(self, tensor: Tensor) -> bool:
-        """Whether operations of this unit may have made it: it, or a unit within it, has."""
+        """Whether this unit, or a unit inside it, made the tensor."""
         number = tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
         maker, then = self._makers.get(tensor, (self._unit, None))
         if then != number:
@@ -94,11 +94,11 @@ class Made:
 
 def of_units(
     modules: Mapping[nn.Module, list[int]], units: Sequence[FlatUnit], callers: Sequence[set[int]]
-) -> dict[int, Made]:
-    """Of every module with units, by its first one."""
+) -> dict[int, UnitOutputs]:
+    """One for every module with units, by its first unit's index."""
     makers: Any = WeakIdKeyDictionary()
     return {
-        own[0]: Made(module, [units[i] for i in own], modules, callers, makers)
+        own[0]: UnitOutputs(module, [units[i] for i in own], modules, callers, makers)
         for module, own in modules.items()
     }
 
@@ -110,7 +110,7 @@ def _own(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]
             yield from _own(child, others)
 
 
-_OF_ALL = frozenset(vars(nn.Module()))  # attributes: to look at these, too, takes twice as long
+_OF_ALL = frozenset(vars(nn.Module()))  # skipped: looking at these too takes twice as long
 
 
 def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
@@ -126,7 +126,7 @@ def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _in_containers(passed: Iterable[Any]) -> Iterator[Tensor]:
-    """Which may hold one another, and themselves."""
+    """Tensors in nested containers, which may contain themselves."""
     found = [x for x in passed if isinstance(x, CONTAINERS)]
     seen = set(map(id, found))
     while found:

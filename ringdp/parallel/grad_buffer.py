@@ -1,7 +1,7 @@
-"""A unit's flat buffer while its gradients come in, one by one.
+"""A unit's flat gradient buffer, filled one gradient at a time.
 
-Each is moved in as autograd hands it over, times a scale and in the buffer's dtype, so that beside
-the buffer there is never more than one of them.
+Each gradient is scaled, cast and moved in as soon as autograd makes it, so that never more than one
+exists outside the buffer.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.layout import Unit
 
 
-class Filling:
-    """`flat`: `plan.padded` elements, whatever is in them. `scale`: of what comes in."""
+class GradBuffer:
+    """`flat`: [plan.padded], uninitialized. `scale`: factor applied to every gradient."""
 
     def __init__(self, plan: Unit, flat: Tensor, scale: float = 1.0) -> None:
         self.plan, self.flat, self.scale = plan, flat, scale
-        self._there: set[int] = set()
+        self._there: set[int] = set()  # entries that have a gradient
 
     def take(self, at: int, gradient: Tensor) -> None:
-        """The gradient of the plan's entry `at`, or more of it."""
+        """Move in, or add, a gradient of the plan's entry `at`. Raises UsageError if sparse."""
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {self.plan.entries[at].name} got a sparse gradient, which flat buffers "
@@ -41,7 +41,7 @@ class Filling:
         return self.flat.narrow(0, entry.offset, entry.elements)
 
     def whole(self) -> Tensor:
-        """`flat`, with zeros where no gradient has come."""
+        """`flat`, with zeros in the padding and where no gradient came."""
         for at in range(len(self.plan.entries)):
             if at not in self._there:
                 self.part(at).zero_()
