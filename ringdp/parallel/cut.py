@@ -1,4 +1,4 @@
-"""How a unit's flat buffers are cut into parameters, as views: whole, or what one rank keeps."""
+"""How a unit's flat buffers are cut into views: whole parameters, or what one rank keeps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ringdp.comm import Communicator
 from ringdp.parallel import layout
 
 
 class Slices(Protocol):
-    """What a rank keeps of the parameters of one flat buffer: a unit's."""
+    """This rank's slices of the parameters of one flat buffer, such as a unit's."""
 
     index: int
     rank: int
@@ -21,30 +22,46 @@ class Slices(Protocol):
     parameters: Sequence[nn.Parameter]
 
 
+class SliceOwner(Protocol):
+    """What can reach the other ranks' slices: an engine."""
+
+    comm: Communicator
+    closed: bool
+
+    @property
+    def units(self) -> Sequence[Slices]: ...
+
+    @property
+    def gathers_state(self) -> bool: ...
+
+    def check_reduced(self, what: str) -> None: ...
+
+
 class Cut:
-    """For `rank`, of parameters that have these shapes. `slices`: it keeps a shard of them."""
+    """Views of a unit's flat buffers on `rank`. `slices`: it keeps a shard, not everything."""
 
     def __init__(
         self, plan: layout.Unit, shapes: Sequence[torch.Size], rank: int, *, slices: bool
     ) -> None:
         self.plan, self.shapes, self.slices = plan, shapes, slices
         self.part = slice(rank * plan.shard, (rank + 1) * plan.shard)  # the rank's shard
-        self.keeps = self.part if slices else slice(0, plan.padded)  # of a padded buffer
-        self.spans = [plan.local(e, rank) for e in plan.entries]  # in that part
+        self.keeps = self.part if slices else slice(0, plan.padded)  # of [padded]
+        self.spans = [plan.local(e, rank) for e in plan.entries]  # of each parameter in the shard
 
     def whole(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters, in their shapes, of a padded buffer."""
+        """All parameters in their shapes. `buffer`: [padded]."""
         return [
             buffer[e.offset : e.offset + e.elements].view(shape)
             for e, shape in zip(self.plan.entries, self.shapes, strict=True)
         ]
 
     def kept(self, buffer: Tensor) -> list[Tensor]:
-        """Every parameter's part of what this rank keeps: a slice, or in its shape."""
+        """What this rank keeps of each parameter: a 1-D slice, or all of it in its shape. `buffer`:
+        [shard], or [padded] if it keeps all."""
         if not self.slices:
             return self.whole(buffer)
         return [buffer[begin:end] for begin, end in self.spans]
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """Of a padded buffer the part of every parameter that it has between steps."""
+        """The same of a [padded] buffer."""
         return self.kept(buffer[self.keeps])

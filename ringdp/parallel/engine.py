@@ -83,7 +83,6 @@ class Engine(Accounts, Traced):
 
         self._writes = True  # whether what is written to whole parameters is kept
         self._emptied: sliced.Emptied = []  # while an optimizer steps
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of slices
         self.always_gathers_state = False  # of an optimizer, and not in full_parameters() alone
         self.closed = False
         # Weakly, for what torch holds where no garbage collector looks.
@@ -100,7 +99,7 @@ class Engine(Accounts, Traced):
         self._handles += cast_at(model, list(of), precision, lambda: not self._summoned, own)
         self._handles += state_dict.guard(model, whole, lambda: whole() and self._writes, own)
         if stage.optimizer is Keep.SHARD:
-            sliced.belong((p for u in units for p in u.parameters), self)
+            sliced.register((p for u in units for p in u.parameters), self)
         else:
             self._handles += state_dict.of_masters(model, self.gathering, self._unmanaged, own)
         recorder.join(self)
@@ -186,9 +185,8 @@ class Engine(Accounts, Traced):
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps these parameters, or has state of them: from now on its state_dict is whole."""
-        if self.stage.optimizer is Keep.SHARD and optimizer not in self._optimizers:
-            optim_state.belong(optimizer, self)
-            self._optimizers.add(optimizer)
+        if self.stage.optimizer is Keep.SHARD:
+            optim_state.take(optimizer, self)
 
     def check_reduced(self, what: str) -> None:
         """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""

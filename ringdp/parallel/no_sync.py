@@ -59,7 +59,7 @@ class UnreducedGrads:
             gradient = view.data.to(p.device) if show else None  # a version of its own
             p.grad = gradient
             if gradient is not None:
-                sliced.read(gradient, p)
+                sliced.mark_grad(gradient, p)
             shown.append(
                 _Shown(gradient, gradient._version if gradient is not None else 0, reduced)
             )

@@ -1,14 +1,15 @@
 """The state_dict of an optimizer that steps slices: of whole parameters, as in one process.
 
-What it keeps for each element is gathered unit by unit; of single values, such as Adam's step, the
-first rank's that has one is taken. Where it loads one, it keeps its slices of it.
+State with one value for each element (Adam's exp_avg) is gathered unit by unit. Of state with one
+value for the whole slice (Adam's step) the first rank that has one counts. load_state_dict takes
+whole state, of which each rank keeps its slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -16,43 +17,31 @@ from torch.optim import Optimizer
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel.cut import Slices
+from ringdp.parallel.cut import SliceOwner, Slices
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.replicas import gather_json
 
-
-class Whole(Protocol):
-    """Who has the other slices: an engine."""
-
-    comm: Communicator
-    closed: bool
-
-    @property
-    def units(self) -> Sequence[Slices]: ...
-
-    @property
-    def gathers_state(self) -> bool: ...
+_TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
 
 
-_BELONG: WeakSet[Optimizer] = WeakSet()  # optimizers whose hooks are there
-
-
-def belong(optimizer: Optimizer, whole: Whole) -> None:
-    """It is about to step slices for the first time, or those of another engine. Raises UsageError
-    for state of other ones."""
-    keep_slices(optimizer, whole.units)
-    if optimizer not in _BELONG:
-        _BELONG.add(optimizer)
+def take(optimizer: Optimizer, owner: SliceOwner) -> None:
+    """It steps slices of `owner`: from now on its state_dict is of whole parameters. State that it
+    has of whole parameters is sliced; raises UsageError for state that cannot be."""
+    if owner in _TAKEN.get(optimizer, ()):
+        return
+    keep_slices(optimizer, owner.units)
+    if optimizer not in _TAKEN:
         optimizer.register_state_dict_post_hook(_saved)
         optimizer.register_load_state_dict_post_hook(_loaded)
+    _TAKEN.setdefault(optimizer, WeakSet()).add(owner)
 
 
-def _wholes(optimizer: Optimizer) -> list[Whole | None]:
-    return sliced.wholes(p for group in optimizer.param_groups for p in group["params"])
+def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
+    return sliced.owners(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    for engine in _wholes(optimizer):
+    for engine in _owners(optimizer):
         if engine is None or engine.closed or not engine.gathers_state:
             raise UsageError(
                 "state_dict of a sharded model's optimizer: what it keeps is of this rank's flat "
@@ -64,14 +53,14 @@ def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(optimizer: Optimizer) -> None:
-    for engine in _wholes(optimizer):
+    for engine in _owners(optimizer):
         if engine is not None and not engine.closed:
             keep_slices(optimizer, engine.units)
 
 
 def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
-    """State of whole parameters, which a load_state_dict or a step before shard has left, becomes
-    of this rank's slices."""
+    """Replace state of whole parameters, from load_state_dict or a step before shard(), by this
+    rank's slices of it. Raises UsageError for state of another shape."""
     for unit in units:
         for entry, p, shape in zip(
             unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True
@@ -79,17 +68,12 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
             begin, end = unit.plan.part(entry, unit.rank)
             state = optimizer.state.get(p, {})
             for name, value in list(state.items()):
-                if not isinstance(value, Tensor) or _is_slice(name, value, end - begin):
+                if not isinstance(value, Tensor):
                     continue
-                if name != "step" and value.shape == shape:
+                if name != "step" and value.shape == shape and shape != (end - begin,):
                     state[name] = value.reshape(-1)[begin:end].clone()
-                elif value.numel() > 1:
-                    raise UsageError(
-                        f"the {type(optimizer).__name__} has state {name!r} of shape "
-                        f"{list(value.shape)} for parameter {entry.name} of {list(shape)}, and its "
-                        f"slice of {end - begin} elements; allowed: one value for each element, or "
-                        "one for all"
-                    )
+                else:
+                    is_per_element(name, value, (end - begin,), entry.name)
             if begin == end:
                 optimizer.state.pop(p, None)
 
@@ -101,12 +85,12 @@ def gathered(
     state: dict[Any, Any],
     root: int | None = None,
 ) -> dict[Any, Any]:
-    """`state` of slices, by the number of the parameter, whole; where there is a `root`, on other
-    ranks meta tensors. Collective."""
+    """`state`, by the parameter's number, with whole tensors in place of slices. With a `root`,
+    the other ranks get meta tensors. Collective."""
     places = {id(p): (unit, at) for unit in units for at, p in enumerate(unit.parameters)}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
     mine = [
-        [number, name, *_told(name, value, unit.cut.spans[at][1] - unit.cut.spans[at][0])]
+        [number, name, *_described(name, value, unit, at)]
         for number, values in state.items()
         for unit, at in [places.get(id(numbered[number]), (None, 0))]
         if unit
@@ -130,23 +114,30 @@ def gathered(
     return dict(sorted(whole.items()))
 
 
-def _is_slice(name: str, value: Tensor, elements: int) -> bool:
-    """Of so many."""
-    return name != "step" and value.shape == (elements,)
+def is_per_element(name: str, value: Tensor, shape: tuple[int, ...], parameter: str) -> bool:
+    """Whether state has one value for each element of what is stepped, which has that shape, and
+    not one for all. Raises UsageError if it has neither."""
+    if name != "step" and value.shape == shape:
+        return True
+    if value.numel() > 1:
+        raise UsageError(
+            f"the optimizer's state {name!r} of parameter {parameter} has shape "
+            f"{list(value.shape)}, where {list(shape)} is stepped; allowed: one value for each "
+            "element, or one for all"
+        )
+    return False
 
 
-def _told(name: str, value: Any, elements: int) -> tuple[str | None, list[int] | None, Any]:
-    """What others must know: a tensor's dtype, and of a single value its shape and itself."""
+def _described(
+    name: str, value: Any, unit: Slices, at: int
+) -> tuple[str | None, list[int] | None, Any]:  # fmt: skip
+    """(dtype, shape, value) as JSON; shape and value are None for state of each element."""
     if not isinstance(value, Tensor):
         return None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
-    if _is_slice(name, value, elements):
+    begin, end = unit.cut.spans[at]
+    if is_per_element(name, value, (end - begin,), unit.plan.entries[at].name):
         return dtype, None, None
-    if value.numel() > 1:
-        raise UsageError(
-            f"the optimizer's state {name!r} has shape {list(value.shape)} for a slice of "
-            f"{elements} elements; allowed: one value for each element, or one for all"
-        )
     return dtype, list(value.shape), value.tolist()
 
 
@@ -158,11 +149,11 @@ def _gather(
     dtype: torch.dtype,
     root: int | None,
 ) -> list[Tensor]:
-    """Of every parameter of the unit; zeros where a rank has none."""
+    """State `name` of the unit's parameters, in their shapes; zeros where a rank has none."""
     own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.parameters[0].device)
     for p, (begin, end) in zip(unit.parameters, unit.cut.spans, strict=True):
         value = optimizer.state.get(p, {}).get(name)
-        if value is not None and _is_slice(name, value, end - begin):
+        if value is not None and value.shape == (end - begin,):
             own[begin:end] = value
     here = root in (None, comm.rank)
     full = own.new_empty(unit.plan.padded, device=own.device if here else "meta")

@@ -114,7 +114,7 @@ class Reducing:
         for p, gradient, show in zip(unit.parameters, views, turn.shows, strict=True):
             if show:
                 p.grad = gradient
-                sliced.read(gradient, p)
+                sliced.mark_grad(gradient, p)
 
     def start(self, unit: FlatUnit) -> None:
         """Average the unit's gradients over the ranks."""

@@ -15,7 +15,7 @@ from ringdp.parallel import layout
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
 from ringdp.parallel.guards import resting
-from ringdp.parallel.guards.computed import Computed, Gathered, follow, set_data
+from ringdp.parallel.guards.computed import ComputeParam, GatheredParam, follow, set_data
 from ringdp.parallel.memory import Ledger, widths_of
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import Place, put
@@ -101,7 +101,9 @@ class FlatUnit:
         self.views = self.cut.whole(self.full)
         self.computed: Sequence[nn.Parameter] = parameters
         if self.apart:
-            self.computed = [Computed.of(p, v) for p, v in zip(parameters, self.views, strict=True)]
+            self.computed = [
+                ComputeParam.of(p, v) for p, v in zip(parameters, self.views, strict=True)
+            ]
         self.gradients = self._gradients()
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
@@ -145,11 +147,14 @@ class FlatUnit:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        resting.release(self.parameters, Gathered if self.freed else nn.Parameter)
+        resting.release(self.parameters, GatheredParam if self.freed else nn.Parameter)
         if self.apart:
             self.followed = follow(self.computed, self.parameters, self.followed)
             put(self.places, self.computed)
-            resting.guard(self.parameters, resting.Sharded if self.slices else resting.Resting)
+            resting.guard(
+                self.parameters,
+                resting.ShardedParam if self.slices else resting.RestingParam,
+            )
         self._point(self.computed, self.views)
         self.state, self.versions = State.UNSHARDED, [p._version for p in self.computed]
 

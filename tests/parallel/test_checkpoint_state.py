@@ -168,7 +168,7 @@ def keeps_before(
         (3, tensor_or_not, "optimizer/d/w is a tensor on some ranks, and none on others"),
         (3, dtypes, "optimizer/d/w is float64 on rank 1, float32 on another"),
         (3, slash, "ranks 0, 1: the optimizer has state 'a/b'; allowed: names without /"),
-        (3, rows, "state 'd' has shape [3] for a parameter of 16 elements here; allowed: one"),
+        (3, rows, "state 'd' of parameter w has shape [3], where [16] is stepped; allowed: one"),
     ],
 )
 def test_what_could_not_be_loaded_replaces_nothing(ranks, tmp_path, stage, state, said):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from ringdp.parallel.guards.resting import Sharded
+from ringdp.parallel.guards.resting import ShardedParam
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -137,7 +137,7 @@ def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> No
             mixed(batch(0))
     with torch.no_grad():  # reading is free
         assert sum(p.square().sum() for p in model.parameters()) >= 0
-    assert all(type(p) is Sharded for p in model.parameters())
+    assert all(type(p) is ShardedParam for p in model.parameters())
     seen = []
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: seen.append(type(model[1].weight)))

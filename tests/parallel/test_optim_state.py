@@ -125,13 +125,11 @@ def test_what_else_it_steps_is_left_as_it_is(comm: Communicator) -> None:
     assert optimizer.state[other]["exp_avg"] is state["state"][0]["exp_avg"]
     for p in model.parameters():
         optimizer.state[p]["odd"] = torch.ones(2, 2)
-    with (
-        engine.full_parameters(),
-        pytest.raises(UsageError, match=r"'odd' has shape \[2, 2\] for a slice"),
-    ):
+    odd = r"'odd' of parameter 0\.0\.weight has shape \[2, 2\]"
+    with engine.full_parameters(), pytest.raises(UsageError, match=odd):
         optimizer.state_dict()
     state["state"][1]["odd"] = torch.ones(2, 2)
-    with pytest.raises(UsageError, match=r"'odd' of shape \[2, 2\] for parameter 0\.0\.weight"):
+    with pytest.raises(UsageError, match=odd):
         optimizer.load_state_dict(state)
     engine.close()
 

@@ -29,6 +29,7 @@ from ringdp.parallel.checkpoint.plan import planned
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, pieces
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine, check_engine
+from ringdp.parallel.optim_state import is_per_element
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"
@@ -151,16 +152,10 @@ class _Own:
         key = f"optimizer/{name}/{piece.name}"
         if not isinstance(value, Tensor):
             self.scalars[key] = [*piece.writes, value]
-        elif name != "step" and value.shape == piece.parameter.shape:
+        elif is_per_element(name, value, piece.parameter.shape, piece.name):
             self._tensor(key, piece.own(value), piece.shape, piece.writes)
-        elif value.numel() == 1:
-            self._tensor(key, value, piece.shape, piece.writes, list(value.shape))
         else:
-            raise CheckpointError(
-                f"the optimizer's state {name!r} has shape {list(value.shape)} for a parameter of "
-                f"{piece.parameter.numel()} elements here; allowed: one value, or one for each "
-                f"element"
-            )
+            self._tensor(key, value, piece.shape, piece.writes, list(value.shape))
 
     def _tensor(
         self,

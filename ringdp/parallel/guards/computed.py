@@ -1,8 +1,7 @@
-"""Parameters while their unit computes: what was gathered, and with masters apart others in their
-place. See Note [masters apart] in `unit`.
+"""Parameters in their unit's forward and backward: views of the gathered buffer.
 
-What is written to them there, as by a constraint or a codebook in a forward, is lost: an error that
-names them.
+With masters apart they are other nn.Parameters (see Note [masters apart] in `unit`). What is
+written to them, as by a weight constraint in forward, would be lost: an error names the parameter.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringdp.errors import UsageError
 
 
-class Gathered(nn.Parameter):
-    """Counts writes through `p.data` as others, so that they can be told."""
+class GatheredParam(nn.Parameter):
+    """A gathered parameter, in which writes through `p.data` increase _version, too."""
 
     @property
     def data(self) -> Any:
@@ -30,20 +29,20 @@ class Gathered(nn.Parameter):
         set_data(self, values)
 
 
-class Computed(Gathered):
-    """Where it has no gradient of its own, its master's is shown and set, and cleared with its own.
-    It is frozen with its master, too.
+class ComputeParam(GatheredParam):
+    """Computes in the place of its master. Its .grad is its own or else the master's; it is cleared
+    and frozen together with the master's.
 
-    A model's zero_grad or requires_grad_, called between forward and backward, meets these.
+    The model's zero_grad and requires_grad_ find these between forward and backward.
     """
 
-    _master: nn.Parameter | None = None  # a copy has none
+    _master: nn.Parameter | None = None  # None in a copy
 
     @classmethod
     def of(cls, master: nn.Parameter, values: Tensor) -> Self:
         made = cls(values.data, requires_grad=master.requires_grad)  # with a version of its own
         made._master = master
-        _COMPUTED[master] = weakref.ref(made)
+        _COMPUTE_PARAMS[master] = weakref.ref(made)
         return made
 
     @property
@@ -77,20 +76,21 @@ class Computed(Gathered):
 set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
-_COMPUTED: Any = WeakIdKeyDictionary()  # by master, weak references
+_COMPUTE_PARAMS: Any = WeakIdKeyDictionary()  # master -> weak reference to its ComputeParam
 
 
 def computing(master: Any) -> Any:
-    """What computes in its place, if it is one."""
-    made = _COMPUTED.get(master, lambda: None)()
+    """Its ComputeParam if it has one, else itself."""
+    made = _COMPUTE_PARAMS.get(master, lambda: None)()
     return master if made is None else made
 
 
 def follow(
     computed: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], versions: Sequence[int]
 ) -> list[int]:
-    """They take the masters' values, of whose `versions` autograd may have saved some: it is told
-    of newer ones, as of any write. Returns the versions now."""
+    """They take the values and requires_grad of their masters. Where a master's version differs
+    from `versions`, autograd is told of a write, as it may have saved the old values. Returns the
+    versions now."""
     now = [p._version for p in masters]
     if list(versions) != now:
         increment_version(computed)
@@ -100,7 +100,7 @@ def follow(
 
 
 def refuse_lost(names: Sequence[str]) -> None:
-    """Raises UsageError for parameters that were written to, if there are any."""
+    """Raise UsageError if any parameters were written to while they computed."""
     if names:
         raise UsageError(
             f"written to while its unit computes: {', '.join(names)}. There it is a gathered copy, "

@@ -1,7 +1,7 @@
-"""What a copy of a sharded model takes along: its values, and nothing of the engine.
+"""Copies of a sharded model have its values, and nothing of its engine.
 
-`copy.deepcopy` copies a module's hooks with it. Those of an engine would gather and reduce the
-units of the model that was copied whenever the copy is called, on some ranks perhaps.
+`copy.deepcopy` copies a module's hooks. An engine's hooks in a copy would gather and reduce the
+original's units whenever the copy is called, perhaps on some ranks only.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import nn
 
 from ringdp.comm.graph_break import uncompiled
 from ringdp.errors import UsageError
-from ringdp.parallel.guards.resting import Sharded
+from ringdp.parallel.guards.resting import ShardedParam
 
-_SHARDED: WeakSet[nn.Module] = WeakSet()  # every module of every sharded model; no copy of one
+_SHARDED: WeakSet[nn.Module] = WeakSet()  # all modules of sharded models; no copies
 
 
-# Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run as they
-# are, between graphs. Traced, they would gather when they are compiled, not when they are run.
+# Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run eagerly
+# between graphs. If they were traced, they would gather during compilation, not when run.
 @uncompiled
 class Hook:
-    """An engine's, on a module. What a copy of the module has in its place does nothing.
+    """An engine's hook on a module. In a copy of the module it does nothing.
 
-    `may_copy`: whether parameters are whole.
+    `may_copy`: whether parameters are whole; otherwise deepcopy raises UsageError.
     """
 
     def __init__(self, call: Callable[..., Any], may_copy: Callable[[], bool]) -> None:
@@ -53,7 +53,7 @@ Own = Callable[[Callable[..., Any]], Hook]  # makes a function a Hook of one eng
 
 
 def _nothing(*_: object) -> None:
-    """In the place of a hook."""
+    """A hook's replacement in a copy."""
 
 
 def mark(model: nn.Module) -> None:
@@ -65,8 +65,8 @@ def unmark(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Raises UsageError if it is sharded, or a part of it, or what it is a part of, or if it has
-    slices of a shard() that did not come to its end."""
+    """Raise UsageError if the model, a part of it, or a model around it is sharded, or if it has
+    slices left by a shard() that failed."""
     for name, module in model.named_modules():
         if module in _SHARDED:
             what = f"module {name} of this model" if name else "this model"
@@ -76,7 +76,7 @@ def check(model: nn.Module) -> None:
                 "DistributedDataParallel none that is sharded"
             )
     for name, p in model.named_parameters():
-        if isinstance(p, Sharded):
+        if isinstance(p, ShardedParam):
             raise UsageError(
                 f"parameter {name} is this rank's slice. If a module sharded before has it, too, "
                 "shard one around both in place of each; if a shard() failed on its way, make the "

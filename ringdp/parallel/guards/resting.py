@@ -1,10 +1,10 @@
-"""Parameters while they rest, outside their unit's use: to use one is an error that names it.
+"""Parameters at rest, outside their unit's forward and backward: to use one is an error.
 
-Between uses (while it is used, see `computed`) a parameter is this rank's flat slice, and what
-autograd made of it there would be wrong without a word. So while it is one, its class is `Sharded`,
-which refuses whatever would record a graph. Reading under no_grad, as optimizers do, goes through
-(of norms see `sliced`), and so do `backward(inputs=...)` and `autograd.grad`: see `Resting`. How
-many dimensions it has is told of the whole, as scripts sort by them what decays.
+Between uses (see `computed` for the uses) a parameter is this rank's flat slice, and autograd would
+silently compute something else with it. So its class is `ShardedParam` then, which raises an error
+that names it for whatever would record a graph. Reads under no_grad, such as an optimizer's, go
+through (for norms see `sliced`), as do `backward(inputs=...)` and `autograd.grad` (see
+`RestingParam`). dim() is that of the whole parameter, since scripts choose weight decay by it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import sliced
-from ringdp.parallel.guards.computed import Gathered, computing
+from ringdp.parallel.guards.computed import GatheredParam, computing
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Resting(nn.Parameter):
-    """A parameter while another may compute in its place: to a backward that shall end there, it is
-    that one, as no graph is made of it. See Note [masters apart] in `unit`."""
+class RestingParam(nn.Parameter):
+    """A master parameter while another one computes in its place: `backward(inputs=...)` and
+    `autograd.grad` find that one instead. See Note [masters apart] in `unit`."""
 
     @classmethod
     def __torch_function__(
@@ -36,25 +36,25 @@ class Resting(nn.Parameter):
         named = kwargs or {}
         if func is torch.autograd.backward and named.get("inputs"):
             named = named | {"inputs": [computing(t) for t in named["inputs"]]}
-        if func is torch.autograd.grad:  # which passes outputs and inputs on as tuples
+        if func is torch.autograd.grad:  # its arguments are tuples by now
             args = (args[0], tuple(map(computing, args[1])))
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 return func(*args, **named)
             except RuntimeError as e:
-                if cls is Resting and _mixes_dtypes(args, named):
+                if cls is RestingParam and _mixes_dtypes(args, named):
                     raise _refusal(args, named, _AT_REST) from e
                 raise
 
 
-class Sharded(Resting):
-    """A parameter while it is a slice."""
+class ShardedParam(RestingParam):
+    """A parameter that is this rank's slice."""
 
     _ringdp_guards = True  # see `sliced`
 
     def full_tensor(self) -> Tensor:
-        """As of torch's DTensor. Collective."""
-        return sliced.full(self)
+        """The whole parameter, as torch's DTensor.full_tensor. Collective."""
+        return sliced.full_tensor(self)
 
     @classmethod
     def __torch_function__(
@@ -63,12 +63,12 @@ class Sharded(Resting):
         run = super().__torch_function__
         if func in (torch.autograd.backward, torch.autograd.grad):
             return run(func, types, args, kwargs)
-        if func in sliced.OF_ALL and not _records(args, kwargs):
-            args, kwargs = tree_map_only(Sharded, Tensor.detach, (args, kwargs or {}))
+        if func in sliced.COLLECTIVE and not _records(args, kwargs):
+            args, kwargs = tree_map_only(ShardedParam, Tensor.detach, (args, kwargs or {}))
             return func(*args, **kwargs)
         if func in _DIMENSIONS:
             return args[0]._ringdp_ndim
-        if func in _ON_TRUST:
+        if func in _UNCHECKED:
             raise _refusal(args, kwargs)
         try:
             out = run(func, types, args, kwargs)
@@ -79,22 +79,22 @@ class Sharded(Resting):
         ):
             raise _refusal(args, kwargs)
         if out is not None and func == _grad.__get__:
-            sliced.read(out, args[0])
-        elif type(out) is Tensor and args and isinstance(args[0], Sharded):
-            sliced.part(out, args[0])
+            sliced.mark_grad(out, args[0])
+        elif type(out) is Tensor and args and isinstance(args[0], ShardedParam):
+            sliced.mark_values(out, args[0])
         return out
 
 
 _grad: Any = Tensor.grad
 _ndim: Any = Tensor.ndim
 _DIMENSIONS = (Tensor.dim, Tensor.ndimension, _ndim.__get__)
-# These take shapes on trust: the first reads past the slices; nn.init's orthogonal_ and eye_, which
-# have asked for the dimensions alone, would write something else with the others.
-_ON_TRUST = (torch._weight_norm, Tensor.view_as, torch.eye)
+# These do not check shapes: _weight_norm would read past the slice; nn.init's orthogonal_ and eye_,
+# which check only dim(), would fill it wrongly with the others.
+_UNCHECKED = (torch._weight_norm, Tensor.view_as, torch.eye)
 
 
 def _records(args: Any, kwargs: Any) -> bool:
-    """Whether a graph would be made of this call."""
+    """Whether autograd would record this call."""
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -119,33 +119,34 @@ _AT_REST = (
 
 
 def _refusal(args: Any, kwargs: Any, why: str = _A_SLICE) -> UsageError:
-    used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Resting)]
+    used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, RestingParam)]
     names = ", ".join(dict.fromkeys(getattr(t, "_ringdp_name", "a parameter") for t in used))
     return UsageError(f"{names} {why}")
 
 
 def name(parameter: nn.Parameter, text: str) -> None:
-    """What errors call it, which is whole yet."""
+    """Store the name and the dimensions of a parameter that is still whole."""
     parameter._ringdp_name = text  # type: ignore[attr-defined]
     parameter._ringdp_ndim = parameter.ndim  # type: ignore[attr-defined]
 
 
-def guard(parameters: Sequence[nn.Parameter], into: type[Resting] = Sharded) -> None:
-    """From now on they refuse to be used, or are Resting. Subclasses of a user's are left alone."""
+def guard(parameters: Sequence[nn.Parameter], into: type[RestingParam] = ShardedParam) -> None:
+    """Change their class to `into`. The user's own subclasses are left alone."""
     for p in parameters:
-        if type(p) in (nn.Parameter, Gathered):
+        if type(p) in (nn.Parameter, GatheredParam):
             p.__class__ = into
 
 
 def release(parameters: Sequence[nn.Parameter], into: type[nn.Parameter] = nn.Parameter) -> None:
-    """They are ordinary parameters again, or Gathered."""
+    """Undo `guard`: they are ordinary parameters again, or GatheredParam."""
     for p in parameters:
-        if type(p) in (Resting, Sharded):
+        if type(p) in (RestingParam, ShardedParam):
             p.__class__ = into
 
 
 def unguarded(method: Callable[P, R]) -> Callable[P, R]:
-    """Of the engine's own: to ask a `Resting` takes ten times as long elsewhere."""
+    """A method of the engine's in which a guarded parameter is read without __torch_function__,
+    which takes ten times as long."""
 
     @wraps(method)
     def call(*args: P.args, **named: P.kwargs) -> R:

@@ -1,131 +1,117 @@
-"""A sharded parameter and its gradient, as the user reads them: this rank's slice, whose norm is
-the whole one's.
+"""Tensor subclasses for this rank's slices: their norm is that of the whole tensor, over all ranks.
 
-So torch's own clip_grad_norm_ and GradScaler, and norms that are logged, come to what they would be
-in one process, as with FSDP2's DTensors. A norm, and GradScaler's look for what is not finite, are
-therefore collective: every rank must take them, of the same parameters. All else is of the slice.
-`ringdp.clip_grad_norm_` takes one collective where torch's takes one for each parameter.
+So torch's own clip_grad_norm_ and GradScaler, and logged norms, give what they would give in one
+process, as with FSDP2's DTensors. A norm, and GradScaler's check for inf and NaN, are therefore
+collective: every rank must take them, of the same parameters. Everything else applies to the slice.
+(`ringdp.clip_grad_norm_` takes one collective; torch's takes one for each parameter.)
 
-A gradient is `Sliced` from the end of its backward, or once it has been read from a parameter
-between steps, and so is what has its shape and is made of it (`p.grad.detach()`); what is made of
-the parameter (`p.data`) is a `Part`. An optimizer that steps finds plain tensors.
+A p.grad is a `Slice` from the end of backward on, or once it has been read between steps, and so is
+a tensor of the same shape made from it, such as `p.grad.detach()`. A tensor made from a parameter,
+such as `p.data`, is a `ParamSlice`. While an optimizer steps, both are plain tensors.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel.cut import Slices
+from ringdp.parallel.cut import SliceOwner
+
+_OWNERS: Any = WeakIdKeyDictionary()  # parameter -> weak reference to its SliceOwner
 
 
-class Whole(Protocol):
-    """Who has the other slices: an engine."""
+class Slice(Tensor):
+    """This rank's slice of a gradient."""
 
-    comm: Communicator
-
-    @property
-    def units(self) -> Sequence[Slices]: ...
-
-    def check_reduced(self, what: str) -> None: ...
-
-
-_WHOLES: Any = WeakIdKeyDictionary()  # parameter -> a weak reference to its Whole
-
-
-class Sliced(Tensor):
-    """A slice of a gradient."""
-
-    _ringdp_whole: weakref.ref[Whole]
+    _ringdp_owner: weakref.ref[SliceOwner]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
         if any(getattr(t, "_ringdp_guards", False) for t in types):
-            return NotImplemented  # it comes next, and knows whether a graph would be made
+            return NotImplemented  # ShardedParam's runs next, and sees whether a graph is recorded
         with torch._C.DisableTorchFunctionSubclass():
-            if func in OF_ALL:
-                return OF_ALL[func](*args, **(kwargs or {}))
+            if func in COLLECTIVE:
+                return COLLECTIVE[func](*args, **(kwargs or {}))
             first = args[0] if args else None
-            if func in _LEAVE and isinstance(first, Sliced):
+            if func in _LEAVE and isinstance(first, Slice):
                 return func(first.as_subclass(Tensor), *args[1:], **(kwargs or {}))
             out = func(*args, **(kwargs or {}))
-            if type(out) is Tensor and isinstance(first, Sliced) and out.shape == first.shape:
-                _mark(out, first._ringdp_whole, type(first))
+            if type(out) is Tensor and isinstance(first, Slice) and out.shape == first.shape:
+                _mark(out, first._ringdp_owner, type(first))
             return out
 
 
-class Part(Sliced):
-    """A slice of a parameter's values."""
+class ParamSlice(Slice):
+    """This rank's slice of a parameter's values."""
 
 
-def belong(parameters: Iterable[nn.Parameter], whole: Whole) -> None:
-    """From now on what is read as their gradients is sliced."""
-    reference = weakref.ref(whole)
+def register(parameters: Iterable[nn.Parameter], owner: SliceOwner) -> None:
+    """These parameters are slices, of which `owner` can reach the others."""
+    reference = weakref.ref(owner)
     for p in parameters:
-        _WHOLES[p] = reference
+        _OWNERS[p] = reference
 
 
-def wholes(parameters: Iterable[Tensor]) -> list[Any]:
-    """Of those that are slices, who has the others, each once; None: it is gone."""
-    references = {id(whole): whole for p in parameters if (whole := _WHOLES.get(p))}
-    return [whole() for whole in references.values()]
+def owners(parameters: Iterable[Tensor]) -> list[Any]:
+    """The distinct owners of those that are slices; None for an owner that is gone."""
+    references = {id(owner): owner for p in parameters if (owner := _OWNERS.get(p))}
+    return [owner() for owner in references.values()]
 
 
-def read(gradient: Tensor, parameter: nn.Parameter) -> None:
-    """The user gets it from the parameter, which is a slice."""
-    if type(gradient) is Tensor and (whole := _WHOLES.get(parameter)):
-        _mark(gradient, whole)
+def mark_grad(gradient: Tensor, parameter: nn.Parameter) -> None:
+    """Make the user's view of p.grad a Slice, if the parameter is one."""
+    if type(gradient) is Tensor and (owner := _OWNERS.get(parameter)):
+        _mark(gradient, owner)
 
 
-def part(values: Tensor, parameter: nn.Parameter) -> None:
-    """They are made of the parameter, which is a slice."""
+def mark_values(values: Tensor, parameter: nn.Parameter) -> None:
+    """Make a tensor made from the parameter a ParamSlice, if its shape is that of the slice."""
     with torch._C.DisableTorchFunctionSubclass():
-        if values.shape == parameter.shape and parameter in _WHOLES:
-            _mark(values, _WHOLES[parameter], Part)
+        if values.shape == parameter.shape and parameter in _OWNERS:
+            _mark(values, _OWNERS[parameter], ParamSlice)
 
 
-def full(parameter: nn.Parameter) -> Tensor:
-    """Of a slice all there is. Collective."""
-    if (whole := _WHOLES[parameter]()) is None:
+def full_tensor(parameter: nn.Parameter) -> Tensor:
+    """The whole parameter, in its shape. Collective."""
+    if (owner := _OWNERS[parameter]()) is None:
         raise UsageError("full_tensor(), but the engine that has the other slices is gone")
     with torch._C.DisableTorchFunctionSubclass():
         own = parameter.detach()
-    places = ((u, at) for u in whole.units for at, p in enumerate(u.parameters) if p is parameter)
+    places = ((u, at) for u in owner.units for at, p in enumerate(u.parameters) if p is parameter)
     unit, at = next(places)
-    parts = [unit.plan.part(unit.plan.entries[at], rank) for rank in range(whole.comm.size)]
+    parts = [unit.plan.part(unit.plan.entries[at], rank) for rank in range(owner.comm.size)]
     out = own.new_empty(unit.plan.entries[at].elements)
-    whole.comm.all_gather_v(out, own, [end - begin for begin, end in parts], tag=unit.index)
+    owner.comm.all_gather_v(out, own, [end - begin for begin, end in parts], tag=unit.index)
     return out.view(unit.cut.shapes[at])
 
 
-Emptied = list[tuple[nn.Parameter, Tensor]]  # whose gradients have no elements, and these
+Emptied = list[tuple[nn.Parameter, Tensor]]  # parameters without elements here, their gradients
 
 
 def release(parameters: Iterable[nn.Parameter]) -> Emptied:
-    """An optimizer is about to step them: their gradients are plain, and no slice is empty. Returns
-    what has been taken off for that."""
+    """Before an optimizer's step: make gradients plain tensors, and take away those without
+    elements, for which the optimizer would keep state. Returns these."""
     emptied: Emptied = []
     for p in parameters:
-        if isinstance(p.grad, Sliced):
+        if isinstance(p.grad, Slice):
             p.grad.__class__ = Tensor  # type: ignore[assignment]
         if p.grad is not None and not p.numel():
             emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
-            p.grad = None  # else it would keep a state for it
+            p.grad = None
     return emptied
 
 
 def restore(emptied: Emptied) -> None:
-    """It has stepped: every rank has gradients of the same parameters again, for their norms."""
+    """After the step: every rank has gradients of the same parameters again, for their norms."""
     while emptied:
         p, gradient = emptied.pop()
         increment_version(p)  # as on ranks where it is not empty
@@ -133,26 +119,26 @@ def restore(emptied: Emptied) -> None:
             p.grad = gradient
 
 
-def _mark(tensor: Tensor, whole: weakref.ref[Whole], into: type[Sliced] = Sliced) -> None:
+def _mark(tensor: Tensor, owner: weakref.ref[SliceOwner], into: type[Slice] = Slice) -> None:
     tensor.__class__ = into
-    tensor._ringdp_whole = whole  # type: ignore[attr-defined]
+    tensor._ringdp_owner = owner  # type: ignore[attr-defined]
 
 
-def _wholes(tensors: Sequence[Tensor], what: str) -> dict[Whole, list[int]]:
-    """Who has the others of which of the tensors."""
-    found: dict[Whole, list[int]] = {}
+def _by_owner(tensors: Sequence[Tensor], what: str) -> dict[SliceOwner, list[int]]:
+    """The indices of the slices among the tensors, by owner."""
+    found: dict[SliceOwner, list[int]] = {}
     for at, t in enumerate(tensors):
-        if isinstance(t, Sliced):
-            if (whole := t._ringdp_whole()) is None:
+        if isinstance(t, Slice):
+            if (owner := t._ringdp_owner()) is None:
                 raise UsageError(f"{what}, but the engine that has the other slices is gone")
-            found.setdefault(whole, []).append(at)
-    for whole, places in found.items():
-        if not all(isinstance(tensors[at], Part) for at in places):
-            whole.check_reduced(what)
+            found.setdefault(owner, []).append(at)
+    for owner, places in found.items():
+        if not all(isinstance(tensors[at], ParamSlice) for at in places):
+            owner.check_reduced(what)
     return found
 
 
-# ---- of all slices: torch's functions, by their signatures
+# ---- torch's functions of all ranks' slices, with torch's signatures
 
 
 def _norms(tensors: Sequence[Tensor], given: Any, dtype: torch.dtype | None) -> list[Tensor]:
@@ -160,16 +146,16 @@ def _norms(tensors: Sequence[Tensor], given: Any, dtype: torch.dtype | None) -> 
     if not order > 0:
         raise UsageError(f"the norm of order {given!r} of a sharded tensor; allowed: above 0")
     out = [
-        t if isinstance(t, Sliced) else torch.linalg.vector_norm(t, order, dtype=dtype)
+        t if isinstance(t, Slice) else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in tensors
     ]
-    for whole, places in _wholes(tensors, "the norm of gradients is taken").items():
+    for owner, places in _by_owner(tensors, "the norm of gradients is taken").items():
         mine = torch.zeros(len(places), dtype=torch.float64)
         for i, at in enumerate(places):
             if tensors[at].numel():
                 mine[i] = torch.linalg.vector_norm(tensors[at], order, dtype=torch.float64)
-        every = torch.empty(whole.comm.size * len(places), dtype=torch.float64)
-        whole.comm.all_gather(every, mine)
+        every = torch.empty(owner.comm.size * len(places), dtype=torch.float64)
+        owner.comm.all_gather(every, mine)
         norms = torch.linalg.vector_norm(every.view(-1, len(places)), order, dim=0)
         for at, norm in zip(places, norms, strict=True):
             out[at] = norm.to(tensors[at].device, dtype or tensors[at].dtype)
@@ -209,15 +195,15 @@ def _linalg_norm(tensor: Tensor, ord: Any = None, **others: Any) -> Tensor:
 
 
 def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    wholes = _wholes(tensors, "gradients are unscaled")
+    owners = _by_owner(tensors, "gradients are unscaled")
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
-    for whole in wholes:
+    for owner in owners:
         found = found_inf.cpu().view(1)
-        whole.comm.all_reduce(found, "max")
+        owner.comm.all_reduce(found, "max")
         found_inf.copy_(found.view(found_inf.shape))
 
 
-OF_ALL: dict[Any, Callable[..., Any]] = {
+COLLECTIVE: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,
     torch.linalg.vector_norm: _norm,
     torch.linalg.norm: _linalg_norm,
@@ -225,4 +211,4 @@ OF_ALL: dict[Any, Callable[..., Any]] = {
     Tensor.norm: _norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
-_LEAVE = {Tensor.__deepcopy__, Tensor.__reduce_ex__}  # what makes a tensor that knows no engine
+_LEAVE = {Tensor.__deepcopy__, Tensor.__reduce_ex__}  # copies are plain tensors

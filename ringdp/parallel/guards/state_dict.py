@@ -1,9 +1,9 @@
-"""state_dict and load_state_dict of a model that an engine holds, and of any of its modules.
+"""state_dict and load_state_dict of a sharded model and of its modules.
 
-From stage 1 on they would be of this rank's slices, and are refused unless the parameters are
-whole, and what is loaded is kept. In stage 0 they are of the masters, in the midst of an iteration
-too, where modules hold the parameters that compute (see Note [masters apart] in `unit`): those are
-of less precision, and what is loaded into them is lost.
+From stage 1 on the parameters are slices: both raise an error unless the parameters are whole and,
+for loading, writes are kept. In stage 0 both use the masters, even during an iteration, when the
+modules hold the parameters that compute (see Note [masters apart] in `unit`): those have less
+precision, and what is loaded into them would be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ringdp.parallel.unit import FlatUnit, State
 def guard(
     model: nn.Module, may_save: Callable[[], bool], may_load: Callable[[], bool], own: Own
 ) -> list[RemovableHandle]:
-    """Refuses them, from now on, unless they may."""
+    """Hooks that raise UsageError in state_dict unless `may_save`, in load_state_dict unless
+    `may_load`."""
 
     def refuse(what: str, allowed: bool, instead: str) -> None:
         if not allowed:
@@ -50,11 +51,11 @@ def guard(
 def of_masters(
     model: nn.Module, gathering: Gathering, given: Unmanaged, own: Own
 ) -> list[RemovableHandle]:
-    """In stage 0 they are, from now on: the units rest meanwhile."""
+    """For stage 0: hooks that put units to rest for the time of the call."""
     units = [unit for unit in gathering.units if not unit.static]
     if not units:
         return []
-    resting: dict[nn.Module, list[FlatUnit]] = {}  # by the outermost module that is asked
+    resting: dict[nn.Module, list[FlatUnit]] = {}  # by the outermost module called
 
     def rest(module: nn.Module, *_: Any) -> None:
         resting[module] = [u for u in units if u.state is State.UNSHARDED]

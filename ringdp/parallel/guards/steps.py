@@ -1,4 +1,4 @@
-"""Which optimizers step a sharded model, and when: after backward, element by element."""
+"""Which optimizers may step a sharded model, and when: element-wise ones, after backward."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.optim.optimizer import (
 from ringdp.errors import UsageError
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.guards import resting, sliced
-from ringdp.parallel.guards.computed import Computed
+from ringdp.parallel.guards.computed import ComputeParam
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.unit import FlatUnit, State
 
-# Classes, torch's and others', that look at a parameter, or at all of them, as a whole.
+# Classes, torch's and others', that need a parameter, or all of them, as a whole.
 _NOT_BY_ELEMENT = frozenset(
     {"Adafactor", "CAME", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
 )
 
 
-class Steps(Protocol):
-    """Who wants to know."""
+class StepListener(Protocol):
+    """What `listen` calls."""
 
     def before_step(self, optimizer: Optimizer) -> None: ...
 
     def after_step(self, optimizer: Optimizer) -> None: ...
 
 
-def listen(who: Steps) -> list[Any]:
-    """Tells of every step of any optimizer, until these handles are removed."""
+def listen(who: StepListener) -> list[Any]:
+    """Calls `who` around every step of any optimizer, until the returned handles are removed."""
     return [
         register_optimizer_step_pre_hook(lambda optimizer, *_: who.before_step(optimizer)),
         register_optimizer_step_post_hook(lambda optimizer, *_: who.after_step(optimizer)),
@@ -41,10 +41,11 @@ def listen(who: Steps) -> list[Any]:
 
 
 def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
-    """Whether it has parameters of theirs. Raises UsageError if they are not those at rest."""
+    """Whether it steps parameters of these units. Raises UsageError if it has their temporary
+    parameters instead, which exist only from forward to backward."""
     ours = {id(p) for unit in units for p in unit.parameters}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(isinstance(p, Computed) for p in parameters):  # See Note [masters apart]
+    if any(isinstance(p, ComputeParam) for p in parameters):  # See Note [masters apart]
         passing = {id(p) for unit in units for p in unit.computed} - ours
         if any(id(p) in passing for p in parameters):
             raise UsageError(
@@ -56,7 +57,7 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
 
 
 def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
-    """Raises UsageError if it must not step now, or not at all."""
+    """Raise UsageError if it must not step now, or not at all."""
     if in_backward():
         raise UsageError(
             "an optimizer steps within backward, where gradients are not reduced yet and weights "
@@ -69,7 +70,7 @@ def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
 
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
-    """Raises UsageError if it cannot step slices."""
+    """Raise UsageError if it cannot step slices."""
     if not _NOT_BY_ELEMENT.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise UsageError(
             f"{type(optimizer).__name__} needs whole parameters, and {where} has this rank's "
@@ -78,14 +79,14 @@ def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
 
 
 def release(units: Sequence[FlatUnit]) -> sliced.Emptied:
-    """An optimizer is about to step them. Returns what is taken off for that."""
+    """Before an optimizer's step: make them ordinary parameters. See `sliced.release`."""
     for unit in units:
         resting.release(unit.parameters)
     return sliced.release(p for u in units if u.slices for p in u.parameters)
 
 
 def restore(units: Sequence[FlatUnit], emptied: sliced.Emptied) -> None:
-    """An optimizer, theirs or another, has stepped. `emptied`: what `release` returned."""
+    """After any optimizer's step. `emptied`: what `release` returned."""
     sliced.restore(emptied)
     for unit in units:
         if unit.state is State.SHARDED and unit.slices:

@@ -1,13 +1,13 @@
-"""Parameters that no unit has, so that ranks would train apart without a word.
+"""Finds parameters that belong to no unit, with which the ranks would silently diverge.
 
-    another parameter   load_state_dict(assign=True), or a layer put in another's place
-    a new one           an adapter that is added to a layer
-    a tensor            functional_call, where masters are apart
+    another parameter   from load_state_dict(assign=True), or from a layer put in another's place
+    a new parameter     from an adapter added to a layer
+    a tensor            from functional_call, where masters are apart
 
-No hook is on them: their gradients would be each rank's own, and where masters are apart the next
-gather would put the old ones back. The model is looked through for them where an iteration starts.
-One that is not trained, in a place of its own, does no harm; nor do others without a gradient, as
-averages that are evaluated, where masters are not apart.
+They have no hooks: their gradients would not be reduced, and where masters are apart the next
+gather would put the old parameters back. The model is searched when an iteration starts. A new
+parameter that does not train is allowed; so is anything while no gradients are recorded (such as
+averaged weights for evaluation), unless masters are apart.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ringdp.parallel.unit import FlatUnit
 
 
 class Unmanaged:
-    """What `shard` was given: the parameters of a model in their places."""
+    """Knows the parameters that `shard` was given, and their places in the model."""
 
     def __init__(self, model: nn.Module, units: Sequence[FlatUnit]) -> None:
         self.model, self.units = model, units
         self._ids: set[int] = set()
-        self._at: dict[nn.Module, dict[str, tuple[int, int]]] = {}  # what may be in a place
+        self._at: dict[nn.Module, dict[str, tuple[int, int]]] = {}  # ids allowed in each place
         for unit in units:
             for where, p, c in zip(unit.places, unit.parameters, unit.computed, strict=True):
                 self._ids.update(both := (id(p), id(c)))
@@ -35,14 +35,15 @@ class Unmanaged:
                     self._at.setdefault(module, {})[name] = both
 
     def begin(self) -> None:
-        """An iteration starts: `check`, and that those always whole have the shape they had."""
+        """At the start of an iteration: `check`, and check the shapes of parameters that are never
+        gathered."""
         self.check()
         for unit in self.units if torch.is_grad_enabled() else ():
             if unit.static and unit.widths.trainable:  # others settle when they are gathered
                 unit.check(unit.views)
 
     def check(self) -> None:
-        """Raises UsageError for a parameter that was not given."""
+        """Raise UsageError for a parameter that `shard` was not given."""
         if not (torch.is_grad_enabled() or any(unit.apart for unit in self.units)):
             return
         for module in self.model.modules():
