@@ -3,8 +3,7 @@
     norm = √(Σ over ranks r, in order, of squared_norm of r's shards of all units), in float64
 
 In stage 0 a rank has every shard and adds them in that order by itself. `torch.nn.utils`' own
-clipping is right as well (see `guards.sliced`), in other bits and with a collective for each
-parameter.
+clipping works as well (see `guards.sliced`), with other bits and one collective per parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ringdp.parallel.unit import FlatUnit
 
 
 def grad_norm(engine: Engine) -> float:
-    """The L2 norm of all gradients. A parameter without a gradient counts as zero. Collective."""
+    """The L2 norm of all gradients; a missing gradient counts as zero. Collective."""
     whole = engine.stage.optimizer is Keep.FULL
     count = engine.comm.size if whole else 1
     shards = [unit.gradients.reduced.view(count, -1) for unit in _settled(engine)]
@@ -37,10 +36,11 @@ def grad_norm(engine: Engine) -> float:
 
 
 def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
-    """Scale all gradients so that their L2 norm is at most `max_norm`, above 0. Collective.
+    """Scale all gradients so that their L2 norm is at most `max_norm` > 0. Collective.
 
-    Returns the norm that it was. As torch.nn.utils.clip_grad_norm_: by max_norm / (norm + 1e-6)
-    where that is below 1. Raises UsageError while gradients of no_sync wait.
+    Returns the norm before clipping. As torch.nn.utils.clip_grad_norm_, multiplies by
+    max_norm / (norm + 1e-6) if that is below 1. Raises UsageError while gradients of no_sync are
+    not reduced.
     """
     check_engine("clip_grad_norm_", engine)
     if not max_norm > 0:
@@ -55,7 +55,7 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
 
 
 def unscale_gradients(engine: Engine, scale: float) -> bool:
-    """Divide them by `scale`; whether all on all ranks are finite then. Collective."""
+    """Divide all gradients by `scale`. Returns whether all are finite on all ranks. Collective."""
     units = _settled(engine)
     found = torch.zeros(1, device=units[0].gradients.reduced.device if units else None)
     for unit in units:
@@ -66,14 +66,12 @@ def unscale_gradients(engine: Engine, scale: float) -> bool:
 
 
 def _settled(engine: Engine) -> list[FlatUnit]:
-    """Units whose `gradient` is what their `p.grad` are."""
+    """The units that train, after every p.grad has been stored in its unit's gradient memory."""
     engine.check_reduced("gradients are clipped or scaled")
     units = [u for u in engine.units if u.widths.trainable]
     for unit in units:
-        for p, view in zip(unit.parameters, unit.gradients.views(), strict=True):
-            if p.grad is None:
-                view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr():  # the user has put another one there
-                view.copy_(p.grad)
+        views = unit.gradients.store([p.grad for p in unit.parameters])
+        for p, view in zip(unit.parameters, views, strict=True):
+            if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
                 p.grad = view
     return units

@@ -1,11 +1,11 @@
-"""Which units hold all their values: gathered as they are used or just ahead, freed after.
+"""Gathers units when they are used or just ahead, and frees them after.
 
 Note [nodes run in reverse]
-    Autograd runs the nodes that are ready in the reverse order of their making. So once the
-    backward of one unit starts, the last call of any unit after it is through, whether or not it
-    had gradients to make, and its weights (frozen ones too) may go. Only units around it still have
-    nodes to run, and one called before as well is gathered again by that call's hook. The hooks of
-    units that return the same tensor run the inner one's first, so that one stays too.
+    Autograd runs ready nodes in the reverse order of their creation. So when the backward of a unit
+    starts, the backward of every later call is over, whether or not it had gradients to make, and
+    those units' weights (frozen ones too) can be freed. Only enclosing units still have nodes to
+    run. A unit that was also called earlier is gathered again by the hook of that call. Where
+    nested units return the same tensor, the inner one's hook runs first, so it is kept too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ringdp.parallel.unit import FlatUnit, State
 
 
 class Gathering:
-    """Over the units of one model.
+    """Gathers and frees the units of one model.
 
-    `limit`: bytes that may be gathered and not yet used. `reducing`: whose buckets count with them,
-    None where they do not. See Note [gathers yield to reductions].
+    `limit`: bytes of units that may be gathered and not yet used. `reducing`: its buckets count
+    as such bytes; None if they do not. See Note [gathers yield to reductions].
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class Gathering:
     ) -> None:
         self.units, self.groups, self.comm = units, groups, comm
         self._reducing = reducing
-        self._deferred = False  # whether a gather waits for a reduction
+        self._deferred = False  # whether gathers wait for a reduction
         self._frees = any(u.freed for u in units)
         self._sizes = [u.bytes if u.freed else 0 for u in units]
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
-        self.callers: list[set[int]] = [set() for _ in units]  # of each unit: those that call it
-        self.in_use: list[int] = []  # units whose forward or backward runs, innermost last
-        self._amid: list[int] = []  # those whose forward has a backward within it, which runs
-        self.again = False  # whether another backward is to come, through the weights of this one
+        self.callers: list[set[int]] = [set() for _ in units]  # whose forwards call each unit
+        self.in_use: list[int] = []  # units in forward or backward, innermost last
+        self._amid: list[int] = []  # units in a forward that runs this backward
+        self.again = False  # whether another backward will need this one's weights
         self._order, self._seen = forecast(groups), list[int]()
-        self._position: int | None = -1  # in the order; None: not foreseen
+        self._position: int | None = -1  # in `_order`; None: not predicted
         self._ahead: set[int] = set()  # gathered before their use
-        self.over = True  # whether the next forward starts an iteration: all are sharded
+        self.over = True  # the next forward starts an iteration: all are sharded
 
     def begin(self, *, foreseen: bool) -> None:
-        """A new iteration starts, after which nothing may be left of one without a backward: what
-        its slices are may have changed. One not `foreseen`, of a unit's call alone, gathers nothing
-        ahead: after it that would be in vain."""
+        """A new iteration starts: reshard what a forward without a backward has gathered ahead, as
+        the slices may have changed since. If it is not `foreseen` (a call of a unit by itself),
+        nothing is gathered ahead."""
         for index in self._ahead:
             if self.units[index].state is State.GATHERING:
                 self.units[index].unshard()
@@ -63,7 +63,7 @@ class Gathering:
         self._position, self.over = -1 if foreseen else None, False
 
     def use(self, index: int) -> None:
-        """Wait until the unit is unsharded; start the gathers of the next ones first."""
+        """Unshard the unit, after starting the gathers of the next ones."""
         unit = self.units[index]
         if self._position is not None:
             self._position = position_of(index, self._order, self._position)
@@ -77,9 +77,9 @@ class Gathering:
             unit.unshard()
 
     def done_with(self, index: int, *, free: bool) -> None:
-        """The unit's forward or backward is through; `free` it if its stage does that.
+        """The unit's forward or backward is over: `free` it if its stage does that.
 
-        What would be gathered again at once stays: the last unit of a forward, for its backward.
+        A unit that would be gathered again at once stays: the last one of a forward.
         """
         self.leave([index])
         unit = self.units[index]
@@ -95,30 +95,30 @@ class Gathering:
         self.prefetch()
 
     def leave(self, indices: Sequence[int]) -> None:
-        """A forward of theirs, or backward, runs no more."""
+        """Their forward or backward does not run any more."""
         for index in indices:
             for running in (self.in_use, self._amid):
                 if index in running:
                     running.remove(index)
 
     def are_nested(self, a: int, b: int) -> bool:
-        """Whether one is the other, or lies in its forward."""
+        """Whether they are the same unit, or one is called in the other's forward."""
         return a == b or a in self.callers[b] or b in self.callers[a]
 
     def free_before(self, index: int) -> None:
-        """The backward of a unit starts, or a forward again within it: those before it are through.
-        See Note [nodes run in reverse]."""
+        """A unit's backward or recomputation starts: free those whose backward is over. See Note
+        [nodes run in reverse]."""
         for other in list(self.in_use):
             if not (other in self._amid or self.are_nested(index, other)):
                 self.done_with(other, free=True)
 
     def begin_backward(self, *, amid: bool, again: bool) -> None:
-        """One begins: `amid` forwards, which may go on after it; or another is to come `again`,
-        through weights that its graph holds."""
+        """A backward begins: `amid` forwards, which go on after it, or with another to come `again`
+        that needs the weights in its graph."""
         self._amid, self.again = [*self.in_use] if amid else [], again
 
     def end_backward(self, *, learn: bool) -> None:
-        """It is over. What it alone used is freed; all where nothing goes on."""
+        """The backward is over: free what it used, and everything if no forward goes on."""
         self.in_use, self._amid = self._amid, []
         for unit in self.units if self.in_use else ():
             if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
@@ -127,14 +127,14 @@ class Gathering:
             self.end(learn=learn)
 
     def let_write(self) -> None:
-        """Return once no gather reads masters on the host any more."""
+        """Wait until no gather reads masters on the host any more."""
         for unit in self.units:
             if unit.reader is not None:
                 unit.reader.synchronize()
                 unit.reader = None
 
     def summon_all(self) -> None:
-        """Every unit summoned."""
+        """Summon every unit. Collective."""
         self.reshard_all()
         self.let_write()
         for unit in self.units:
@@ -151,11 +151,11 @@ class Gathering:
                 unit.dismiss(write=write)
 
     def reshard_all(self) -> None:
-        """Every unit sharded, nothing in flight."""
+        """Reshard every unit; nothing stays in flight."""
         self.reshard(self.units)
 
     def reshard(self, units: Sequence[FlatUnit]) -> None:
-        """These sharded."""
+        """Reshard these units. Raises UsageError for parameters that were written to."""
         lost: list[str] = []
         for unit in units:
             if unit.state is State.GATHERING:
@@ -166,7 +166,7 @@ class Gathering:
         refuse_lost(lost)
 
     def end(self, *, learn: bool) -> None:
-        """The iteration is over: every unit sharded, nothing in flight. `learn` its order."""
+        """The iteration is over: reshard every unit. `learn`: predict the next one by its order."""
         if learn:
             self._order = tuple(self._seen)
         self.over, self.again = True, False
@@ -176,9 +176,9 @@ class Gathering:
         self.reshard_all()
 
     def prefetch(self) -> None:
-        """Start the gathers of the next ones."""
+        """Start to gather the next units."""
         if len(self._seen) > 1 and not self._frees:
-            return  # all are there since the first use
+            return  # all were gathered at the first use
         under_way = self._under_way()
         for index in self._wanted(under_way):
             self.units[index].gather(self.comm)
@@ -186,7 +186,7 @@ class Gathering:
         self._deferred = under_way > 0 and bool(self._wanted(0))
 
     def prefetch_deferred(self, *, wait: bool) -> None:
-        """Start the gathers that have had to let a reduction end first, if it has, or `wait`."""
+        """Start gathers that were deferred for a reduction, if it is complete, or `wait` for it."""
         if self._deferred and self._reducing and (wait or self._reducing.through()):
             self._reducing.finish()
             self.prefetch()
@@ -195,7 +195,7 @@ class Gathering:
         return self._reducing.under_way() if self._reducing else 0
 
     def _wanted(self, under_way: int, or_freed: int | None = None) -> list[int]:
-        """The units to gather now, were that one freed."""
+        """The units to gather now, as if `or_freed` were freed."""
         if self._position is None:
             return []
         freed = [i for i in self.in_use if i not in self.groups[0]]

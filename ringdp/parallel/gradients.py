@@ -1,4 +1,4 @@
-"""The memory of one unit's gradients: what is reduced, and what the optimizer reads."""
+"""The memory of one unit's gradients: the bucket that is reduced, and what the optimizer reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ringdp.parallel.stages import Stage
 
 
 class Gradients:
-    """`bucket`: what is reduced, None where one is made each time. `reduced`: what the optimizer
-    reads. In stages 0 and 1 the latter may be (a part of) the former."""
+    """`bucket`: [padded], reduced over the ranks; None if one is allocated for each reduction.
+    `reduced`: [shard] or [padded], what the optimizer reads, which may be a view of the bucket."""
 
     def __init__(
         self,
@@ -33,11 +33,21 @@ class Gradients:
         self._make()
 
     def views(self) -> list[Tensor]:
-        """The gradient of each parameter, in the shape that it has between steps."""
+        """The gradient of each parameter, in the shape that the parameter has between steps."""
         return self.cut.kept(self.reduced)
 
+    def store(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Copy in gradients that lie elsewhere; zeros for None. Returns `views`."""
+        views = self.views()
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():  # the user's own tensor
+                view.copy_(gradient)
+        return views
+
     def leave_held(self, own: Sequence[Tensor]) -> None:
-        """Take other memory where somebody holds some of this, beside the p.grad that are `own`.
+        """Move to other memory if the user holds tensors in this one, besides the p.grad in `own`.
         See Note [gradients live in their bucket], in `ddp.bucket`."""
         memory = self.reduced.untyped_storage()._cdata
         here = sum(t.untyped_storage()._cdata == memory for t in own)
@@ -62,5 +72,5 @@ class Gradients:
             self.ledger.take("gradients", self.reduced.nbytes)
         else:
             self.reduced = self.ledger.empty("gradients", size, master, device)
-        self.reduced.zero_()  # the padding of it stays so: norms are of all
+        self.reduced.zero_()  # the padding stays zero: norms are taken over everything
         self._alone = holders(self.reduced)

@@ -1,10 +1,9 @@
-"""Where every parameter lies: parameters -> units -> one flat buffer each -> shards.
+"""The memory layout: parameters -> units -> one flat buffer each -> shards.
 
-A unit's parameters lie one behind the other in its flat buffer, each from a multiple of ALIGNMENT
-elements on, and the buffer is padded to a multiple of n * ALIGNMENT. Rank r's shard is the r-th of
-n equal parts, so gathering needs no copies: a parameter is a view of the gathered buffer, and a
-rank's part of it is a view of the shard.
-Pure: elements and names only.
+A unit's parameters follow one another in its flat buffer. Each starts at a multiple of ALIGNMENT
+elements, and the buffer is padded to a multiple of n * ALIGNMENT. Rank r's shard is the r-th of n
+equal parts. So gathering needs no copies: a parameter is a view of the gathered buffer, and a
+rank's slice of it is a view of the rank's shard. Pure: names and element counts only.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Elements, of which 4 bytes each make a cache line. Libraries choose kernels by the alignment of 16
-# bytes, on CPUs and GPUs: slower ones, with other bits, for what lies behind a bias of 3.
+# In elements: 16 float32 fill a cache line. CPU and GPU libraries choose kernels by 16-byte
+# alignment: a weight that follows a bias of 3 elements would get slower ones, with other bits.
 ALIGNMENT = 16
 
 
@@ -28,7 +27,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters gathered and freed together. `padded` elements, a multiple of n."""
+    """Parameters that are gathered and freed together. `padded`: elements of its flat buffer."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -47,26 +46,26 @@ class Unit:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The padding: (begin, end) of what belongs to no parameter."""
+        """(begin, end) of the padding, which belongs to no parameter."""
         ends = [0, *(e.offset + e.elements for e in self.entries)]
         begins = [*(e.offset for e in self.entries), self.padded]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
     def local(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """The (begin, end) in `rank`'s shard of its part of `entry`, empty if it has none."""
+        """(begin, end), in `rank`'s shard, of its slice of `entry`; empty if it has none."""
         first = rank * self.shard
         begin = min(max(entry.offset - first, 0), self.shard)
         end = min(max(entry.offset + entry.elements - first, 0), self.shard)
         return begin, end
 
     def part(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """The (begin, end) in `entry` of what lies in `rank`'s shard, empty if nothing does."""
+        """(begin, end), in `entry`, of `rank`'s slice of it; empty if it has none."""
         first = rank * self.shard - entry.offset
         begin = min(max(first, 0), entry.elements)
         return begin, min(max(first + self.shard, begin), entry.elements)
 
     def owned(self, rank: int) -> list[int]:
-        """Elements of each parameter that has any in `rank`'s shard."""
+        """The sizes of `rank`'s slices that are not empty."""
         parts = [self.local(e, rank) for e in self.entries]
         return [end - begin for begin, end in parts if end > begin]
 

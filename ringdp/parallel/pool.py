@@ -1,8 +1,8 @@
-"""Memory that one gathered unit has left, for the next.
+"""Reuses the host memory of a freed unit for the next unit that is gathered.
 
-Of what malloc is given back, blocks from 32 MiB on go to the system at once, and smaller ones where
-`transport.heap` does not keep them. They come from there as a page fault for each 4 KiB. On CUDA
-torch's allocator keeps memory itself.
+malloc returns freed blocks of 32 MiB and more to the system at once, and smaller ones unless
+`transport.heap` keeps them; getting them back costs a page fault for every 4 KiB. On CUDA torch's
+caching allocator does this.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # not in every torch
 
 
 class Pool:
-    """With what is in use never more than was in use at the worst moment: before more memory is
-    taken, all that is spare is let go. Who takes some for a unit elsewhere lets go first."""
+    """Spare memory never adds to the peak: all of it is freed before more is allocated. Whoever
+    allocates memory for a unit elsewhere calls `let_go` first."""
 
     def __init__(self) -> None:
         self._kept: list[torch.UntypedStorage] = []
 
     def fill(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Give an empty storage so many bytes of whatever is in them."""
+        """Give an empty storage `size` uninitialized bytes."""
         for at, kept in enumerate(self._kept):
             if kept.nbytes() == size:
                 _swap(storage, self._kept.pop(at))
@@ -32,7 +32,7 @@ class Pool:
         self._kept.clear()
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage's memory; tensors that view it find what `fill` puts there next."""
+        """Take a storage's memory. Tensors that view it see what `fill` gives it next."""
         if not _SWAPS or storage.device.type != "cpu":
             storage.resize_(0)
             return

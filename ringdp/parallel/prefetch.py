@@ -1,21 +1,19 @@
-"""Which units to gather ahead of their use. Pure: `gathering` asks here, for the formulas, too.
+"""Which units to gather ahead of their use. Pure: `gathering` uses it, and so do the formulas.
 
-The order of the last iteration is the forecast for this one. Gathered but not yet used units may
-hold `limit` bytes at most; a unit that does not fit ends the look-ahead, and so does the unit in
-use, which will be freed before its next use.
+The order of uses in the last iteration predicts this one. Units gathered but not yet used may hold
+at most `limit` bytes. The look-ahead ends at a unit that does not fit, and at the unit in use,
+which will be freed before its next use.
 
 Note [gathers yield to reductions]
-    While a unit's gradients are put into its bucket, the bucket before may still be on its way to
-    the other ranks. In the host's memory it counts as one of the units gathered ahead: the next
-    gather starts when that reduction is through, which the engine looks for whenever a gradient
-    comes, and no later than when the unit's own reduction starts. So the two buckets and the two
-    gathered units that there could be are never more than three together. What is gathered when is
-    then a matter of time, but not what is gathered after what: a gather that yields comes before
-    all that the engine does next.
-    Over a network they go side by side, and there is one bucket more: taking turns there hid 69 to
-    78 % of an emulated link instead of 80 to 84 (`hidden_share` of bench/zero_step.py, three runs
-    each). So they do on a GPU, whose work is put in its streams long before it runs, when no one
-    can look.
+    While a unit's gradients fill its bucket, the previous bucket may still be in its reduction. In
+    shared memory that bucket counts as a unit gathered ahead: the next gather waits for the
+    reduction, which the engine checks at every gradient, and at the latest before the unit's own
+    reduction starts. So of two buckets and two gathered units at most three exist at once. When a
+    gather starts then depends on timing, but the order of gathers does not: a deferred gather comes
+    before everything that the engine does next.
+    Over a network both run side by side, and one more bucket exists: taking turns hid 69 to 78 % of
+    an emulated link instead of 80 to 84 (`hidden_share` of bench/zero_step.py, three runs each).
+    On a GPU they also run side by side, since its work is enqueued long before it runs.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ Order = tuple[int, ...]  # units in the order of their uses, a forward and its b
 
 
 def forecast(groups: Groups) -> Order:
-    """Before the first iteration: as registered, then backwards."""
+    """The prediction for the first iteration: in order of registration, then in reverse."""
     root, *inner = groups
     order = (root, *inner, root, *reversed(inner))
     return tuple(unit for group in order for unit in group)
 
 
 def one_unit(sizes: Sequence[int], groups: Groups) -> int:
-    """The limit where none is given: the largest unit but the root, in bytes."""
+    """The default limit: the bytes of the largest unit but the root."""
     return max((sizes[unit] for group in groups[1:] for unit in group), default=0)
 
 
 def position_of(unit: int, order: Order, after: int) -> int | None:
-    """Where in `order` this use is, looking on from `after`; None if it was not foreseen."""
+    """The position in `order` of this use, searched behind `after`; None if not predicted."""
     return next((i for i in range(after + 1, len(order)) if order[i] == unit), None)
 
 
@@ -53,7 +51,7 @@ def ahead(
     sizes: Sequence[int],
     limit: int,
 ) -> list[int]:
-    """The units to gather now. `sizes` are bytes that gathering a unit takes."""
+    """The units to gather now. `sizes`: bytes that gathering each unit takes."""
     found: list[int] = []
     for unit in order[position + 1 :]:
         if unit == in_use:

@@ -196,10 +196,7 @@ def _set_aside(unit: FlatUnit) -> bool:
     unit.gradients.leave_held(there)
     if not there:
         return False
-    for p, gradient, kept in zip(unit.parameters, before, unit.gradients.views(), strict=True):
-        if gradient is None:
-            kept.zero_()
-        elif gradient.data_ptr() != kept.data_ptr():  # the user has put another one there
-            kept.copy_(gradient)
+    unit.gradients.store(before)
+    for p in unit.parameters:
         p.grad = None
     return True

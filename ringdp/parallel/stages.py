@@ -1,4 +1,4 @@
-"""DDP and ZeRO-1, 2, 3 as rows of one table: what a rank keeps whole, and what it moves for that.
+"""DDP and ZeRO-1, 2, 3 as rows of one table: what a rank keeps, and which collectives that takes.
 
     stage  parameters  gradients  optimizer   gathers   after a unit's backward
       0    full        full       full        0         all_reduce
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
 
     @property
     def reduction(self) -> Literal["all_reduce", "reduce_scatter"]:
-        """An optimizer that steps everything needs every gradient; else its own shard's."""
+        """A sharded optimizer needs the gradients of its own shard only."""
         return "all_reduce" if self.optimizer is Keep.FULL else "reduce_scatter"
 
 
@@ -48,7 +48,7 @@ STAGES = (
 
 
 def stage_of(number: int) -> Stage:
-    """The row of that number. Raises UsageError for any but 0..3."""
+    """The stage with that number. Raises UsageError for any but 0..3."""
     for stage in STAGES:
         if type(number) is int and stage.number == number:
             return stage

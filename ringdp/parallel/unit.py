@@ -1,4 +1,4 @@
-"""One unit's tensors and its state. It knows how to be gathered and freed, not when."""
+"""One unit's tensors and its state: how it is gathered and freed. `gathering` decides when."""
 
 from __future__ import annotations
 
@@ -29,36 +29,41 @@ class State(Enum):
     UNSHARDED --set_aside--> GATHERING
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED
 
-    Stage 0 is UNSHARDED in place of SHARDED, unless its masters are apart.
+    In stage 0 a unit is always UNSHARDED instead of SHARDED, unless its masters are apart.
     """
 
     SHARDED = auto()
-    """The parameters are flat slices of this rank's master shard (in stage 0: whole masters); the
-    optimizer may step them. Stages 1 and 2 keep the full buffer, whose other shards are out of
-    date; stage 3 has freed it."""
+    """The parameters are flat slices of this rank's master shard (in stage 0: whole masters), which
+    the optimizer may step. Stages 1 and 2 keep the full buffer, where the other ranks' shards are
+    out of date; stage 3 has freed it."""
     GATHERING = auto()
-    """As SHARDED, and the full buffer is being filled by an all_gather, or still is from before."""
+    """As SHARDED, and an all_gather fills the full buffer, or has the last use's values."""
     UNSHARDED = auto()
-    """The modules have parameters that are views of the full buffer, in their own shapes."""
+    """The modules' parameters are views of the full buffer, in their own shapes."""
     SUMMONED = auto()
-    """The parameters are views of a full buffer of masters, in their own shapes. It is there for
-    that alone: who takes a state_dict keeps it."""
+    """The parameters are views of a full buffer of masters, in their own shapes, allocated for this
+    alone, so that a state_dict may keep it."""
 
 
 class FlatUnit:
     """The flat buffers behind one unit's parameters.
 
+    full      [padded] in the compute dtype: what is gathered, of which `views` are the parameters
+    shard     [shard] in the compute dtype: what this rank contributes to the gather
+    master    [shard] (stage 0: [padded]) in the master dtype: what the optimizer steps
+    computed  the modules' parameters while UNSHARDED
+
     Note [masters apart]
-        Where parameters compute in another dtype than they have at rest, or rest on the host, the
-        full buffer is not what the optimizer steps. Then the modules hold other nn.Parameters while
-        the unit is unsharded (`computed`), and autograd puts gradients there.
-        One object could not do: given another dtype, a tensor gets another gradient accumulator,
-        and the count of gradients that a backward still owes would be wrong.
+        If parameters compute in another dtype than the optimizer steps, or are offloaded, `full`
+        and `master` are different memory. Then the modules hold other nn.Parameters (`computed`)
+        while the unit is UNSHARDED, and autograd accumulates gradients there. A single nn.Parameter
+        does not do: a tensor whose dtype changes gets a new gradient accumulator, and the gradients
+        that a backward has yet to make could not be counted.
 
     Note [views outlive their memory]
-        Autograd saves views of a weight (`weight.t()` of a linear layer) for backward. If freeing
-        meant dropping the full tensor, those views would keep its memory alive; so freeing empties
-        its storage and gathering fills it: the saved views find the values again.
+        Autograd saves views of a weight for backward (`weight.t()` of a linear layer). They would
+        keep the memory alive if the full tensor were merely dropped. So freeing empties its storage
+        and gathering fills it again: the saved views see the new values.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class FlatUnit:
         offload: Offload,
         ledger: Ledger,
     ) -> None:
-        """Lays out `parameters` with rank 0's values. Collective: a broadcast."""
+        """Takes over `parameters`, with rank 0's values. Collective: a broadcast."""
         comm = ledger.comm
         self.index, self.plan, self.parameters, self.stage = index, plan, parameters, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
@@ -81,9 +86,9 @@ class FlatUnit:
         self.widths = widths_of(dtypes, offload, trainable=trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
-        self.slices = stage.optimizer is Keep.SHARD  # are what parameters are between uses
+        self.slices = stage.optimizer is Keep.SHARD  # parameters are slices between uses
         self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
-        ledger.pool.let_go()  # what the unit before has left
+        ledger.pool.let_go()  # the previous unit's memory
         device = parameters[0].device if parameters else comm.device
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
         flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
@@ -106,10 +111,11 @@ class FlatUnit:
             ]
         self.gradients = self._gradients()
         ledger.take("parameters", self.widths.parameters(plan, stage))
-        self.state, self.followed = State.UNSHARDED, list[int]()  # the latter by `computed`
+        self.state = State.UNSHARDED
+        self.followed = list[int]()  # the masters' versions that `computed` has the values of
         self.versions = list[int]()  # see `lost`
         self.work: Work | None = None
-        self.reader: torch.cuda.Stream | None = None  # of the master on the host, by a gather
+        self.reader: torch.cuda.Stream | None = None  # copies the master from the host
         self._settle_in(self.views if self.static else self.rest)
         if not self.static:
             if self.freed:
@@ -118,17 +124,17 @@ class FlatUnit:
 
     @property
     def static(self) -> bool:
-        """Whether it is whole at rest, and never SHARDED."""
+        """Whether it is always whole: never SHARDED."""
         return not self.slices and not self.apart
 
     def gather(self, comm: Communicator) -> None:
-        """SHARDED -> GATHERING: start to fill the full buffer."""
+        """SHARDED -> GATHERING: start the all_gather. Collective."""
         assert self.state is State.SHARDED
         self.settle()
         if self.freed:
             self.ledger.take("gathered", self.bytes)
             self.ledger.pool.fill(self.full.untyped_storage(), self.bytes)
-        full = self.full.data  # with a version of its own: autograd may have saved views
+        full = self.full.data  # whose writes do not invalidate views that autograd has saved
         if not self.slices:
             full.copy_(self.master)
         else:
@@ -136,13 +142,13 @@ class FlatUnit:
                 self.shard.data.copy_(self.master, non_blocking=True)
                 if full.is_cuda and self.offload.any:
                     self.reader = torch.cuda.current_stream(full.device)
-            if self.plan.padded:  # a root may have no parameters of its own
+            if self.plan.padded:  # the root may have no parameters
                 self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
     @resting.unguarded
     def unshard(self) -> None:
-        """GATHERING -> UNSHARDED: the parameters have their shapes and all ranks' values."""
+        """GATHERING -> UNSHARDED: wait; the parameters are whole and in their shapes."""
         assert self.state is State.GATHERING
         if self.work is not None:
             self.work.wait()
@@ -159,7 +165,7 @@ class FlatUnit:
         self.state, self.versions = State.UNSHARDED, [p._version for p in self.computed]
 
     def reshard(self) -> None:
-        """UNSHARDED -> SHARDED: the parameters are this rank's slices again."""
+        """UNSHARDED -> SHARDED: the parameters are slices again; stage 3 frees the full buffer."""
         self._lay_down()
         if self.freed:
             self._free()
@@ -167,7 +173,7 @@ class FlatUnit:
         self.state = State.SHARDED
 
     def set_aside(self) -> None:
-        """UNSHARDED -> GATHERING: the parameters are slices; the values stay for their next use."""
+        """UNSHARDED -> GATHERING: the parameters are slices; the full buffer is kept."""
         self._lay_down()
         self.state = State.GATHERING
 
@@ -180,8 +186,8 @@ class FlatUnit:
         (resting.guard if self.slices else resting.release)(self.parameters)
 
     def lost(self) -> list[str]:
-        """UNSHARDED: the names of what was written to, where it will not be kept. What is not seen
-        is a write through the `.data` of a view, or by numpy."""
+        """UNSHARDED: the names of parameters that were written to where it will be lost. Does not
+        see writes through the `.data` of a view, or by numpy."""
         kept = not (self.apart or self.freed)  # the master is a part of what was gathered
         return [
             entry.name
@@ -192,7 +198,7 @@ class FlatUnit:
         ]
 
     def summon(self, comm: Communicator) -> None:
-        """SHARDED, or static, -> SUMMONED. Collective."""
+        """SHARDED (or static) -> SUMMONED: gather the masters into new memory. Collective."""
         assert self.static or self.state is State.SHARDED
         resting.release(self.parameters)
         self.rested = self.rest
@@ -206,7 +212,7 @@ class FlatUnit:
         self.state = State.SUMMONED
 
     def dismiss(self, *, write: bool) -> None:
-        """SUMMONED -> as before, with what was written meanwhile, or without."""
+        """SUMMONED -> SHARDED (or static). `write`: keep what was written to the parameters."""
         assert self.state is State.SUMMONED
         if write:
             _copy(self.rested, self.cut.at_rest(self.summoned))
@@ -217,9 +223,9 @@ class FlatUnit:
         self.state = State.UNSHARDED if self.static else State.SHARDED
 
     def settle(self) -> None:
-        """At rest or SUMMONED: what the user has put into a parameter, by `p.data`, goes to where
-        its values belong (of a static one at rest, anywhere). That is other memory then, as the
-        user may have kept what was there. Raises UsageError for another shape or dtype."""
+        """At rest or SUMMONED: take in tensors that the user has assigned to `p.data` (a static
+        unit's parameters may lie anywhere). The unit moves to new memory, as the user may hold
+        tensors in the old one. Raises UsageError for another shape or dtype."""
         if self.static and self.state is not State.SUMMONED:
             self.check(self.views)
         elif self._has_moved():
@@ -230,7 +236,7 @@ class FlatUnit:
             self._settle_in(self._held())
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raises UsageError for a parameter that has another shape or dtype than its tensor."""
+        """Raise UsageError if a parameter has another shape or dtype than its tensor."""
         for p, tensor, entry in zip(self.parameters, tensors, self.plan.entries, strict=True):
             if p.shape != tensor.shape or p.dtype != tensor.dtype:
                 raise UsageError(
@@ -239,9 +245,9 @@ class FlatUnit:
                     "Change the model before shard(), or values in place"
                 )
 
-    @torch.inference_mode(False)  # what is made in it cannot train
+    @torch.inference_mode(False)  # inference tensors cannot train
     def _move(self) -> None:
-        """What the parameters are views of goes to other memory."""
+        """Move the buffer behind the parameters to new memory."""
         if self.state is State.SUMMONED:
             self.summoned = self.summoned.clone()
         elif self.apart:
@@ -256,13 +262,13 @@ class FlatUnit:
             self.master = self.shard = self.full[self.cut.part]
 
     def _settle_in(self, tensors: Sequence[Tensor]) -> None:
-        """The parameters are these, at rest or SUMMONED."""
+        """Point the parameters to these tensors, at rest or SUMMONED."""
         self._point(self.parameters, tensors)
         self._homes = [t.data_ptr() for t in tensors]
 
     @resting.unguarded
     def _has_moved(self) -> bool:
-        """Whether they are others by now. Every gather asks."""
+        """Whether the user has assigned to a parameter's `.data`. Runs in every gather."""
         dtype = self.dtypes.master
         return any(
             p.data_ptr() != home or p.dtype != dtype
@@ -270,18 +276,18 @@ class FlatUnit:
         )
 
     def _held(self) -> list[Tensor]:
-        """What they are to be, at rest or SUMMONED."""
+        """What the parameters should be, at rest or SUMMONED."""
         return self.cut.whole(self.summoned) if self.state is State.SUMMONED else self.rest
 
     @property
     def rest(self) -> list[Tensor]:
         """What the parameters are between uses: views of the master."""
         if self.static:
-            return [p.data for p in self.parameters]  # which the user may have changed by `p.data`
+            return [p.data for p in self.parameters]  # the user may assign to p.data
         return self.cut.kept(self.master)
 
     def _master(self, whole: Tensor) -> Tensor:
-        """What the optimizer steps: all of it in stage 0, else this rank's shard."""
+        """What the optimizer steps: everything in stage 0, else this rank's shard."""
         if not self.slices:
             return whole
         if not self.apart:
@@ -303,14 +309,14 @@ class FlatUnit:
         )
 
     def thaw(self) -> None:
-        """A parameter of it trains from now on: there is room for gradients."""
+        """A parameter trains that was frozen: allocate gradients if there are none."""
         if not self.widths.trainable:
             self.widths = self.widths._replace(trainable=True)
             self.gradients = self._gradients()
 
     def _free(self) -> None:
         """See Note [views outlive their memory]."""
-        if not self.full.untyped_storage().resizable():  # somebody holds it as a numpy array
+        if not self.full.untyped_storage().resizable():  # a numpy array shares it
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
             self.views = self.cut.whole(self.full)
