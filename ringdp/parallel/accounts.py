@@ -1,4 +1,4 @@
-"""What an engine says of its memory and traffic: as counted, and by formula."""
+"""An engine's memory and traffic: as counted, and by formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.parallel.unit import FlatUnit
 
 
 class Accounts:
-    """The part of an Engine that only looks."""
+    """The part of an Engine that reports, and changes nothing."""
 
     stage: Stage
     comm: Communicator
@@ -47,7 +47,7 @@ class Accounts:
         )
 
     def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
-        """What `memory` must say. The defaults are Adam's in float32; see `formula`."""
+        """What `memory` must be. The defaults are the optimizer bytes of Adam in float32."""
         return formula(
             [u.plan for u in self.units],
             self.groups,
@@ -62,11 +62,11 @@ class Accounts:
         )
 
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent for gathers and reductions so far."""
+        """Bytes this rank has sent for gathers and reductions so far."""
         return self.gathering.comm.sent_bytes() + self.reducing.comm.sent_bytes()
 
     def traffic_formula(self) -> int:
-        """Bytes that this rank sends in a step: one forward and one backward."""
+        """Bytes this rank sends in a step of one forward and one backward."""
         return traffic(
             [u.plan for u in self.units],
             self.groups,

@@ -1,4 +1,4 @@
-"""What torch has under way: a backward, or a transform of torch.func."""
+"""Whether torch is running a backward, a partial backward, or a transform of torch.func."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def in_backward() -> bool:
 
 
 def leaves_some_out() -> bool:
-    """Whether the backward under way, which has come to some node, ends before some beneath it:
-    one of `autograd.grad`, or with `inputs`."""
+    """Whether the running backward, seen from its current node, does not reach all nodes below: it
+    is one of `autograd.grad`, or has `inputs=`."""
     found = [torch._C._current_autograd_node()]
     known = set(found)
     while found:
@@ -32,8 +32,8 @@ def leaves_some_out() -> bool:
 
 
 def transformed(are_whole: Callable[[], bool]) -> bool:
-    """Whether torch.func transforms the model's call. Tensors have no memory then, so nothing can
-    be gathered or reduced: whole parameters are used as they are. Raises UsageError for others."""
+    """Whether torch.func transforms the model's call. Its tensors have no memory, so nothing can be
+    gathered or reduced: parameters must be whole, else raises UsageError."""
     active = bool(torch._C._are_functorch_transforms_active())
     if active and not are_whole():
         raise UsageError(

@@ -1,10 +1,9 @@
-"""One iteration of an engine without its tensors, for the formulas of memory and of traffic, and
-for whoever predicts times.
+"""Simulates one iteration of an engine without tensors, for the memory, traffic and time formulas.
 
-What is gathered and freed when, the engine's own `Gathering` decides, over units that only tell of
-it. It follows `forecast`: one forward, one backward, every unit called once, none inside another.
-The root's forward is taken to run after those of all others, its backward before theirs; of several
-units in a module the last one's gradients are taken to be complete first.
+The engine's own `Gathering` decides what is gathered and freed when, over units that only record
+it. The iteration follows `forecast`: one forward and one backward, every unit called once, none
+inside another. The root's forward comes after those of all others, its backward before them; of
+several units of one module the last one's gradients are complete first.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ringdp.parallel.unit import FlatUnit, State
 class Event(NamedTuple):
     """What happens to a unit, or which group runs.
 
-    Of a unit's bucket, where it has one that comes and goes: fill, when it is made; reduce, when
-    its gradients are complete; reduced, when it goes.
+    For a bucket that is allocated and freed: fill (allocated), reduce (its gradients are complete),
+    reduced (freed).
     """
 
     what: Literal["gather", "use", "free", "forward", "backward", "fill", "reduce", "reduced"]
@@ -40,10 +39,10 @@ def iteration(
     overlap: bool = True,
     yields: bool = False,
 ) -> list[Event]:
-    """`sizes`: bytes that gathering a unit takes. `freed`: whether units go after each use, all but
-    the root; what would be gathered again at once stays. `buckets`: bytes of each unit's, where
-    they come and go. `overlap`: whether a reduction goes on during the next unit's backward.
-    `yields`: see Note [gathers yield to reductions].
+    """`sizes`: bytes that gathering each unit takes. `freed`: whether units but the root are freed
+    after each use, unless they would be gathered again at once. `buckets`: bytes of each unit's
+    bucket, if these are allocated and freed. `overlap`: whether a reduction runs during the next
+    unit's backward. `yields`: see Note [gathers yield to reductions].
     """
     events: list[Event] = []
     units = [_Unit(i, size, events, freed=freed) for i, size in enumerate(sizes)]
@@ -89,15 +88,15 @@ def iteration(
 
 
 class Peaks(NamedTuple):
-    """Bytes at the worst moment: of gathered units, and of these and all buckets together."""
+    """Peak bytes of gathered units, and of gathered units and buckets together."""
 
     gathered: int
     passing: int
 
 
 def peaks(events: Sequence[Event], sizes: Sequence[int], buckets: Sequence[int]) -> Peaks:
-    """With equal units of S bytes, buckets alike, a limit of S and a root of R bytes that is
-    trained: R + 2 S, and 2 R + 3 S."""
+    """For equal units of S bytes, equal buckets, a limit of S and a trained root of R bytes:
+    R + 2 S, and 2 R + 3 S."""
     gathered = filled = 0
     most = Peaks(0, 0)
     for what, unit in events:
@@ -110,7 +109,7 @@ def peaks(events: Sequence[Event], sizes: Sequence[int], buckets: Sequence[int])
 
 
 def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
-    """How often each unit is gathered in one iteration, where units are freed.
+    """How often each unit is gathered in one iteration of stage 3.
 
     The root once, the last unit once if the limit lets it stay for its backward, others twice.
     """
@@ -119,7 +118,7 @@ def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
 
 
 class _Unit(FlatUnit):
-    """One without tensors: it tells what happens to it."""
+    """A unit without tensors that records what happens to it."""
 
     def __init__(self, index: int, size: int, events: list[Event], *, freed: bool) -> None:
         self.index, self.bytes, self.freed, self._events = index, size, freed, events
@@ -144,7 +143,7 @@ class _Unit(FlatUnit):
 
 
 class _Reducing(Reducing):
-    """One that has buckets only: it tells which is reduced when."""
+    """Records when each bucket is reduced."""
 
     def __init__(self, buckets: Sequence[int], events: list[Event], *, overlap: bool) -> None:
         self.buckets, self.overlap, self._events = buckets, overlap, events

@@ -1,20 +1,20 @@
 """WHEN collectives happen in training: one engine for DDP and ZeRO-1, 2, 3.
 
-It hangs on the model's hooks:
+Hooks on the model drive it:
 
     before a unit's forward    gather it (and start the gathers of the next ones), wait
-    after its forward          stage 3: free it, but for the root
-    before its backward        gather it again where it was freed
-    when a gradient exists     move it into the unit's bucket, times 1/n
-    when all of a unit's do    start the reduction
-    before another's backward  start it where no more will come; stage 3: free the unit, unless the
-                               other lies inside it
+    after its forward          stage 3: free it, unless it is the root
+    before its backward        gather it again if it was freed
+    when a gradient is made    move it into the unit's bucket, times 1/n
+    when all of them are       start the reduction
+    before another's backward  start it if no more gradients will come; stage 3: free the unit,
+                               unless it encloses the other one
     at the end of backward     wait for the reductions; p.grad is ready for the optimizer
 
-The reduction of one unit runs beside the backward of the next, and gathers have a communicator of
-their own, so that neither queues behind the other (but see Note [gathers yield to reductions], in
-`prefetch`). Nothing here looks at the stage's number: what differs is data (`stages.STAGES`). What
-concerns backwards is in `backward`.
+The reduction of one unit overlaps with the backward of the next. Gathers have a communicator of
+their own, so that neither queues behind the other (but see Note [gathers yield to reductions] in
+`prefetch`). Nothing here looks at the stage's number: stages differ in data (`stages.STAGES`). See
+`backward` for backward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ringdp.tape import recorder
 
 
 class Engine(Accounts, Traced):
-    """Keeps one model's parameters and gradients as its stage says. Made by `shard`."""
+    """Shards one model's parameters and gradients as its stage says. Created by `shard`."""
 
     tracer = EngineTracer
 
@@ -65,7 +65,7 @@ class Engine(Accounts, Traced):
         prefetch_bytes: int | None,
         overlap: bool,
     ) -> None:
-        """`modules`: of every unit. Collective: it makes two communicators."""
+        """`modules`: each unit's module. Collective: creates two communicators."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
         self.comm = comm = ledger.comm
         of: dict[nn.Module, list[int]] = {}
@@ -81,11 +81,11 @@ class Engine(Accounts, Traced):
             each.name_tags([unit.plan.name or "root" for unit in units])
         self._unmanaged = Unmanaged(model, units)
 
-        self._writes = True  # whether what is written to whole parameters is kept
-        self._emptied: sliced.Emptied = []  # while an optimizer steps
-        self.always_gathers_state = False  # of an optimizer, and not in full_parameters() alone
+        self._writes = True  # whether full_parameters keeps what is written
+        self._emptied: sliced.Emptied = []  # during an optimizer's step
+        self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
-        # Weakly, for what torch holds where no garbage collector looks.
+        # A weak reference, since torch holds it where the garbage collector cannot see it.
         self._handles: list[Any] = steps.listen(weakref.proxy(self))
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
@@ -151,7 +151,7 @@ class Engine(Accounts, Traced):
         return output
 
     def _is_alone(self) -> bool:
-        """Whether what is called now lies in no unit's call and has no backward."""
+        """Whether this call is in no unit's forward and will have no backward."""
         return not (self.gathering.in_use or torch.is_grad_enabled() or in_backward())
 
     @property
@@ -160,52 +160,52 @@ class Engine(Accounts, Traced):
 
     @property
     def gathers_state(self) -> bool:
-        """Whether the state_dict of an optimizer is now gathered, and not an error."""
+        """Whether an optimizer's state_dict is gathered now, rather than an error."""
         return self.always_gathers_state or self._summoned
 
     def _rests_whole(self) -> bool:
         return self._summoned or self.stage.optimizer is Keep.FULL
 
     def _is_whole(self) -> bool:
-        """Always, and not only at rest."""
+        """Whether parameters are whole at all times, not only at rest."""
         return self._summoned or all(u.static for u in self.units)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer's. A forward may be left open: by an exception, or without its backward."""
+        """Before any optimizer's step. A forward may lack its backward, or have raised."""
         if not steps.has_any(optimizer, self.units):
-            return  # other ranks may not step it: what is gathered must not depend on it
+            return  # other ranks may not step it, so the order of collectives must not depend on it
         steps.check(optimizer, self.stage, summoned=self._summoned)
         self.take(optimizer)
         self.check_reduced("the optimizer steps")
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        sliced.restore(self._emptied)  # after a step that has raised
+        sliced.restore(self._emptied)  # left by a step that raised
         self._emptied = steps.release(self.units)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """It steps these parameters, or has state of them: from now on its state_dict is whole."""
+        """The optimizer has these parameters: from now on its state_dict is of whole ones."""
         if self.stage.optimizer is Keep.SHARD:
             optim_state.take(optimizer, self)
 
     def check_reduced(self, what: str) -> None:
-        """Raises UsageError, which begins with `what`, while gradients of no_sync wait."""
+        """Raise UsageError, which begins with `what`, if gradients of no_sync are not reduced."""
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer's."""
+        """After any optimizer's step."""
         steps.restore(self.units, self._emptied)
 
     # ---- for the user
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within it keep their gradients to themselves; the next one outside reduces all.
+        """Accumulate gradients without reducing them; the next backward outside reduces all.
 
-        In every stage a rank then holds whole gradients, until that one, in the masters' dtype. So
-        it saves traffic, not memory. zero_grad(), the model's or the optimizer's, clears them, as
-        in torch's DDP (torch's FSDP2 keeps them); an optimizer's step, clipping, or a change of
-        p.grad before they are reduced raises UsageError.
+        Until then a rank holds whole gradients in the masters' dtype, in every stage: this saves
+        traffic, not memory. zero_grad() of the model or the optimizer clears them, as in torch's
+        DDP (torch's FSDP2 keeps them). An optimizer's step, clipping, or a change of p.grad before
+        they are reduced raises UsageError.
         """
         before, self.backwards.sync = self.backwards.sync, False
         try:
@@ -215,12 +215,12 @@ class Engine(Accounts, Traced):
 
     @contextmanager
     def full_parameters(self, *, write: bool = False) -> Iterator[None]:
-        """Within it every parameter has its shape and all values, as at rest. Collective.
+        """Inside it every parameter is whole, as at rest: in its shape and dtype. Collective.
 
-        For reading, as in evaluation (without gradients) or saving: what is written is lost. With
-        `write` it is kept, for which every rank must write the same. It takes a whole model more,
-        which `memory` leaves out, and which stays with who takes a state_dict. To keep the model
-        whole, `close` within it.
+        For reading, such as evaluation without gradients, or saving: writes are lost. With `write`
+        they are kept; every rank must write the same. Takes the memory of one more whole model,
+        which `memory` does not count, and which a state_dict taken here keeps. To leave the model
+        whole, call `close` inside.
         """
         if self._summoned:
             self._writes |= write
@@ -239,10 +239,10 @@ class Engine(Accounts, Traced):
                 self.gathering.end(learn=False)
 
     def close(self) -> None:
-        """Take off the hooks and stop the engine's communicators, when nothing is in flight there.
+        """Remove the hooks, and close the engine's communicators once nothing is in flight.
 
-        The parameters stay as they are: slices from stage 1 on, with which the model cannot run;
-        within `full_parameters`, or in stage 0, whole, so that the model is an ordinary one again.
+        From stage 1 on the parameters stay slices, with which the model cannot run. Inside
+        `full_parameters`, or in stage 0, they stay whole: the model is an ordinary one again.
         """
         if self.closed:
             return
@@ -256,12 +256,12 @@ class Engine(Accounts, Traced):
             ended = self.reducing.comm.ended or self.gathering.comm.ended
             if not ended:
                 self.backwards.settle()
-            if whole or not ended:  # what is whole at rest gets there by itself
+            if whole or not ended:  # a whole model needs no collective
                 self.gathering.end(learn=False)
 
 
 def check_engine(function: str, given: object) -> None:
-    """Raise UsageError for anything else, such as what torch's functions of that name take."""
+    """Raise UsageError if `given` is no Engine (torch's functions of that name take others)."""
     if not isinstance(given, Engine):
         found = type(given).__name__
         raise UsageError(

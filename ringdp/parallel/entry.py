@@ -1,4 +1,4 @@
-"""`shard`: the one entry for all stages. It checks what it is given, and builds the units."""
+"""`shard`: the entry point of all stages. Checks its arguments and builds the units."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def shard(
     every reduction is waited for at once; the bits are the same. init: fills the modules of a model
     on the meta device (see `meta`).
 
-    Parameters and buffers take rank 0's values; gradients that there were are dropped. From stage 1
-    on a parameter is, between steps, the flat part of it that this rank owns, possibly empty: make
-    the optimizer after this call, with any element-wise optimizer on `model.parameters()`. After
+    Parameters and buffers take rank 0's values; existing gradients are dropped. From stage 1 on a
+    parameter is, between steps, the flat slice that this rank owns, possibly empty: create the
+    optimizer after this call (any element-wise one) on `model.parameters()`. After
     `loss.backward()` the gradients are averaged over the ranks.
 
     Raises UsageError for an argument, or a model that cannot be sharded; ModelError where the
     ranks' models differ.
 
-    Stage 3 holds at most, beside its shards and activations: two gathered units (with
-    `prefetch_bytes` the largest one and as much), one bucket of gradients, as large as a unit, and
-    the weights and gradients of the root, which is what lies in no unit. Where the root has no
-    parameters, or those of three units, that is no more than twice the largest unit and its
-    gradients. On a GPU, and where buckets are of a wider dtype than what is gathered, one more
-    bucket takes the place of a gathered unit, or is beside it. `Engine.memory_formula` gives the
-    exact bytes.
+    Beside its shards and activations, stage 3 holds at most: two gathered units (with
+    `prefetch_bytes`, the largest one and that many bytes), one gradient bucket as large as a unit,
+    and the weights and gradients of the root, which has all parameters that lie in no unit. If the
+    root has no parameters, or as many as three units, that is no more than twice the largest unit
+    and its gradients. On a GPU, or with buckets in a wider dtype than the gathered parameters, one
+    more bucket takes the place of a gathered unit, or exists beside it. `Engine.memory_formula`
+    gives the exact bytes.
     """
     _check(model, nn.Module, "model")
     _check(precision, Precision | None, "precision")

@@ -1,13 +1,14 @@
-"""What a rank must hold of each category of `memory`, and send, by formula: to the byte.
+"""The exact bytes that a rank must hold, by `memory` category, and send in a step.
 
-A unit's bucket is there from the start of its backward to the end of its reduction, the root's for
-the whole backward. With equal units, in one dtype, buckets are in stage 2 the root's and two units;
-in stage 3, where gathers yield to reductions, the root's and one unit. So stage 3's peak is, beside
-shards and activations: two gathered units, one bucket, and the root's weights and gradients (see
-`dry_run.peaks`).
-The formulas are those of a step with one forward and one backward, in which every unit is called
-once and none lies inside another; gradients that accumulate over several backwards take buckets in
-stages 0 and 1, too, and those that wait in no_sync the masters' size of their unit.
+A unit's bucket exists from the start of its backward to the end of its reduction, the root's during
+the whole backward. With equal units in one dtype, the buckets in stage 2 are the root's and two
+units'; in stage 3, if gathers yield to reductions, the root's and one unit's. So beside shards and
+activations, stage 3's peak is two gathered units, one bucket, and the root's weights and gradients
+(see `dry_run.peaks`).
+
+The formulas hold for a step of one forward and one backward in which every unit is called once and
+none inside another. Gradients that accumulate over several backwards need buckets in stages 0 and 1
+too, and gradients of no_sync the size of their unit in the masters' dtype.
 """
 
 from __future__ import annotations

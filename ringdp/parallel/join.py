@@ -1,4 +1,4 @@
-"""What torch's Join asks of DistributedDataParallel and of ZeroRedundancyOptimizer."""
+"""torch's Join for DistributedDataParallel and ZeroRedundancyOptimizer: what both share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ringdp.errors import UsageError
 Call = Callable[[], object]
 
 
-class Joins(Joinable):
-    """One that can shadow. Join counts who trains over a torch.distributed group."""
+class JoinableOverGroup(Joinable):
+    """A Joinable. torch's Join counts the ranks that train over a torch.distributed group."""
 
     comm: Communicator
     _group: Any  # as given
-    _advice: str  # what to give in a communicator's place
+    _advice: str  # what to pass instead of a communicator
 
     @property
     def process_group(self) -> Any:
@@ -41,13 +41,13 @@ class Joins(Joinable):
         return self.process_group
 
     def _notify(self) -> None:
-        """Tell Join, if within one, that this rank trains. Collective."""
+        """Inside a Join: tell it that this rank trains. Collective."""
         if notified := Join.notify_join_context(self):
             notified.wait()
 
 
 class Shadow(JoinHook):
-    """What Join calls on a rank without inputs: `step` with each of the others, then `end`."""
+    """On a rank without inputs Join calls `step` for each of the others' iterations, then `end`."""
 
     def __init__(self, step: Call, end: Call = lambda: None) -> None:
         self.step, self.end = step, end

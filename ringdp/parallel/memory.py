@@ -1,13 +1,13 @@
-"""What an engine's buffers take: named by category, and counted as they are taken and freed.
+"""Memory accounting: an engine's buffers by category, counted as they are allocated and freed.
 
-    parameters     what the rank keeps of them between steps, masters included
-    gathered_peak  units gathered for their forward or backward, at the worst moment (stage 3)
-    gradients      what the rank keeps of them for the optimizer
-    buckets        gradients on their way to other ranks: what they add to that peak (stages 2, 3)
+    parameters     kept between steps, masters included
+    gathered_peak  units gathered for forward or backward, at the peak (stage 3)
+    gradients      kept for the optimizer
+    buckets        gradients being reduced: what they add to that peak (stages 2, 3)
     optimizer      the optimizer's state
 
-Bytes on the host count, too, where something is offloaded. It leaves out activations, and the
-gradient that autograd hands over, of one parameter. `formula` says what it must come to.
+Offloaded bytes on the host count too. Activations are left out, and so is the single gradient that
+autograd hands over. `formula` predicts these numbers exactly.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Memory(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """Bytes per element of one unit's buffers (see `precision`), and which of them there are."""
+    """Bytes per element of one unit's buffers (see `precision`), and which of them exist."""
 
     master: int
     compute: int
     reduce: int
-    apart: bool = False  # what is gathered is not what the optimizer steps
-    own: bool = True  # what a reduction comes to may be what the optimizer reads
-    on_device: bool = True  # a shard to gather from is kept
+    apart: bool = False  # see Note [masters apart]
+    own: bool = True  # the optimizer may read the bucket's memory
+    on_device: bool = True  # the device keeps a shard to gather from
     trainable: bool = True
 
     def parameters(self, unit: Unit, stage: Stage) -> int:
@@ -68,7 +68,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(dtypes: Dtypes, offload: Offload, *, trainable: bool) -> Widths:
-    """Of a unit whose parameters have these dtypes."""
+    """Those of a unit whose parameters have these dtypes."""
     return Widths(
         master=dtypes.master.itemsize,
         compute=dtypes.compute.itemsize,
@@ -85,10 +85,10 @@ def _kept(unit: Unit, keep: Keep) -> int:
 
 
 class Ledger:
-    """Makes and counts the engine's buffers: `now` and `peak` bytes of each category, and `peak` of
-    what is "passing": gathered units and buckets together.
+    """Allocates and counts the engine's buffers: bytes of each category `now` and at its `peak`,
+    and at the peak of "passing": gathered units and buckets together.
 
-    The communicator makes them in memory that collectives read and write in place.
+    On the CPU they are the communicator's memory, which collectives read and write in place.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -108,19 +108,19 @@ class Ledger:
     def empty(
         self, category: str, elements: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A new flat buffer, counted."""
+        """Allocate a flat buffer, and count it."""
         self.take(category, elements * dtype.itemsize)
         return self.make(elements, dtype, device)
 
     def make(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new flat buffer, not counted."""
+        """Allocate a flat buffer, not counted."""
         if device.type == "cpu":
             return self.comm.empty(elements, dtype=dtype)
         return torch.empty(elements, dtype=dtype, device=device)
 
 
 def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of the tensors in what an optimizer keeps of parameters, which may be views of one."""
+    """Bytes of the tensors in an optimizer's state; memory that several share counts once."""
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for state in states
@@ -131,5 +131,5 @@ def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
 
 
 def holders(tensor: Tensor) -> int:
-    """How many tensors share its memory, and a constant."""
+    """The number of tensors that share its memory, plus a constant."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

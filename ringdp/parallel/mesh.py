@@ -1,4 +1,4 @@
-"""Which ranks, and which device, are meant where torch takes a group or a mesh."""
+"""The ranks and the device that torch's process_group and device_mesh arguments mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringdp.errors import ModelError
 
 
 def of_mesh(group: Any, mesh: Any) -> Any:
-    """The group that is meant by either argument, or None."""
+    """The group that either argument means, or None."""
     if mesh is None:
         return group
     if group is not None:
@@ -26,15 +26,15 @@ def of_mesh(group: Any, mesh: Any) -> Any:
 
 
 def device_of(mesh: Any) -> torch.device | None:
-    """That a mesh of GPUs means on this rank: the current one."""
+    """This rank's device for a mesh of GPUs: the current one."""
     if mesh is None or mesh.device_type != "cuda":
         return None
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def localize(module: nn.Module, mesh: Any) -> None:
-    """Outside its forwards the model holds this rank's parts of DTensors, as torch's DDP does it
-    where `mesh` is a part of one: tensor parallelism is along the others of its dimensions."""
+    """If `mesh` is a dimension of a larger one, whose others are for tensor parallelism: keep local
+    parts of DTensors in the model outside its forwards, as torch's DDP does."""
     if mesh is None or mesh._get_root_mesh() == mesh:
         return
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # takes 0.5 s

@@ -1,9 +1,8 @@
-"""Models built on the meta device get their values here, unit by unit, just before they are cut.
+"""Materializes models built on the meta device, unit by unit, just before each unit is sharded.
 
-So that at no time more than about one unit is whole. A module's parameters and buffers are made
-together, on the device whose tensors the communicator moves best, and then `init(module)` has to
-fill them; by default its `reset_parameters`, as torch's layers have. Every rank draws, and rank 0's
-values count.
+So only about one unit is whole at any time. A module's parameters and buffers are allocated
+together, on the device that the communicator works on, and filled by `init(module)`, by default its
+`reset_parameters()`, which torch's layers have. Every rank draws values; rank 0's count.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Init = Callable[[nn.Module], object]
 
 
 def check(model: nn.Module, init: Init | None) -> None:
-    """Raises UsageError, naming them, where modules could not be filled."""
+    """Raise UsageError, with their names, for modules that cannot be filled."""
     if init is not None:
         return
     stuck = [
@@ -41,7 +40,7 @@ def fill(
     init: Init | None,
     device: torch.device,
 ) -> None:
-    """Make real on `device`, with values, every module that one of these parameters lies in."""
+    """Allocate and fill, on `device`, every module that has one of these parameters."""
     wanted = {p for p in parameters if p.is_meta}
     if not wanted:
         return

@@ -1,9 +1,8 @@
-"""What waits in host memory while the device does not need it.
+"""Offload to host memory: of optimizer state alone, or of parameters too.
 
-Masters, the gradients that the optimizer reads and, as optimizers make their state where their
-parameters are, the optimizer's state go together: all stay on the host, and the optimizer steps
-there. With `parameters` the device keeps nothing of a unit between its
-uses; without, it keeps a shard in the compute dtype, from which it gathers.
+With either, masters, the gradients that the optimizer reads, and the optimizer's state are on the
+host, where the optimizer steps. With `parameters` the device keeps nothing of a unit between its
+uses; without, it keeps a shard in the compute dtype to gather from.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from ringdp.parallel.stages import Keep, Stage
 
 @dataclass(frozen=True)
 class Offload:
-    """optimizer: masters, their gradients and the optimizer's state (stages 1 to 3).
-    parameters: these, and the shards that stage 3 gathers from. pin: lock that memory where there
-    is a GPU, to which copies are then faster and run beside."""
+    """optimizer: offload masters, their gradients and the optimizer's state (stages 1 to 3).
+    parameters: these, and the shards that stage 3 gathers from. pin: page-lock that memory if there
+    is a GPU, so that copies are faster and asynchronous."""
 
     parameters: bool = False
     optimizer: bool = False
     pin: bool = True
 
     def check(self, stage: Stage) -> None:
-        """Raises UsageError if the stage has nothing that could be offloaded."""
+        """Raise UsageError if the stage has nothing to offload."""
         if self.parameters and stage.parameters is not Keep.SHARD:
             raise UsageError(f"Offload(parameters=True) in stage {stage.number}; it needs stage 3")
         if self.optimizer and stage.optimizer is not Keep.SHARD:

@@ -1,8 +1,8 @@
-"""AdamW that steps neighbours in memory as one: a unit's flat shard in one pass.
+"""AdamW that steps parameters adjacent in memory at once: a unit's flat shard in one pass.
 
-The engine lays a unit's slices out one behind the other, and so does this optimizer with its state;
-parameters of any other model are stepped as they lie. An element's bits depend on its own values
-only (see `kernels.adamw`), so they are the same in every stage, for any number of ranks.
+A unit's slices are adjacent, and this optimizer allocates its state likewise; it also steps
+parameters of any other model. The bits of an element depend only on its own values (see
+`kernels.adamw`), so they are the same in every stage and for any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ringdp.kernels import adamw
 
 
 class AdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW's arguments and state; float32 parameters (Precision lets them compute in
-    another dtype). Leaves out amsgrad and maximize. The formula is in `kernels.adamw`.
+    """torch.optim.AdamW's arguments and state, without amsgrad and maximize, for float32 parameters
+    (they may compute in another dtype, by Precision). The formula is in `kernels.adamw`.
 
-    Raises UsageError for a number out of bounds; `step` does for what is not float32."""
+    Raises UsageError for a number out of bounds, and in `step` for a tensor that is not float32."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _count(self, params: Sequence[Tensor]) -> list[int]:
-        """The step that each is about to take, which its state says from now on."""
+        """Increment each parameter's step; returns them."""
         steps = []
-        for p in params:  # of which one may be there twice
+        for p in params:  # one may be listed twice
             state = self.state[p]
             state["step"] = state["step"] + 1 if "step" in state else torch.ones(())
             steps.append(int(state["step"]))
@@ -63,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _step(self, run: Sequence[Tensor], step: int, group: dict[str, Any]) -> None:
         param, grad = _joined(run), _joined([p.grad for p in run])
-        if param is None or grad is None:  # neighbours by chance
+        if param is None or grad is None:  # adjacent by chance, in other storages
             for p in run:
                 self._step([p], step, group)
             return
@@ -78,10 +78,10 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
         )
         if len(run) > 1:
-            increment_version(run)  # neighbours have counters of their own
+            increment_version(run)  # each has its own counter
 
     def _moment(self, key: str, run: Sequence[Tensor], param: Tensor) -> Tensor:
-        """The run's moments like `param`, the run as one; each parameter's state is a view."""
+        """The run's moments as one tensor like `param`; each parameter's state is a view of it."""
         have = [self.state[p].get(key) for p in run]
         moment = _joined(have)
         if moment is None:
@@ -113,8 +113,7 @@ def _ready(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _runs(params: Sequence[Tensor], steps: Sequence[int]) -> list[tuple[list[Tensor], int]]:
-    """Cut where a parameter or its gradient does not begin where the one before ends, or where it
-    takes another step."""
+    """Runs of parameters that are adjacent, as are their gradients, and take the same step."""
     runs: list[tuple[list[Tensor], int]] = []
     expected = None
     for p, step in zip(params, steps, strict=True):
@@ -128,7 +127,7 @@ def _runs(params: Sequence[Tensor], steps: Sequence[int]) -> list[tuple[list[Ten
 
 
 def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Contiguous neighbours in one storage as one tensor, flat if they are several, else None."""
+    """Contiguous, adjacent tensors of one storage as one tensor (flat if several); else None."""
     first = tensors[0]
     if first is None or not first.is_contiguous():
         return None

@@ -1,4 +1,4 @@
-"""Where a model holds a parameter: the modules and names under which it is registered."""
+"""The places of a parameter in a model: the modules and names under which it is registered."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 class Place(NamedTuple):
     module: nn.Module
     name: str
-    plain: bool  # the module does nothing of its own when an attribute is set
+    plain: bool  # the module has nn.Module's own __setattr__
 
 
 def places(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """Every place of every parameter; a tied one has several."""
+    """Every parameter's places; a tied one has several."""
     found: dict[nn.Parameter, list[Place]] = {}
     for module in model.modules():
         plain = type(module).__setattr__ is nn.Module.__setattr__
@@ -26,7 +26,7 @@ def places(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
 
 
 def put(at: Sequence[Sequence[Place]], parameters: Sequence[nn.Parameter]) -> None:
-    """Each parameter into its places."""
+    """Register each parameter in its places."""
     for where, parameter in zip(at, parameters, strict=True):
         for module, name, plain in where:
             if plain:

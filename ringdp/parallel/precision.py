@@ -1,11 +1,11 @@
-"""Which dtype a parameter has where: at rest, in forward and backward, and on the wire.
+"""Mixed precision: the dtypes of a parameter at rest, in forward and backward, and on the wire.
 
     master   at rest, for the optimizer: the dtype that the model was built with
-    compute  in forward and backward, and in gathers: `param`
-    reduce   the bucket that the ranks reduce: `reduce`
+    compute  in forward, backward and gathers: Precision.param
+    reduce   of the gradient bucket that the ranks reduce: Precision.reduce
 
-A gradient is made in `compute`, cast to `reduce` with 1/n applied, and what the ranks' sum comes to
-is cast to `master`. Modules that `keep_fp32` names compute in the dtype they have at rest.
+A gradient is made in `compute`, multiplied by 1/n and cast to `reduce`, summed over the ranks, and
+cast to `master`. Modules named by `keep_fp32` compute in their master dtype.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ringdp.parallel.values.tensor_tree import map_tensors
 
 @dataclass(frozen=True)
 class Precision:
-    """Mixed precision. None means: as the parameters are (`reduce`: as they compute).
+    """Mixed precision. None leaves a dtype as it is (`reduce`: the compute dtype).
 
-    param: dtype of parameters and activations in forward and backward. reduce: of gradients while
-    they are reduced. output: what the model's floating outputs are cast to. keep_fp32: a module
-    class, several, or a predicate; those modules (layer norms, say) compute as they were built, on
-    inputs cast to that, and their outputs are cast to `param`. Buffers keep their dtype, so norms
-    over a batch have to be among them. cast_inputs: cast floating inputs of
-    the model and of every unit to `param`.
+    param: dtype of parameters and activations in forward and backward. reduce: dtype of gradients
+    while they are reduced. output: dtype that the model's floating outputs are cast to. keep_fp32:
+    a module class, several, or a predicate: these modules (layer norms, say) compute in the dtype
+    they were built with; their inputs are cast to it, and their outputs to `param`. Since buffers
+    keep their dtype, batch norms must be among them. cast_inputs: cast floating inputs of the model
+    and of every unit to `param`.
     """
 
     param: torch.dtype | None = None
@@ -56,7 +56,7 @@ class Precision:
 
 
 class Dtypes(NamedTuple):
-    """Of the parameters of one unit."""
+    """The dtypes of one unit's parameters."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -64,7 +64,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes(master: torch.dtype, *, kept: bool, precision: Precision) -> Dtypes:
-    """Of a parameter of that dtype at rest; `kept` if its module keeps it."""
+    """The dtypes of a parameter; `kept`: its module computes in the master dtype."""
     compute = master if kept or precision.param is None else precision.param
     return Dtypes(master, compute, precision.reduce or compute)
 
@@ -80,7 +80,7 @@ EMPTY = Kind(Dtypes(*3 * [torch.float32]), trained=False)  # of a unit without p
 
 
 def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.Parameter], Kind]:
-    """Of a parameter in a module that it lies in."""
+    """The function (module, parameter) -> Kind."""
     kept: set[nn.Module] = set()
     for module in model.modules():
         if precision.keeps(module):
@@ -91,8 +91,8 @@ def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.
 
 
 def check_casts(units: Iterable[Found]) -> None:
-    """Raises UsageError if gradients cannot be cast on their way, which within no_sync is by the
-    masters' dtype."""
+    """Raise UsageError if a gradient cannot be cast from compute to reduce to master dtype, or, in
+    no_sync, from compute to master to reduce."""
     for unit in units:
         (master, compute, reduce), trained = unit.kind or EMPTY
         try:
@@ -113,7 +113,7 @@ def cast_at(
     active: Callable[[], bool],
     own: Own,
 ) -> list[RemovableHandle]:
-    """Hooks that cast what goes into and comes out of modules, while `active`."""
+    """Hooks that cast the modules' inputs and outputs while `active`."""
     if precision == Precision():
         return []
     handles: list[RemovableHandle] = []
@@ -143,9 +143,9 @@ def cast_at(
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """The same structure with every floating tensor in that dtype; what has all in it stays.
+    """The same structure with every floating tensor in that dtype; unchanged parts are not copied.
 
-    Raises UsageError for a container that holds itself.
+    Raises UsageError for a container that contains itself.
     """
 
     def differs(t: Tensor) -> bool:

@@ -1,5 +1,4 @@
-"""Arguments taken for the sake of another library's signature: anything but what they may be is an
-error. So are names that one may look for in it."""
+"""Errors for what another library's interface has and ringdp does not: arguments and attributes."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ _repr = Repr()  # one line of what may be a model's parameters
 _repr.maxother = _repr.maxstring = 100
 
 
-class NotHere(UsageError, AttributeError):
-    """A name of the other library that a front does not have: to hasattr() it is not there."""
+class MissingAttribute(UsageError, AttributeError):
+    """An attribute of the other library that a front does not have: hasattr() is False."""
 
     def __init__(self, front: str, name: str, instead: str) -> None:
         super().__init__(f"{front}: {name} is not implemented; use {instead}")
 
 
 def refuse(front: str, **given: tuple[object, object]) -> None:
-    """`given`: of each argument its value, and the one that is allowed."""
+    """`given`: argument=(its value, the only value allowed). Raises UsageError for others."""
     for name, (value, allowed) in given.items():
         if value is not allowed and value != allowed:
             shown = " ".join(_repr.repr(value).split())

@@ -1,4 +1,4 @@
-"""Replicas start equal: the same parameters on every rank, with rank 0's values."""
+"""Makes replicas equal: checks that all ranks have the same parameters; broadcasts their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import ModelError
 
 PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goes alone
-Facts = Sequence[tuple[str, dict[str, Any]]]  # of every parameter: its name, what must be equal
+Facts = Sequence[tuple[str, dict[str, Any]]]  # each parameter's name, and what must be equal
 
 
 def check_equal(
@@ -36,7 +36,7 @@ def check_equal(
 
 
 def check_places(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ModelError for a tensor that cannot take the root's values, so on every rank alike."""
+    """Raise ModelError, on every rank alike, for a tensor that cannot be written."""
     for name, t in tensors:
         if any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)):
             raise ModelError(
@@ -77,10 +77,10 @@ def gather_json(comm: Communicator, value: object) -> list[Any]:
 def broadcast(
     comm: Communicator, tensors: Iterable[Tensor], root: int = 0, most: int = PIECE
 ) -> None:
-    """Every tensor takes the root's values; up to `most` bytes go in one message. Collective.
+    """Every tensor takes the root's values, in messages of up to `most` bytes. Collective.
 
-    As bytes: a tensor may have a dtype, such as bool, that no collective reduces. Autograd does not
-    see the write, so that a forward may still wait for its backward.
+    They go as bytes, since communicators do not know every dtype. Autograd does not see the write,
+    so a forward may still wait for its backward.
     """
     piece: list[Tensor] = []
     held = 0
@@ -108,7 +108,7 @@ def _broadcast(comm: Communicator, tensors: Sequence[Tensor], root: int) -> None
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
-    """As copy_, but the tensor may be an expanded one, whose values repeat."""
+    """copy_ that also works on an expanded tensor, whose values repeat."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

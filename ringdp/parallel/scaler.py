@@ -1,11 +1,11 @@
 """Dynamic loss scaling: float16 gradients stay in range, and a step that overflowed is skipped.
 
-The loss is multiplied by `scale`, the gradients by its inverse before the step. Where any gradient
-on any rank is not finite, no rank steps, and the scale falls, from the `hysteresis`-th time since
-it grew on; after `interval` good ones in a row it grows. Micikevicius et al. 2018; the defaults are
-torch.amp.GradScaler's, which works as well (see `guards.sliced`).
+The loss is multiplied by the scale, and the gradients by its inverse before the step. If any
+gradient on any rank is not finite, no rank steps, and the scale falls (from the `hysteresis`-th
+overflow after it grew). After `interval` finite backwards in a row it grows. Micikevicius et al.
+2018; the defaults are those of torch.amp.GradScaler, which works as well (see `guards.sliced`).
 
-What a backward made is judged and unscaled once, whoever steps then: several optimizers, or none.
+The gradients of a backward are checked and unscaled once, however many optimizers step after it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from ringdp.parallel.engine import Engine, check_engine
 class LossScaler:
     """scale(loss).backward(), then step(optimizer); to clip, unscale_() before clipping.
 
-    scale: at first. backoff, minimum, hysteresis: the `hysteresis`-th overflow since it grew, and
-    each after that, multiplies it by `backoff`, to no less than `minimum`. growth, interval:
-    `interval` good backwards in a row multiply it by `growth`. Raises UsageError for what is not
-    allowed of these.
+    scale: the initial one. backoff, minimum, hysteresis: from the `hysteresis`-th overflow after it
+    grew on, each multiplies it by `backoff`, down to `minimum`. growth, interval: `interval` finite
+    backwards in a row multiply it by `growth`. Raises UsageError for values out of bounds.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class LossScaler:
         self.hysteresis = hysteresis
         self.good, self.skipped = 0, 0  # finite since the last overflow or growth; overflows
         self.left = hysteresis  # overflows until the scale falls
-        self._finite, self._judged = True, -1  # the latter: as `handed_out` was then
+        self._finite, self._judged = True, -1  # the latter: `handed_out` at the last check
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss * self.current
 
     def unscale_(self) -> bool:
-        """Divide all gradients by the scale, once after a backward, and adapt the scale. Whether
+        """Divide all gradients by the scale and adapt the scale, once per backward. Returns whether
         all are finite. Collective."""
         made = self.engine.reducing.handed_out
         if self._judged != made:
@@ -71,7 +70,7 @@ class LossScaler:
         return self._finite
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step it on all ranks or on none. Whether it stepped. Collective."""
+        """Step the optimizer on all ranks or on none. Returns whether it stepped. Collective."""
         good = self.unscale_()
         if good:
             optimizer.step()
@@ -90,7 +89,7 @@ class LossScaler:
                 self.current = max(self.current * self.backoff, self.minimum)
 
     def state_dict(self) -> dict[str, float]:
-        """For `ringdp.save`'s extra: numbers alone, equal on all ranks."""
+        """Numbers only, equal on all ranks: fits `ringdp.save(extra=...)`."""
         return {
             "scale": self.current, "good": self.good, "skipped": self.skipped, "left": self.left
         }  # fmt: skip

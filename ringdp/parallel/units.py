@@ -1,9 +1,9 @@
 """Which parameters are gathered and freed together: modules become units.
 
-A parameter belongs to the innermost unit around it; one that several units share (tied weights),
-that lies in none, or that is smaller than `persist_below` belongs to the root, which is the model
-itself and always comes first. A unit has one flat buffer, whose elements are of one kind: dtypes,
-and whether they are trained. A module that owns several kinds is several units.
+A parameter belongs to the innermost unit around it. It belongs to the root, which is the model
+itself and comes first, if several units share it (tied weights), if it lies in no unit, or if it is
+smaller than `persist_below`. A unit has one flat buffer, whose parameters have the same dtypes and
+are all trained or all frozen: a module with several such kinds becomes several units.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ringdp.kernels.precision import FLOATS
 
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
-# Never called, so their hooks never run.
+# These are never called, so their hooks would not run.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Found(NamedTuple):
-    """A unit's name in the model ("" for the root), its module and its (name, parameter) pairs.
+    """A unit: its name in the model ("" for the root), its module, its (name, parameter) pairs.
 
-    `kind`: what these have in common, None where there are none.
+    `kind`: what the parameters have in common, None if there are none.
     """
 
     name: str
@@ -42,13 +42,13 @@ def find_units(
     persist_below: int = 0,
     kind: Callable[[nn.Module, nn.Parameter], Hashable] = lambda _m, p: (p.dtype, p.requires_grad),
 ) -> list[Found]:
-    """Those of the root first, then the others as registered, without such that own no parameter.
+    """The root's units, then the others in order of registration; only the root may be empty.
 
-    `rule` is a module class, several, a predicate, or a number: the outermost modules of at most
-    so many elements. Without one every entry of a ModuleList or Sequential is a unit, the outermost
-    one where they nest. `kind` of a parameter, in the module that it lies in: all of a unit have
-    the same. Raises UsageError if there is no parameter, or if they are not all floating, apart
-    in memory and on one device, or on none yet, or for a module that takes no hooks.
+    `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
+    many elements. Without a rule every entry of a ModuleList or Sequential is a unit, the outermost
+    where they nest. `kind(module, parameter)` is the same for all parameters of a unit. Raises
+    UsageError if there is no parameter; unless all are floating-point, in memory of their own, and
+    on one device (or on meta); or for a module that takes no hooks.
     """
     _check(model)
     chosen = _chosen(model, rule)
@@ -113,7 +113,7 @@ def _at_most(model: nn.Module, elements: int) -> set[nn.Module]:
 def _outermost(
     model: nn.Module, chooses: Callable[[nn.Module | None, nn.Module], bool]
 ) -> set[nn.Module]:
-    """Of the modules that it `chooses`, by what they lie in, those in no other one."""
+    """The modules for which `chooses(parent, module)`, without those inside another one."""
     chosen: set[nn.Module] = set()
     below: list[tuple[nn.Module | None, nn.Module]] = [(None, model)]
     while below:
@@ -149,7 +149,7 @@ def _check(model: nn.Module) -> None:
         raise UsageError("the model has no parameter")
     placed = [(name, p) for name, p in parameters if not p.is_meta]
     first_name, first = (placed or parameters)[0]
-    lies: dict[int, str] = {}  # at which address
+    lies: dict[int, str] = {}  # address -> name
     for name, p in parameters:
         if is_lazy(p):
             raise UsageError(

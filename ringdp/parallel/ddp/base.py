@@ -13,10 +13,10 @@ from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.runtime_log import RuntimeLog
 from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
-from ringdp.parallel.join import Joins
+from ringdp.parallel.join import JoinableOverGroup
 
 
-class Base(Joins):
+class Base(JoinableOverGroup):
     """The part of DistributedDataParallel that has them."""
 
     module: nn.Module

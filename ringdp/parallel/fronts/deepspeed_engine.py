@@ -19,7 +19,7 @@ from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.fronts.deepspeed_config import Batches
-from ringdp.parallel.refuse import NotHere, refuse
+from ringdp.parallel.refuse import MissingAttribute, refuse
 from ringdp.parallel.scaler import LossScaler
 
 # Of DeepSpeed's engine, and of no module.
@@ -71,7 +71,9 @@ class Trainer:
         if name == "module":  # which a copy has not yet
             raise AttributeError(name)
         if name in ABSENT and not hasattr(self.module, name):
-            raise NotHere("initialize", name, "what is there, or .engine, which shards the model")
+            raise MissingAttribute(
+                "initialize", name, "what is there, or .engine, which shards the model"
+            )
         return getattr(self.module, name)
 
     def backward(self, loss: Tensor) -> None:

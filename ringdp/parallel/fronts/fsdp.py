@@ -23,7 +23,7 @@ from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.refuse import NotHere, checked_module, refuse
+from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Of torch's class.
@@ -34,9 +34,9 @@ ABSENT = (
 )  # fmt: skip
 
 
-def _absent(name: str) -> NotHere:
+def _absent(name: str) -> MissingAttribute:
     instead = "ringdp.save and ringdp.load, or state_dict(), which is whole"
-    return NotHere("FullyShardedDataParallel", name, instead)
+    return MissingAttribute("FullyShardedDataParallel", name, instead)
 
 
 class _Named(type):

@@ -26,7 +26,7 @@ from ringdp.parallel.mesh import device_of, of_mesh
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.refuse import NotHere, checked_module, refuse
+from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.devices import move_to_ranks
 
@@ -140,7 +140,7 @@ class FSDPModule:
     def to_empty(self, **_: object) -> NoReturn:
         """Where torch's makes real what it sharded on the meta device; here that has values."""
         instead = "reset_parameters, which fully_shard calls, or its init="
-        raise NotHere("fully_shard", "to_empty", instead)
+        raise MissingAttribute("fully_shard", "to_empty", instead)
 
     def __getattr__(self, name: str) -> Any:
         """What it has not is a module's, or is not there."""
@@ -149,7 +149,9 @@ class FSDPModule:
         except AttributeError:
             if name not in ABSENT:
                 raise
-        raise NotHere("fully_shard", name, "ringdp.shard, whose arguments tell what is done when")
+        raise MissingAttribute(
+            "fully_shard", name, "ringdp.shard, whose arguments tell what is done when"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Of the class that it was; see `guards.copies`."""

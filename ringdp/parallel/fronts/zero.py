@@ -22,7 +22,7 @@ from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import optim_state, replicas
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.guards.steps import check_slices
-from ringdp.parallel.join import Joins, Shadow
+from ringdp.parallel.join import JoinableOverGroup, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.refuse import refuse
 
@@ -39,7 +39,7 @@ class Parts:
     parameters: Sequence[nn.Parameter]
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     """torch's arguments: `optimizer_class` is any element-wise optimizer, `defaults` are its.
 
     Gradients must be equal on all ranks, as DDP leaves them.
@@ -62,7 +62,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joins):
             overlap_with_ddp=(overlap_with_ddp, False),
         )
         super().__init__(params, defaults)
-        Joins.__init__(self)
+        JoinableOverGroup.__init__(self)
         self._group = process_group  # as given
         self.comm = communicator_of(
             process_group, (p for group in self.param_groups for p in group["params"])
