@@ -1,4 +1,4 @@
-"""`initialize` as DeepSpeed's users call it; its config is in test_arguments and test_fronts."""
+"""`initialize` as DeepSpeed's users call it; how it trains is in test_fronts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What `initialize` refuses, and what raises in it: the model stays as it was."""
+"""What `initialize` and its config refuse, and what raises in it: the model stays as it was."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +12,86 @@ from torch.utils.data import IterableDataset
 import ringdp
 from ringdp import UsageError
 from ringdp.parallel import fronts
+from ringdp.parallel.fronts.deepspeed_config import AUTO, KEYS, read
 from tests.parallel.small import batch, net
 from tests.parallel.test_initialize import ADAM, NAMED, SIZED, falling, trained
+
+# ---- the config
+
+
+def test_what_a_file_says_is_told_as_what_a_mapping_says(tmp_path):
+    file = tmp_path / "ds.json"
+    for text, said in (
+        ('{"nothing": 1}', "^config: nothing is not implemented"),
+        ("[]", r"^config is \[\]; allowed: a section with"),
+        ("{", "^config '.*ds.json' cannot be read as JSON: Expecting"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=said):
+            read(file)
+
+
+SECTIONS = (
+    (),
+    ("optimizer",),
+    ("scheduler",),
+    ("fp16",),
+    ("bf16",),
+    ("zero_optimization",),
+    ("zero_optimization", "offload_param"),
+    ("zero_optimization", "offload_optimizer"),
+)
+
+
+def nested(section: tuple[str, ...], value: Any) -> Any:
+    for name in reversed(section):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("unknown", ["nothing", "ratio", 3])
+def test_an_unknown_key_is_an_error_at_every_depth(section, unknown):
+    where = ".".join(("config", *section))
+    with pytest.raises(UsageError, match=f"^{where}: {unknown} is not implemented"):
+        read(nested(section, {unknown: 1}))
+
+
+@pytest.mark.parametrize("section", SECTIONS[1:])
+@pytest.mark.parametrize("wrong", [True, 3, "cpu", []])
+def test_a_section_is_a_section(section, wrong):
+    where = ".".join(("config", *section))
+    with pytest.raises(UsageError, match=f"^{where} is .*; allowed: a section with"):
+        read(nested(section, wrong))
+
+
+def leaves(keys: dict[str, Any], section: tuple[str, ...] = ()) -> list[tuple[Any, Any]]:
+    """Every key that there is, with its section."""
+    return [
+        found
+        for name, key in keys.items()
+        for found in (
+            leaves(key, (*section, name)) if isinstance(key, dict) else [((*section, name), key)]
+        )
+    ]
+
+
+@pytest.mark.parametrize(("place", "key"), leaves(KEYS), ids=str)
+def test_a_value_is_of_its_keys_kind(place, key):
+    for wrong in (
+        *["auto"] * (place[-1] not in AUTO),
+        [],
+        -1,
+        key.least - 0.5,
+        float("nan"),
+        float("inf"),
+        *[True] * (key.kind != "bool" and key.default is not True),
+    ):
+        with pytest.raises(UsageError, match=rf"^config\.{'.'.join(place)} is .*; allowed: "):
+            read(nested(place, wrong))
+
+
+# ---- initialize
 
 
 class Stream(IterableDataset[int]):
@@ -28,10 +107,18 @@ def stepped() -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def config(**values: Any) -> dict[str, Any]:
+    return {"config": NAMED | values}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"model": None}, "initialize takes a module; this is a NoneType"),
+        ({"model": torch.nn.Identity()}, "the model has no parameter"),
+        ({"config": None}, "0 configs; allowed: one, as config or as args"),
+        ({"config": "/none/ds.json"}, "config '/none/ds.json' cannot be read as JSON"),
+        ({"config": sys.executable}, "cannot be read as JSON"),
         ({"config": NAMED, "config_params": NAMED}, "2 configs; allowed: one"),
         ({"mpu": 3}, "mpu=3 is not implemented"),
         ({"mesh_param": (1, 1)}, r"mesh_param=\(1, 1\) is not implemented"),
@@ -49,6 +136,24 @@ def stepped() -> tuple[Any, torch.optim.Optimizer]:
             {"config": SIZED | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}},
             "config.optimizer.params: lr is 'auto'; allowed: its value",
         ),
+        ({"config": SIZED}, "optimizer=None.*allowed: an optimizer, what makes one"),
+        (config(train_batch_size=7, gradient_accumulation_steps=2), "is not micro"),
+        (config(zero_optimization={"stage": 7}), "stage is 7"),
+        (
+            config(zero_optimization={"reduce_bucket_size": 9}) | {"unit": torch.nn.Linear},
+            "unit '0.0' has 42",
+        ),
+        (
+            config(zero_optimization={"stage": 3, "stage3_max_live_parameters": 9}),
+            "allows 36 bytes",
+        ),
+        (config(zero_optimization={"offload_param": {"device": "nvme"}}), "is 'nvme'; allowed: 'n"),
+        (config(zero_optimization={"contiguous_gradients": False}), "is False; allowed: true"),
+        (config(fp16={"enabled": True}, bf16={"enabled": True}), "both enabled"),
+        (config(fp16={"initial_scale_power": 128}), "of at least 0 and below 128"),
+        (config(fp16={"enabled": True, "min_loss_scale": 0}), "minimum=0"),
+        (config(prescale_gradients=0), "is 0; allowed: false"),
+        (config(amp={"enabled": True}), "does not say that it is enabled"),
         (
             {"config": NAMED | {"scheduler": {"type": "StepLR"}}, "lr_scheduler": falling},
             "a lr_scheduler and config.scheduler; allowed: one",

@@ -197,24 +197,6 @@ def test_a_module_called_within_its_unit_and_apart_from_it_is_to_be_a_unit(ranks
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_a_step_with_gradients_that_wait_is_told(comm: Communicator, stage: int) -> None:
-    model = net()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with engine.no_sync():
-        model(batch(0)).sum().backward()
-    before = engine.ledger.now["gradients"]
-    with pytest.raises(UsageError, match="must be outside of it"):
-        optimizer.step()
-    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # which is none of ours
-    model(batch(0)).sum().backward()
-    assert engine.ledger.now["gradients"] < before
-    optimizer.step()
-    engine.close()
-
-
 # ---- kinds of parameters
 
 

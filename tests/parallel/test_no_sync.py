@@ -105,6 +105,7 @@ def test_what_cannot_be_done_while_gradients_wait_is_told(comm: Communicator, st
         keep()
         with pytest.raises(UsageError, match=word):
             attempt()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # which is none of ours
     model(torch.ones(1, WIDTH))  # a backward that raised is over
     optimizer.zero_grad()
     optimizer.step()  # nothing waits any more

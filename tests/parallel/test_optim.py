@@ -70,12 +70,13 @@ def test_any_shape() -> None:
         assert torch.equal(p.view(-1), params[0])
 
 
-def test_what_cannot_be_stepped_is_said_before_anything_is() -> None:
-    good, wrong = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2).t())
+@pytest.mark.parametrize("wrong", [torch.ones(4, 2).t(), torch.ones(2, 4, dtype=torch.bfloat16)])
+def test_what_cannot_be_stepped_is_said_before_anything_is(wrong: Tensor) -> None:
+    good, wrong = nn.Parameter(torch.ones(3)), nn.Parameter(wrong)
     for p in (good, wrong):
         p.grad = torch.ones_like(p)
     optimizer = AdamW([{"params": [good]}, {"params": [wrong]}])
-    with pytest.raises(UsageError, match=r"a parameter that is torch.float32\[2, 4\] with strides"):
+    with pytest.raises(UsageError, match=rf"a parameter that is {wrong.dtype}\[2, 4\] with"):
         optimizer.step()
     assert torch.equal(good, torch.ones(3))
     assert not optimizer.state
@@ -163,12 +164,3 @@ def test_adamw_steps_neighbours_as_one_and_cuts_where_it_must(monkeypatch):
     parts[2].grad = grads[6:9]
     optimizer.step()  # the third is a step behind
     assert sizes == [12, 3, 3, 3, 3, 3, 3, 3]
-
-
-def test_adamw_refuses_what_it_cannot_do():
-    with pytest.raises(UsageError, match="nothing below 0"):
-        AdamW([nn.Parameter(torch.ones(1))], lr=-1.0)
-    p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    p.grad = torch.ones(1, dtype=torch.bfloat16)
-    with pytest.raises(UsageError, match="contiguous float32"):
-        AdamW([p]).step()

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.loop_models import Checkpointed, batch, block, linear, loss, net
+from tests.parallel.loop_models import WIDTH, Checkpointed, batch, block, linear, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -60,6 +60,16 @@ def test_a_wrong_use_is_told(comm: Communicator, stage: int) -> None:
         with torch.no_grad():
             model[0].weight  # noqa: B018, which a parametrization makes
 
+    def step_within() -> None:
+        model = net_of(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        loss(model(batch())).backward()
+
+    def sparse() -> None:
+        model = net_of(nn.Sequential(nn.Embedding(5, WIDTH, sparse=True)))
+        model(torch.tensor([1, 2])).sum().backward()
+
     engines: list[ringdp.Engine] = []
 
     def net_of(model: Any) -> Any:
@@ -72,6 +82,8 @@ def test_a_wrong_use_is_told(comm: Communicator, stage: int) -> None:
         (within, "full_parameters"),
         (second_order, "create_graph" if stage == 3 else None),
         (normed, "outside the forward of its unit" if stage else None),
+        (step_within, "steps within backward"),
+        (sparse, r"parameter 0\.weight got a sparse gradient"),
     ):
         with pytest.raises(ringdp.UsageError, match=said) if said else nullcontext():
             attempt()
