@@ -115,6 +115,8 @@ TUTORIAL: dict[str, Any] = {
         "contiguous_gradients": True,
         "round_robin_gradients": False,
         "cpu_offload": False,
+        "offload_param": None,
+        "reduce_bucket_size": 5e8,
         "sub_group_size": 1e9,
         "stage3_max_reuse_distance": 1000000000,
         "stage3_gather_16bit_weights_on_model_save": True,

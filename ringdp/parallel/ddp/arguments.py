@@ -1,4 +1,4 @@
-"""What DDP's arguments mean here, and which models are refused."""
+"""Checks and interprets DDP's arguments and the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.parallel.ddp.settings import Trainable
 
 
 def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tuple[int, ...]:
-    """In bytes; both are in MiB, and `several` come first."""
+    """The buckets' caps in bytes; `one` and `several` are in MiB, and `several` wins."""
     given = tuple(several) or (() if one is None else (one,))
     if any(cap < 0 for cap in given):
         raise UsageError(f"bucket_cap_mb is {given}; it must be at least 0")
@@ -27,9 +27,9 @@ def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tup
 def place(
     parameters: Iterable[Tensor], device_ids: Sequence[Any] | None, output_device: Any
 ) -> torch.device | None:
-    """Where inputs are moved to: the one device of the parameters, if it is given, and not the CPU.
+    """The device that inputs are moved to, None without device_ids and output_device.
 
-    As in torch [] and 0 may be given with any module.
+    Both must name the one GPU of the parameters; as in torch, [] and 0 may be given with any model.
     """
     if not device_ids and not output_device:
         return None
@@ -49,7 +49,7 @@ def place(
 
 
 def _names(given: Any, device: torch.device) -> bool:
-    """A number, or a device with or without one."""
+    """Whether `given`, an index or a device, means `device`."""
     if isinstance(given, int):
         return given == device.index
     named = torch.device(given)
@@ -57,7 +57,7 @@ def _names(given: Any, device: torch.device) -> bool:
 
 
 def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are broadcast at construction, and before every forward."""
+    """Whether buffers are broadcast (at construction, before every forward)."""
     if broadcast_buffers is not None:
         warnings.warn(
             "broadcast_buffers is deprecated, by torch too: use forward_sync_buffers, which "
@@ -71,9 +71,9 @@ def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> 
 
 
 def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
-    """In the order of `module.parameters()`, but for names that are `ignored`.
+    """The trained parameters in the order of `module.parameters()`, without `ignored` names.
 
-    Raises ModelError where there are none, or none yet, UsageError for torch's SyncBatchNorm.
+    Raises ModelError if none trains or one is uninitialized, UsageError for torch's SyncBatchNorm.
     """
     found: dict[nn.Parameter, Trainable] = {}
     for prefix, m in module.named_modules():

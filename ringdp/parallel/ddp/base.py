@@ -1,4 +1,4 @@
-"""What one DDP works with: the model's state, a communicator, and a reducer with another."""
+"""The part of DDP that has the model's state, the communicator, and the reducer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ringdp.parallel.join import JoinableOverGroup
 
 
 class Base(JoinableOverGroup):
-    """The part of DistributedDataParallel that has them."""
+    """Base class of the parts of DistributedDataParallel."""
 
     module: nn.Module
     parameters_to_ignore: set[str]
     settings: Settings
     forward_sync_buffers: bool
-    require_forward_param_sync: bool  # whether the last forward reduced: buffers may have changed
+    require_forward_param_sync: bool  # False after a forward in no_sync
     _trainable: list[Trainable]
     _mixed_precision: MixedPrecision
     _runtime_log: RuntimeLog
@@ -31,12 +31,11 @@ class Base(JoinableOverGroup):
     _comm: Communicator | None
     _reducer: Reducer | None
     _uneven: UnevenInputs | None
-    _authoritative_rank: int | None  # whose values held at the end of the last join
+    _authoritative_rank: int | None  # whose values all took in the last join
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """Those that are brought together. Anew each time: a model may put another tensor in a
-        buffer's place."""
+        """The buffers to synchronize. Looked up each time, since a model may replace a buffer."""
         ignored = self.parameters_to_ignore
         return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
@@ -45,23 +44,23 @@ class Base(JoinableOverGroup):
         return [p for name, p in self.module.named_parameters() if name not in ignored]
 
     def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
-        """Parameters, and buffers, take that rank's values. Collective."""
+        """Broadcast parameters, and `buffers` too, from rank `root`. Collective."""
         state = [*self._state(), *(self.named_module_buffers.values() if buffers else ())]
         replicas.broadcast(self.comm, state, root)
 
     @property
     def comm(self) -> Communicator:  # type: ignore[override]
-        """A copy's is the default one."""
+        """A copy of the module gets the default one."""
         if self._comm is None:
             self._comm = communicator_of(None, (t.parameter for t in self._trainable))
         return self._comm
 
     @property
     def reducer(self) -> Reducer:
-        """A copy's is made in its first forward, or where it is read before. Collective then."""
+        """A copy of the module makes its own when it is first read. Collective then."""
         try:
             return self._reducer or self._make_reducer()
-        except AttributeError as error:  # a module would say that it has none
+        except AttributeError as error:  # nn.Module would report a missing attribute
             raise RuntimeError(f"the reducer could not be made: {error}") from error
 
     def _make_reducer(self) -> Reducer:

@@ -1,18 +1,17 @@
-"""One bucket's memory: gradients of several parameters in a flat buffer that is reduced at once.
+"""One bucket's memory: several parameters' gradients in a flat buffer that is reduced at once.
 
 Note [gradients live in their bucket]
-    Once a gradient has been copied into its bucket, `p.grad` becomes that part of it, so that
-    autograd's tensor is freed at once, and nothing is copied back after the reduction. With
-    gradient_as_bucket_view=False, torch's default, every step's gradients must have a memory of
-    their own. So if somebody still holds gradients of the last step when the next come in (a list
-    of them, a slice, an array), the bucket leaves its memory to them and takes another.
-    Not kept: to leave gradients where autograd put them that lie in this rank's own part, which no
-    other rank reads. No step of 2 ranks was faster without half of the copies: they are of hot
-    memory, and a gradient that lives on takes new memory for the next. Nor the factor as a tensor
-    made once, for 3 of the 19 us that a small gradient takes: where one is made while torch traces,
-    it is a fake one, and the next backward's gradients stay what they were. Nor stores around the
-    caches into the bucket: a step with 55 MB of gradients took 1.4 % less, but 4 MiB in all, which
-    the caches hold until a peer reads them, took longer on the whole.
+    Once a gradient is copied into its bucket, `p.grad` becomes a view of it: autograd's tensor is
+    freed at once, and nothing is copied back after the reduction. With
+    gradient_as_bucket_view=False, torch's default, the gradients of each step must have memory of
+    their own. So if the user still holds gradients of the last step when new ones come (a list, a
+    slice, an array), the bucket leaves its memory to them and allocates another.
+    Tried and dropped: leaving gradients of this rank's own part where autograd put them, as no
+    other rank reads them (no faster on 2 ranks: the copies are in cache, and a gradient that lives
+    on needs new memory for the next); making the factor a tensor once (saves 3 of 19 us for a small
+    gradient, but under torch's tracing it is a fake tensor, and later gradients are not scaled);
+    non-temporal stores into the bucket (1.4 % faster with 55 MB of gradients, slower with 4 MiB,
+    which caches hold until a peer reads them).
 """
 
 from __future__ import annotations
@@ -37,44 +36,44 @@ class Slot(NamedTuple):
 
 
 class Bucket(Protocol):
-    """What is reduced at once: a flat buffer here, one sparse gradient in `sparse`.
+    """What is reduced at once: a flat buffer (FlatBucket) or one sparse gradient (SparseBucket).
 
-    `place`: of a parameter in `slots`."""
+    `place`: a parameter's index in `slots`."""
 
     index: int
     comm: Communicator
     slots: list[Slot]
-    pending: int  # gradients that it waits for
+    pending: int  # gradients still to come
 
     def arm(self) -> None:
-        """A backward lies ahead."""
+        """Wait for the gradients of the next backward."""
 
     def take(self, place: int, scale: float) -> None:
-        """Move p.grad times `scale` in; p.grad will be the reduction's result."""
+        """Move p.grad in, times `scale`; p.grad will be the result."""
 
     def take_unused(self, place: int, scale: float) -> None:
-        """The same for a p.grad that this backward did not make; it stays as it is."""
+        """Copy in a p.grad that this backward did not make; p.grad stays as it is."""
 
     def hand_out(self, place: int) -> None:
-        """p.grad becomes the result, for a gradient that was unused here only."""
+        """p.grad becomes the result, if it was unused on this rank only."""
 
     def blank(self) -> None:
-        """Zeros, in a memory that no p.grad has."""
+        """Fill with zeros, in memory that no p.grad uses."""
 
     def start(self) -> Callable[[], object]:
-        """Begin to reduce; the result is there once the returned function has returned."""
+        """Start the reduction. Returns a function that waits for it."""
 
     def tensor(self) -> Tensor:
-        """What a communication hook works on."""
+        """The gradients, for a communication hook."""
 
     def store(self, result: Tensor) -> None:
-        """What a communication hook has made."""
+        """Take a communication hook's result."""
 
 
 class FlatBucket:
-    """See `Bucket`. Its memory is the communicator's, so that peers read and write it in place.
+    """A Bucket in the communicator's memory, which peers read and write in place.
 
-    `shared`: the user knows that gradients are overwritten."""
+    `shared`: gradient_as_bucket_view, so the user expects gradients to be overwritten."""
 
     def __init__(
         self, index: int, parameters: Sequence[nn.Parameter], comm: Communicator, *, shared: bool
@@ -134,11 +133,12 @@ class FlatBucket:
             self.flat.copy_(result.detach().view(-1))
 
     def _is_here(self, gradient: Tensor | None, place: int) -> bool:
-        """Whether it is that part of the buffer."""
+        """Whether the gradient is a view of its place in the buffer."""
         return gradient is not None and gradient.data_ptr() == self._addresses[place]
 
     def _own(self) -> None:
-        """Before a backward's first write. See Note [gradients live in their bucket]."""
+        """Before a backward's first write: leave memory that the user holds. See Note [gradients
+        live in their bucket]."""
         if self._fresh:
             return
         self._fresh = True
@@ -150,7 +150,7 @@ class FlatBucket:
 
     def _replace(self) -> None:
         self.flat = flat = self.comm.empty(self.elements, dtype=self.dtype)
-        # As `.data` they are p.grad: to its user that is no view, and may detach_().
+        # p.grad is the `.data` of these: no view to autograd, so the user may detach_() it.
         self._parts = [flat.as_strided(p.shape, stride, at) for p, at, stride in self.slots]
         start, size = flat.data_ptr(), flat.element_size()
         self._addresses = [start + slot.offset * size for slot in self.slots]
@@ -158,5 +158,5 @@ class FlatBucket:
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where it fills its memory (channels last), else row-major."""
+    """The parameter's strides if it is dense (channels last, say), else row-major ones."""
     return torch.empty_like(p, device="meta").stride()

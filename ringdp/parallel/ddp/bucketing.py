@@ -1,19 +1,18 @@
 """Which gradients are reduced together: gradients in the order they come -> buckets. Pure.
 
-A bucket takes gradients of one kind (dtype and device) until it holds its cap or more: the first of
-each kind a small one, so that communication starts early. Buckets come in the order in which they
-will be whole. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
+A bucket takes gradients of one kind (dtype and device) until it reaches its cap; the first bucket
+of each kind is small, so that communication starts early. Buckets are in the order in which they
+will be complete. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
 
 Note [how large a bucket is]
-    Every bucket costs its hooks, and over a link changes of threads; the last one has nothing to
-    hide behind. Ranks that share memory hide nothing anyway, since the cores that compute move the
-    bytes, so that few large buckets win, by a little: with torch's 25 MiB a step of a 55 MB model
-    took 1.153 of one without communication, with 2 MiB 1.156. Over a link as slow as backward 25
-    MiB left 59 % of the communication exposed, 2 MiB a fifth, smaller ones no less
-    (`python -m bench.ddp_step`; two cores of an Intel Xeon).
-    Not kept: to reduce every large gradient in its place, without a bucket. It saves a copy of
-    hot memory, and meets the others eight times as often: 1.10 where this took 1.08 (two cores of
-    an AMD EPYC).
+    Every bucket costs hooks and, over a link, thread switches; the last one overlaps with nothing.
+    In shared memory nothing overlaps anyway, since the computing cores move the bytes, so few large
+    buckets win, by a little: with torch's 25 MiB a step of a 55 MB model took 1.153 times one
+    without communication, with 2 MiB 1.156 times. Over a link as slow as backward, 25 MiB exposed
+    59 % of the communication, 2 MiB a fifth, smaller buckets no less (`python -m bench.ddp_step`;
+    two cores of an Intel Xeon).
+    Tried and dropped: reducing every large gradient in its place, without a bucket. It saves a copy
+    in cache, but synchronizes eight times as often: 1.10 against 1.08 (two cores of an AMD EPYC).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ WIRED = (1 * MIB, 2 * MIB)  # the same over a wire
 
 
 class Gradient(NamedTuple):
-    """What a bucket needs to know of one."""
+    """What decides its bucket."""
 
     bytes: int
     kind: Hashable
-    sparse: bool = False  # goes alone: it has no fixed size
+    sparse: bool = False  # a bucket of its own: it has no fixed size
 
 
 def at_first(gradients: Sequence[Gradient], caps: Sequence[int], *, stays: bool) -> list[list[int]]:
-    """Before their order is known: from the last to the first. `stays`: it never will be; then
-    buckets are torch's, which cuts them from the first to the last."""
+    """The buckets before the order is known: parameters in reverse. `stays`: it never will be;
+    then the buckets are torch's, which cuts them from the first parameter on."""
     everything = range(len(gradients))
     if stays:
         return assign(gradients, everything, caps)[::-1]
@@ -47,9 +46,9 @@ def at_first(gradients: Sequence[Gradient], caps: Sequence[int], *, stays: bool)
 def assign(
     gradients: Sequence[Gradient], order: Iterable[int], caps: Sequence[int]
 ) -> list[list[int]]:
-    """Indices of `gradients`, which become ready in `order`, by bucket.
+    """The indices of `gradients`, which come in `order`, by bucket.
 
-    `caps`: bytes of the first bucket of a kind, the second, ...; the last holds for all behind it.
+    `caps`: bytes of the first bucket of a kind, the second, ...; the last one for all others.
     """
     whole: list[list[int]] = []
     growing: dict[Hashable, list[int]] = {}

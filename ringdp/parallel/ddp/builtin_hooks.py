@@ -1,7 +1,6 @@
-"""Reductions that take a communication hook's place, over ringdp: torch's built-in hooks, of
-torch.distributed.BuiltinCommHookType, and that of mixed precision (see `mixed_precision`).
+"""Built-in communication hooks, over ringdp: torch's BuiltinCommHookType, and mixed precision's.
 
-ALLREDUCE      every gradient divided by n, then summed: what is done without a hook
+ALLREDUCE      divide every gradient by n, then sum: the same as without a hook
 FP16_COMPRESS  the same in float16
 """
 
@@ -21,8 +20,8 @@ KINDS = {BuiltinCommHookType.ALLREDUCE: None, BuiltinCommHookType.FP16_COMPRESS:
 
 
 class BuiltIn(NamedTuple):
-    """See `hook.CommHook`. `dtype`: of the sum; None: the bucket's own. `divides_sum`: by n, and
-    not every gradient."""
+    """As `comm_hooks.CommHook`. `dtype`: of the sum; None is the bucket's. `divides_sum`: the sum
+    is divided by n, not the gradients."""
 
     name: str
     dtype: torch.dtype | None
@@ -48,7 +47,7 @@ class BuiltIn(NamedTuple):
 
 
 def built_in(kind: Any) -> BuiltIn:
-    """Raises UsageError for what is none."""
+    """The hook of that BuiltinCommHookType. Raises UsageError for others."""
     if kind not in KINDS:
         raise UsageError(f"the hook is {kind!r}; allowed: {', '.join(map(str, KINDS))}")
     return BuiltIn(str(kind), KINDS[kind])

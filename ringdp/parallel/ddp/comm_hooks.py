@@ -1,11 +1,11 @@
-"""What a communication hook is given, and what it may return: torch's contract for DDP.
+"""Communication hooks: torch's contract for what DDP passes them and what they return.
 
     hook(state, bucket) -> torch.futures.Future of the reduced bucket
     hook(state, {name: buffer}) -> None, or futures to wait for at the end of backward
 
-The gradients in the bucket are those of this rank, not divided. torch's own hooks
-(torch.distributed.algorithms.ddp_comm_hooks) run unchanged; they move data over the
-torch.distributed group in their state, which the user has made, and not over ringdp.
+The gradients in the bucket are this rank's, not divided by n. torch's own hooks
+(torch.distributed.algorithms.ddp_comm_hooks) run unchanged, over the torch.distributed group in
+their state, not over ringdp.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CONTRACT = {
 
 
 class NotAHook(UsageError, TypeError):
-    """As torch's class raises."""
+    """A TypeError too, as torch raises."""
 
     def __init__(self, given: object) -> None:
         super().__init__(f"Communication hook must be callable; this one is {given!r}")
 
 
 def checked(hook: Any, runtime_log: RuntimeLog) -> None:
-    """Raise NotAHook, or UsageError for one that says that it takes or gives something else."""
+    """Raise NotAHook, or UsageError if its annotations differ from the contract."""
     if not callable(hook):
         raise runtime_log.failed(NotAHook(hook))
     signature = inspect.signature(hook)
@@ -50,7 +50,7 @@ def checked(hook: Any, runtime_log: RuntimeLog) -> None:
 
 
 class GradBucket:
-    """As torch.distributed.GradBucket, of which Python can make none."""
+    """torch.distributed.GradBucket's interface; that class cannot be constructed in Python."""
 
     def __init__(self, bucket: Bucket, *, last: bool) -> None:
         self._slots, self._index, self._last = bucket.slots, bucket.index, last
@@ -60,18 +60,18 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last of this backward."""
+        """Whether it is the last bucket of this backward."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat; of a sparse parameter, its gradient."""
+        """All gradients, 1-D; for a sparse parameter, its gradient."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """In the parameters' shapes, as views of the buffer."""
+        """Views of the buffer in the parameters' shapes."""
         if self._buffer.is_sparse:
             return [self._buffer]
         return [self._buffer.as_strided(p.shape, stride, at) for p, at, stride in self._slots]
@@ -109,14 +109,14 @@ class CommHook(NamedTuple):
 
 
 class BufferHook(NamedTuple):
-    """Brings the model's buffers together, in the place of rank 0's broadcast."""
+    """Synchronizes the model's buffers, instead of rank 0's broadcast."""
 
     state: object
     call: Callable[[Any, dict[str, Tensor]], Any]
-    before: bool  # the forward, or after it
+    before: bool  # runs before forward, or after it
 
     def run(self, buffers: dict[str, Tensor]) -> list[Callable[[], object]]:
-        """What is to be called at the end of the backward."""
+        """Returns functions to call at the end of backward."""
         with torch.no_grad():
             futures = self.call(self.state, buffers)
         return [future.wait for future in futures or ()]

@@ -1,4 +1,4 @@
-"""What autograd calls for a reducer: hooks that do not keep it alive, and what ends a backward."""
+"""A reducer's hooks on autograd, which do not keep the reducer alive."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ringdp.errors import ModelError
 
 class Listener(Protocol):
     def made(self, index: int) -> None:
-        """A part of that parameter's gradient has been added to p.grad."""
+        """A gradient, or a part of one, has been added to that parameter's p.grad."""
 
     def end_later(self) -> None:
-        """A backward has come to what forward returned."""
+        """A backward has reached an output of forward."""
 
 
 class GradHooks:
@@ -27,13 +27,14 @@ class GradHooks:
 
     def __init__(self, reducer: Listener, parameters: Sequence[nn.Parameter]) -> None:
         self._reducer, self._parameters = weakref.ref(reducer), parameters
-        self._nodes: dict[int, Any] = {}  # torch keeps one, and its hooks, only as long as others
+        self._nodes: dict[int, Any] = {}  # gradient accumulators, which torch does not keep alive
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []
         self.listen()
 
     def listen(self) -> None:
-        """To gradients of the parameters as they are now: another dtype is made by another node."""
+        """Add hooks to gradient accumulators that have none: a parameter whose dtype has changed
+        has a new one."""
         for index, p in enumerate(self._parameters):
             trained = p.requires_grad
             node = get_gradient_edge(p.requires_grad_()).node
@@ -46,7 +47,7 @@ class GradHooks:
         return get_gradient_edge(self._parameters[index]).node is self._nodes[index]
 
     def listen_to(self, outputs: Iterable[Tensor]) -> None:
-        """To gradients of what forward returns, until `let_go`."""
+        """Add hooks to the outputs of forward, until `let_go`."""
         ref = self._reducer
 
         def end(_: Tensor) -> None:
@@ -56,7 +57,7 @@ class GradHooks:
         for t in outputs:
             if t.requires_grad:
                 handle = t.register_hook(end)  # type: ignore[no-untyped-call]
-                if t.is_leaf:  # such as a parameter: no graph takes the hook with it
+                if t.is_leaf:  # such as a parameter: the hook does not go with a graph
                     self._leaves.append(handle)
 
     def let_go(self) -> None:
@@ -77,9 +78,9 @@ def _listener(ref: weakref.ref[Listener], index: int) -> Callable[..., None]:
 
 
 def raiser(error: Exception) -> Callable[[], None]:
-    """Of a reduction that could not begin. It is told at backward's end, as of one that fails
-    later: where this backward is about to raise an error of the user's own, as it did on a rank
-    that has left for it, that error is heard."""
+    """For a reduction that could not start: raises at the end of backward, like one that fails
+    later. So an error of the user's own, which this backward may be about to raise as it did on the
+    rank that failed, comes first."""
 
     def end() -> None:
         raise error
@@ -87,9 +88,9 @@ def raiser(error: Exception) -> Callable[[], None]:
     return end
 
 
-def kept() -> ModelError | None:
-    """Where no gradient has come because distributed autograd keeps them. It says nothing of what
-    is raised in a hook but that it was a Python error."""
+def distributed_autograd_error() -> ModelError | None:
+    """The error to raise if no gradient came because distributed autograd keeps them. (Of what is
+    raised in a hook it would show no text.)"""
     try:
         backwards = torch._C._distributed_autograd._get_debug_info()
     except (AttributeError, RuntimeError):  # it is not there, or not begun

@@ -1,6 +1,4 @@
-"""DDP's join: what the module does while ranks have inputs of unequal length.
-
-See `uneven_inputs`."""
+"""DDP's join(): the module's side of `uneven_inputs`."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ ALONE = _JoinConfig(False, False, False)  # outside any join
 
 
 class Joining(Base):
-    """The part of DistributedDataParallel that joins."""
+    """The part of DistributedDataParallel for ranks with unequal numbers of batches."""
 
     _advice = "the model such a one, or use its own join()"
 
@@ -31,9 +29,9 @@ class Joining(Base):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Within it ranks may have inputs of unequal length: see `uneven_inputs`. Collective.
+        """Inside it ranks may have unequal numbers of batches: see `uneven_inputs`. Collective.
 
-        With `throw_on_early_termination` every rank raises ModelError once one has ended.
+        With `throw_on_early_termination` every rank raises ModelError once one has run out.
         """
         if not enable:
             yield
@@ -52,14 +50,15 @@ class Joining(Base):
             self.reducer.uneven = None
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
+        """For torch's Join, over a torch.distributed group. `_`: arguments of other joinables."""
         self.reducer.uneven = None
         uneven = UnevenInputs(self.comm, initial_size=divide_by_initial_world_size, throw=False)
         self._uneven = uneven
         return Shadow(lambda: self._shadow(uneven.exchange(Status())), self._agree)
 
     def _joined_forward(self, *, reduces: bool, broadcasts: bool) -> int:
-        """Tell the ranks that have ended of this one. The rank whose buffers hold. Collective."""
+        """Announce this forward to ranks that have run out. Returns the rank whose buffers count.
+        Collective."""
         uneven = self._uneven if self._join_config.enable else None
         self._notify()
         if uneven is not None:
@@ -69,16 +68,16 @@ class Joining(Base):
         return uneven.root if uneven else 0
 
     def _agree(self) -> None:
-        """Take what a rank holds that ended last. Collective."""
+        """Take parameters and buffers of a rank that trained last. Collective."""
         assert self._uneven is not None
         self.reducer._land()
         self._authoritative_rank = self._uneven.root
         self._broadcast(buffers=self.forward_sync_buffers, root=self._uneven.root)
 
     def _shadow(self, status: Status) -> None:
-        """What the others do in one forward and backward, without inputs.
+        """Take part in one forward and backward of the others, without inputs.
 
-        Reductions are waited for when the next begin: until then the others may come to forwards.
+        Reductions are waited for when the next ones start, as the others may run forwards first.
         """
         reducer = self.reducer
         assert self._uneven is not None

@@ -40,18 +40,18 @@ from ringdp.parallel.values.tensor_tree import tensors
 class DistributedDataParallel(nn.Module, Joining, TorchAPI):
     """Averages `module`'s gradients over all ranks while backward runs, as torch's class does.
 
-    Parameters, and buffers, take rank 0's values here; buffers do so again before every forward.
-    After `loss.backward()` every p.grad is the average over the ranks, the same bits on each.
-    Collective, as are forward and backward: every rank must come there equally often.
+    Parameters and buffers take rank 0's values at construction, buffers again before every forward.
+    After `loss.backward()` every p.grad is the average over the ranks, with the same bits on each.
+    Construction, forward and backward are collective: all ranks must run them equally often.
 
     process_group: a `ringdp.Communicator` or a torch.distributed group; by default what
     `ringdp.init` made last, or else torch's default group, of which only the store is used.
-    bucket_cap_mb: MiB of gradients reduced at once; by default 25, over a wire 2; the first time 1.
-    device_ids, output_device: both name the GPU that all parameters are on; inputs are moved there.
-    The other arguments are torch's of the same names; those of delayed reductions are refused, as
-    is lazy_bucket_allocation.
-    Raises ModelError (a RuntimeError) for a model that ranks don't share or that has nothing to
-    train, UsageError (a ValueError) for an argument.
+    bucket_cap_mb: MiB of gradients reduced at once: by default 25, over a network 2; the first
+    bucket has 1. device_ids, output_device: name the GPU of all parameters, to which inputs are
+    moved. The other arguments are torch's; those for delayed reductions, and
+    lazy_bucket_allocation, are refused.
+    Raises ModelError (a RuntimeError) if the ranks' models differ or nothing trains, UsageError (a
+    ValueError) for an argument.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         )
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._started = False  # with its first forward
-        self._reducing = False  # in a forward whose backward it reduces
+        self._started = False  # whether there was a forward
+        self._reducing = False  # whether a forward runs whose backward reduces
         self._hook = None
         self._uneven: UnevenInputs | None = None
         self._authoritative_rank: int | None = None
@@ -138,7 +138,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
     @contextmanager
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _inside(self, args: Any, kwargs: Any) -> Iterator[Any]:
-        """The inputs, as the module shall have them. Collective."""
+        """Around the module's call: yields its inputs, moved and cast. Collective."""
         self._before_forward()
         outer, _Torchs._active_ddp_module = _Torchs._active_ddp_module, self  # type: ignore
         lowered: list[nn.Parameter] = []
@@ -155,7 +155,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self) -> None:
-        """Decide whether the backward of this forward shall reduce. Collective."""
+        """Decide whether this forward's backward reduces; synchronize buffers. Collective."""
         reducer = self.reducer
         self._enclosing.note(_Torchs._active_ddp_module)
         recomputed = reducer.state in UNDER_WAY and in_backward()
@@ -185,25 +185,24 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
 
     @property
     def _averages(self) -> bool:
-        """Whether the gradients of a forward now shall be the ranks' average."""
+        """Whether a forward now would have its gradients averaged."""
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     @property
     def _reduces(self) -> bool:
-        """Whether the next backward does, of the forward that is under way or is through."""
+        """Whether the backward of the running or last forward reduces."""
         reducer = self._reducer
         return self._reducing or (reducer is not None and reducer.state is not RESTING)
 
     def _syncs(self, *, before: bool) -> bool:
-        """Whether buffers are brought together there: before the forward, or after it."""
+        """Whether buffers are synchronized before the forward, or else after it."""
         there = self._buffer_hook.before if self._buffer_hook else True
         return there == before and self.will_sync_module_buffers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards within it only add to this rank's p.grad; the next backward reduces all of it.
-
-        What counts is where the forward is, not its backward.
+        """Gradients of forwards inside it accumulate in this rank's p.grad, which the next backward
+        outside reduces. What counts is where the forward runs, not its backward.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -212,7 +211,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
             self.require_backward_grad_sync = before
 
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to reduce gradients so far."""
+        """Bytes this rank has sent to reduce gradients so far."""
         return self.reducer.comm.sent_bytes()
 
     # ---- hooks, copies
@@ -241,7 +240,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         hook: Callable[[Any, dict[str, Tensor]], Any],
         comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """`hook(state, buffers)` brings buffers together instead of rank 0's broadcast."""
+        """`hook(state, buffers)` synchronizes buffers instead of rank 0's broadcast."""
         if not callable(hook):
             raise NotAHook(hook)
         before = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
@@ -259,4 +258,4 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         return state
 
 
-_Torchs.register(DistributedDataParallel)  # for who asks isinstance: unwraps, joins, checkpoints
+_Torchs.register(DistributedDataParallel)  # isinstance() of torch's class, as libraries check

@@ -1,27 +1,27 @@
-"""WHEN gradients are reduced in DDP: as soon as a bucket of them is whole, while backward goes on.
+"""WHEN gradients are reduced in DDP: as soon as a bucket is complete, while backward goes on.
 
-    forward ends       every bucket waits for its gradients
-    a gradient exists  moved into its bucket, times 1/n; a bucket that is whole is started, once
-                       those before it are, so that every rank starts the same ones in one order
-    backward ends      wait; p.grad is the average
+    forward ends        every bucket waits for its gradients
+    a gradient is made  it moves into its bucket, times 1/n; a complete bucket's all_reduce starts
+                        once those before it have, so that all ranks start them in one order
+    backward ends       wait; p.grad is the average
 
-It does what stage 0 of `stages.STAGES` says, but is not the engine of `shard`, since torch's class
-promises more of gradients: they lie in p.grad, and in their bucket, as soon as they exist; a bucket
-is cut by bytes, not by modules, in the order in which they come; what p.grad held before is reduced
-with them, where `shard` adds the average of the new ones alone; and some may never come. In return
-nothing is gathered, so hooks on parameters suffice, and the model's forward need not be known.
+This is stage 0 of `stages.STAGES`, but not `shard`'s engine, since torch's class promises more: a
+gradient is in p.grad, and in its bucket, as soon as it exists; buckets are cut by bytes, in the
+order in which gradients come, not by modules; the previous p.grad is reduced along (`shard` adds
+the average of the new gradients to it); and some gradients may never come. In return nothing is
+gathered, so hooks on parameters suffice, without any on the model's forward.
 
 Note [gradients that never come]
-    By default every parameter must get a gradient; a bucket that stays incomplete is told of when
-    the next iteration starts. With find_unused_parameters, what has not come when backward ends
-    counts as zero; a map, reduced too, then says which parameters no rank has used, and their
-    p.grad stays untouched. With static_graph this is found out in the first backward, in which
-    everything is reduced at the end, and holds from then on; so does how often each gradient is
-    made (reentrant checkpoints make some in several parts).
-    A backward that brings no rank any, as torch.autograd.grad to the inputs, is not the one: the
-    next shall reduce. But within `join`, where other ranks shadow one backward of each forward.
-    Where the end of backward must be known, the outputs' hooks, which run before all others, ask
-    for a callback. By default the start of the last bucket does.
+    By default every parameter must get a gradient: an incomplete bucket is an error at the start of
+    the next iteration. With find_unused_parameters a gradient missing at the end of backward counts
+    as zero; a map, also reduced, says which parameters no rank has used, whose p.grad stays as it
+    is. With static_graph the unused parameters of the first backward, which reduces everything at
+    its end, are those of all; so is the number of parts in which each gradient is made (reentrant
+    checkpointing makes several).
+    A backward without gradients on any rank, such as autograd.grad with respect to inputs, does not
+    count: the next one reduces. Inside `join` it does, since other ranks shadow one backward per
+    forward. Where the end of backward must be known, hooks on the outputs, which run first, queue a
+    callback; by default the start of the last bucket does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ringdp.parallel.ddp.buckets import Layout, buckets_of, layout_of
 from ringdp.parallel.ddp.builtin_hooks import BuiltIn
 from ringdp.parallel.ddp.comm_hooks import CommHook
 from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
-from ringdp.parallel.ddp.grad_hooks import GradHooks, kept, raiser
+from ringdp.parallel.ddp.grad_hooks import GradHooks, distributed_autograd_error, raiser
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.optimizer_in_backward import step, taken_off
 from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
@@ -53,7 +53,7 @@ from ringdp.tape import recorder
 
 
 class Reducer(TracedReducer):
-    """Over a communicator of its own."""
+    """The reducer of one DDP, over a communicator of its own."""
 
     tracer = ReducerTracer
 
@@ -69,25 +69,25 @@ class Reducer(TracedReducer):
         self.mixed_precision, self.runtime_log = mixed_precision, runtime_log
         self.uneven: UnevenInputs | None = None  # inside a join, where shadows reduce every bucket
         self.hook: CommHook | BuiltIn | None = None
-        self.layouts: list[Layout] = []  # at first, and rebuilt
+        self.layouts: list[Layout] = []  # the first, and the rebuilt one
         self._build()
         # See `optimizer_in_backward`; known in a forward.
         self._stepping: list[nn.Parameter] | None = None
         # This backward, or the last.
         self.state = RESTING
-        self.flights: list[Callable[[], object]] = []  # what its end waits for
+        self.flights: list[Callable[[], object]] = []  # waits for the end of backward
         self.started = 0  # buckets
-        self._left: list[int] = []  # parts of each gradient that are still to come
-        self._order: dict[int, None] = {}  # parameters, as gradients came, if it is `_ordering`
-        self._ordering = False
-        self._again = False  # another has come to outputs since
-        # What is learned of them.
+        self._left: list[int] = []  # of each gradient: parts still to come
+        self._order: dict[int, None] = {}  # parameters in the order of gradients
+        self._ordering = False  # whether to record it
+        self._again = False  # whether another backward has reached the outputs since
+        # Learned from all backwards.
         self._learning = settings.static_graph
-        self._expected = [1] * len(parameters)  # parts of each gradient; 0: unused (static_graph)
-        self._used: set[int] = set()  # parameters with a gradient that no backward has reduced
-        self._users = [0] * len(parameters)  # ranks, of each parameter, when it was last asked
-        self.unused: list[int] | None = None  # here, as far as it is sought, in the last backward
-        self._steady = True  # the same ones in every backward
+        self._expected = [1] * len(parameters)  # parts; 0: unused (static_graph)
+        self._used: set[int] = set()  # with gradients not reduced yet
+        self._users = [0] * len(parameters)  # ranks that use each parameter
+        self.unused: list[int] | None = None  # here, in the last backward
+        self._steady = True  # whether they were the same in every backward
         self.grad_hooks = GradHooks(self, [t.parameter for t in parameters])
         recorder.join(self)
 
@@ -109,7 +109,7 @@ class Reducer(TracedReducer):
     # ---- forward
 
     def begin_forward(self, *, reduces: bool) -> None:
-        """`reduces`: its backward shall. Collective once, then: see `_rebuild_buckets`."""
+        """`reduces`: its backward will. Collective once: see `_rebuild_buckets`."""
         self._again = False
         if self._stepping is None:
             self._stepping = taken_off(t.parameter for t in self.parameters)
@@ -126,7 +126,7 @@ class Reducer(TracedReducer):
             self.prepare_for_backward(outputs)
 
     def _check_reducer_finalized(self) -> None:
-        """Raise ModelError if the last backward is not through."""
+        """Raise ModelError if the last backward did not finish its reductions."""
         if self.state in UNDER_WAY:
             lost = {i: self.parameters[i].name for i, left in enumerate(self._left) if left > 0}
             raise self._failed(unfinished(self.settings, self.comm.rank, lost))
@@ -135,10 +135,10 @@ class Reducer(TracedReducer):
         return self.runtime_log.failed(ModelError(why))
 
     def _rebuild_buckets(self) -> bool:
-        """Once, after the first backward, buckets follow the order in which gradients came there.
+        """Once, after the first backward: rebuild the buckets in the order of its gradients.
 
-        It is rank 0's order. Collective. With unused parameters no order would be a good one.
-        Whether it did so. Raises ModelError if the last backward is not through.
+        All take rank 0's order. Collective. Not with find_unused_parameters, as no order is stable.
+        Returns whether it did. Raises ModelError if the last backward did not finish.
         """
         self._check_reducer_finalized()
         if self.rebuilt or not self._order or self.settings.seeks_unused:
@@ -150,7 +150,7 @@ class Reducer(TracedReducer):
         return True
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
-        """The next backward, of a forward that has ended, shall reduce."""
+        """A forward has ended: the next backward reduces."""
         self.state = ARMED
         self._next = self.started = 0
         self._left = list(self._expected)
@@ -165,9 +165,9 @@ class Reducer(TracedReducer):
     # ---- backward
 
     def made(self, index: int) -> None:
-        """Called when a part of a gradient has been added to p.grad."""
+        """A gradient, or a part of one, has been added to p.grad."""
         if self.settings.has_unused and self.parameters[index].parameter.grad is None:
-            return  # autograd came by with nothing
+            return  # autograd called the hook without a gradient
         if self.state is RESTING:
             if self._again and index in (self.unused or ()):
                 raise self._failed(again(self.parameters[index].name))
@@ -189,7 +189,8 @@ class Reducer(TracedReducer):
             self._ready(index)
 
     def _begin(self, first: int) -> None:
-        if self.parameters[first].parameter.grad is None and (error := kept()):
+        missing = self.parameters[first].parameter.grad is None
+        if missing and (error := distributed_autograd_error()):
             self.flights.append(raiser(error))
         self.state = RUNNING
         for index, parts in enumerate(self._expected):
@@ -212,13 +213,13 @@ class Reducer(TracedReducer):
 
     @property
     def _scale(self) -> float:
-        """What gradients are multiplied by before the sum."""
+        """The factor of gradients before the sum."""
         if self.hook:
             return 1.0
         return 1 / (self.uneven.divisor if self.uneven else self.comm.size)
 
     def _issue(self) -> None:
-        """Start every bucket that is whole, and has none before it that is not."""
+        """Start every complete bucket that has no incomplete one before it."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if bucket.pending:
@@ -229,7 +230,7 @@ class Reducer(TracedReducer):
         self.end_later()
 
     def _skips(self, bucket: Bucket) -> bool:
-        """Whether no gradient in it is anything, on any rank, as the user has promised."""
+        """Whether all of it is unused on every rank (promised by skip_all_reduce_unused_params)."""
         if not self.settings.skip_all_reduce_unused_params or self.uneven:
             return False
         members = self.layouts[-1][bucket.index]
@@ -249,7 +250,7 @@ class Reducer(TracedReducer):
         self.flights.append(flight)
 
     def end_later(self) -> None:
-        """Ask for `_end` at the end of this backward."""
+        """Queue `_end` for the end of this backward."""
         self._again |= self.state is RESTING
         if self.state in (ARMED, RUNNING):
             self.state = ENDING
@@ -267,11 +268,11 @@ class Reducer(TracedReducer):
                 self._ready_unused(index)
             self._issue()
         if self._next < len(self.buckets):
-            return  # the next forward tells of it
+            return  # the next forward raises
         if self._seeks_unused:
             any_came = self._ask_users(missing)()
             if not any_came and self.uneven is None:
-                if error := kept():
+                if error := distributed_autograd_error():
                     raise error
                 self._land()
                 self.prepare_for_backward(())
@@ -294,17 +295,16 @@ class Reducer(TracedReducer):
 
     @property
     def _seeks_unused(self) -> bool:
-        """Whether the end of this backward says which parameters have no gradient."""
+        """Whether the end of this backward determines the unused parameters."""
         return self._learning or self.settings.seeks_unused
 
     def _lacks(self, index: int) -> bool:
-        """Whether that parameter has got no gradient in this backward, or never does
-        (static_graph)."""
+        """Whether the parameter got no gradient in this backward (or never does: static_graph)."""
         return self._left[index] == self._expected[index]
 
     def _ask_users(self, missing: Sequence[int]) -> Callable[[], bool]:
-        """What is returned waits, and tells whether any gradient has come in this backward to any
-        rank."""
+        """Count the ranks that use each parameter. Returns a function that waits, and tells whether
+        any rank got a gradient in this backward."""
         used = torch.ones(len(self.parameters) + 1, dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
         used[-1] = len(missing) < len(self.parameters)
@@ -322,7 +322,7 @@ class Reducer(TracedReducer):
             self.flights.pop(0)()
 
     def shadow(self) -> None:
-        """Take part in the backward of the other ranks with zeros, until `_land`. Collective."""
+        """Take part in the other ranks' backward with zeros, until `_land`. Collective."""
         for bucket in self.buckets:
             bucket.arm()
             bucket.blank()
@@ -332,16 +332,16 @@ class Reducer(TracedReducer):
         self._learning = False
         self._order = self._order or dict.fromkeys(reversed(range(len(self.parameters))))
 
-    # ---- what torch's Reducer tells when it is asked
+    # ---- of torch's Reducer
 
     def _get_local_used_map(self) -> Tensor:
-        """How many ranks have used each parameter in the last backward that sought the unused."""
+        """How many ranks used each parameter, in the last backward that counted them."""
         return torch.tensor(self._users, dtype=torch.int32)
 
     def _ddp_graph_static(self) -> bool:
-        """Whether every backward so far has left the same parameters unused on this rank."""
+        """Whether every backward so far left the same parameters unused on this rank."""
         return self._steady
 
     def _remove_autograd_hooks(self) -> None:
-        """It hears of no gradient any more."""
+        """From now on backwards reduce nothing."""
         self.grad_hooks.remove()

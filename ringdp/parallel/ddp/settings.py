@@ -1,4 +1,4 @@
-"""What a reducer is told: which parameters are trained, and DDP's arguments."""
+"""What a reducer is given: the trained parameters, and DDP's arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Trainable(NamedTuple):
-    """A parameter that is trained; `sparse`: its gradient will be."""
+    """A parameter that trains; `sparse`: its gradient will be sparse."""
 
     name: str
     parameter: nn.Parameter
@@ -16,7 +16,7 @@ class Trainable(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """DDP's arguments of the same names; `caps` of buckets in bytes, see `bucketing`."""
+    """DDP's arguments of the same names; `caps`: bytes of buckets, see `bucketing`."""
 
     caps: tuple[int, ...]
     find_unused_parameters: bool
@@ -26,10 +26,10 @@ class Settings(NamedTuple):
 
     @property
     def seeks_unused(self) -> bool:
-        """In every backward anew."""
+        """Unused parameters are determined in every backward."""
         return self.find_unused_parameters and not self.static_graph
 
     @property
     def has_unused(self) -> bool:
-        """Parameters may have no gradient."""
+        """Parameters may lack a gradient."""
         return self.find_unused_parameters or self.static_graph

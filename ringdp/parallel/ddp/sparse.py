@@ -1,4 +1,4 @@
-"""Sparse gradients, of nn.Embedding(sparse=True): what ranks exchange is rows and their indices.
+"""Sparse gradients, as of nn.Embedding(sparse=True): ranks exchange rows and their indices.
 See `comm.backend.sparse`."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringdp.parallel.ddp.bucket import Slot
 
 
 class SparseBucket:
-    """One parameter. See `bucket.Bucket`; it has no memory between backwards."""
+    """The bucket of one parameter, without memory between backwards. See `bucket.Bucket`."""
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter, comm: Communicator) -> None:
         self.index, self.name, self.comm = index, name, comm

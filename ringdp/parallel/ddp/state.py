@@ -1,4 +1,4 @@
-"""Where a reducer stands, from a forward to the end of its backward."""
+"""The state of a reducer, from a forward to the end of its backward."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from enum import Enum, auto
 class State(Enum):
     """
     RESTING --forward--> ARMED --first gradient--> RUNNING --last bucket--> ENDING --end--> RESTING
-    ARMED --outputs' gradient--> ENDING    where the end of backward must be known
-    ENDING --end--> ARMED                  of a backward that brought no rank a gradient
+    ARMED --outputs' gradient--> ENDING    if the end of backward must be known
+    ENDING --end--> ARMED                  if no rank got a gradient
 
-    A backward that raises, or leaves a bucket incomplete, stays RUNNING or ENDING: the next forward
-    tells of it.
+    After a backward that raised, or left a bucket incomplete, it is still RUNNING or ENDING: the
+    next forward raises an error.
     """
 
     RESTING = auto()
-    """A backward reduces nothing: it adds to p.grad, as within no_sync."""
+    """A backward reduces nothing: it only adds to p.grad, as in no_sync."""
     ARMED = auto()
     """The next backward reduces: every bucket waits for its gradients."""
     RUNNING = auto()
-    """Buckets are being filled; those that are whole are being reduced."""
+    """Buckets are filled; complete ones are being reduced."""
     ENDING = auto()
-    """As RUNNING, and autograd has been asked to say when it is through."""
+    """As RUNNING, and a callback is queued for the end of backward."""
 
 
-# As State.RESTING each costs 0.1 us on Python 3.11, and every gradient asks for two.
+# State.RESTING takes 0.1 us on Python 3.11, and every gradient compares two.
 RESTING, ARMED, RUNNING, ENDING = State
-UNDER_WAY = (RUNNING, ENDING)  # a backward that reduces
+UNDER_WAY = (RUNNING, ENDING)  # in a backward that reduces

@@ -1,10 +1,9 @@
-"""torch's own words on DDP, beside its documented ones: what frameworks read, and what they call.
+"""Undocumented attributes and methods of torch's DDP that frameworks use.
 
-    read    which arguments it was given, where it is, its buffers
+    read    its arguments, devices and buffers
     call    _set_static_graph, _get_ddp_logging_data, _check_reducer_finalized, ...
 
-They do here what they do there. Not here: what belongs to a GPU (`to_kwargs`, `scatter`, `gather`)
-and to torch's C++ (`logger`).
+Left out: what is for GPUs only (`to_kwargs`, `scatter`, `gather`), and torch's C++ `logger`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class TorchAPI(Base):
-    """The part of DistributedDataParallel that is there to be found under its name."""
+    """The part of DistributedDataParallel that exists for torch's names."""
 
     device_ids: list[int | None] | None
     output_device: int | None

@@ -1,11 +1,11 @@
-"""Gradients that no reducer would hear of, so that ranks would train apart without a word.
+"""Finds gradients that would miss the reducer's hooks, so that ranks would silently diverge.
 
-    another parameter   load_state_dict(assign=True), or a layer put in another's place
-    another node        autograd makes one for a parameter that has been cast: net.double()
-    compiled autograd   runs what it has traced instead of hooks
+    another parameter     from load_state_dict(assign=True), or a layer put in another's place
+    another accumulator   autograd makes one for a parameter that was cast: net.double()
+    compiled autograd     runs a trace instead of hooks
 
-torch's DDP trains on with each rank's own gradients in the first two. Looked for in the first
-forward, and in one before which no gradient has been heard of: else there is no need to.
+In the first two cases torch's DDP trains on with each rank's own gradients. Checked in the first
+forward, and in a forward if no gradient has reached the hooks since the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringdp.parallel.ddp.reducer import Reducer
 
 
 def check(model: nn.Module, reducer: Reducer) -> None:
-    """Raise ModelError for a parameter that the model trains in the place of one given to DDP."""
+    """Raise ModelError if a trained parameter is not the one given to DDP, or was cast since."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for index, (name, given, _) in enumerate(reducer.parameters):
         p = now.get(name)
