@@ -35,8 +35,8 @@ from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
-from ringdp.parallel.ddp.bucket import Bucket
-from ringdp.parallel.ddp.buckets import Layout, buckets_of, layout_of
+from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
+from ringdp.parallel.ddp.bucketing import Gradient, assign, at_first
 from ringdp.parallel.ddp.builtin_hooks import BuiltIn
 from ringdp.parallel.ddp.comm_hooks import CommHook
 from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
@@ -46,6 +46,7 @@ from ringdp.parallel.ddp.optimizer_in_backward import step, taken_off
 from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
 from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
 from ringdp.parallel.ddp.settings import Settings, Trainable
+from ringdp.parallel.ddp.sparse import SparseBucket
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
 from ringdp.parallel.ddp.tracing import ReducerTracer, TracedReducer
 from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
@@ -69,7 +70,7 @@ class Reducer(TracedReducer):
         self.mixed_precision, self.runtime_log = mixed_precision, runtime_log
         self.uneven: UnevenInputs | None = None  # inside a join, where shadows reduce every bucket
         self.hook: CommHook | BuiltIn | None = None
-        self.layouts: list[Layout] = []  # the first, and the rebuilt one
+        self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
         self._build()
         # See `optimizer_in_backward`; known in a forward.
         self._stepping: list[nn.Parameter] | None = None
@@ -81,7 +82,7 @@ class Reducer(TracedReducer):
         self._order: dict[int, None] = {}  # parameters in the order of gradients
         self._ordering = False  # whether to record it
         self._again = False  # whether another backward has reached the outputs since
-        # Learned from all backwards.
+        # Learned from all of them.
         self._learning = settings.static_graph
         self._expected = [1] * len(parameters)  # parts; 0: unused (static_graph)
         self._used: set[int] = set()  # with gradients not reduced yet
@@ -92,15 +93,22 @@ class Reducer(TracedReducer):
         recorder.join(self)
 
     def _build(self, order: Sequence[int] = ()) -> None:
-        """`order`: that in which gradients come, once it is known."""
-        layout = layout_of(self.parameters, self.settings, order)
+        """Make the buckets. `order`: that of the gradients, once it is known."""
+        caps, shared = self.settings.caps, self.settings.gradient_as_bucket_view
+        facts = [Gradient(p.nbytes, (p.dtype, p.device), alone) for _, p, alone in self.parameters]
+        stays = self.settings.seeks_unused
+        layout = assign(facts, order, caps) if order else at_first(facts, caps, stays=stays)
         self.layouts.append(layout)
-        self.buckets = buckets_of(self.parameters, self.settings, layout, self.comm)
-        self._places = {
-            index: (bucket, place)
-            for bucket, members in zip(self.buckets, layout, strict=True)
-            for place, index in enumerate(members)
-        }
+        self.buckets, self._places = list[Bucket](), dict[int, tuple[Bucket, int]]()
+        for index, members in enumerate(layout):
+            own = [self.parameters[i] for i in members]
+            bucket: Bucket = (
+                SparseBucket(index, own[0], self.comm)
+                if own[0].sparse
+                else FlatBucket(index, [t.parameter for t in own], self.comm, shared=shared)
+            )
+            self.buckets.append(bucket)
+            self._places |= {i: (bucket, place) for place, i in enumerate(members)}
 
     @property
     def rebuilt(self) -> bool:
@@ -195,21 +203,16 @@ class Reducer(TracedReducer):
         self.state = RUNNING
         for index, parts in enumerate(self._expected):
             if parts == 0:
-                self._ready_unused(index)
+                self._ready(index, unused=True)
 
-    def _ready(self, index: int) -> None:
+    def _ready(self, index: int, *, unused: bool = False) -> None:
+        """All parts of a gradient are in p.grad, or it is `unused` in this backward."""
         bucket, place = self._places[index]
         self.mixed_precision.restore(self.parameters[index].parameter)
-        bucket.take(place, self._scale)
+        (bucket.take_unused if unused else bucket.take)(place, self._scale)
         bucket.pending -= 1
         if bucket.pending == 0:
             self._issue()
-
-    def _ready_unused(self, index: int) -> None:
-        bucket, place = self._places[index]
-        self.mixed_precision.restore(self.parameters[index].parameter)
-        bucket.take_unused(place, self._scale)
-        bucket.pending -= 1
 
     @property
     def _scale(self) -> float:
@@ -265,8 +268,7 @@ class Reducer(TracedReducer):
                 self._ready(index)
         if self._seeks_unused:
             for index in missing:
-                self._ready_unused(index)
-            self._issue()
+                self._ready(index, unused=True)
         if self._next < len(self.buckets):
             return  # the next forward raises
         if self._seeks_unused:

@@ -6,22 +6,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ringdp.comm import Communicator
 from ringdp.comm.backend.sparse import sum_of_sparse
 from ringdp.errors import ModelError
 from ringdp.parallel.ddp.bucket import Slot
+from ringdp.parallel.ddp.settings import Trainable
 
 
 class SparseBucket:
     """The bucket of one parameter, without memory between backwards. See `bucket.Bucket`."""
 
-    def __init__(self, index: int, name: str, parameter: nn.Parameter, comm: Communicator) -> None:
-        self.index, self.name, self.comm = index, name, comm
-        self.slots = [Slot(parameter, 0, parameter.stride())]
+    def __init__(self, index: int, of: Trainable, comm: Communicator) -> None:
+        self.index, self.name, self.comm = index, of.name, comm
+        self.slots = [Slot(of.parameter, 0, of.parameter.stride())]
         self.pending, self._taken = 1, False
-        self._sum = parameter.detach().new_empty(0)
+        self._sum = of.parameter.detach().new_empty(0)
 
     def arm(self) -> None:
         self.pending, self._taken = 1, False
