@@ -15,13 +15,13 @@ from ringdp.parallel.engine import Engine, check_engine
 
 
 def export(path: str | os.PathLike[str], engine: Engine) -> None:
-    """Write what `model.state_dict()` would be in one process, as at rest. Collective.
+    """Write what `model.state_dict()` would be in one process, in the dtypes at rest. Collective.
 
     Every rank holds the whole model meanwhile; rank 0 writes it into a hidden directory beside
-    `path`, then renames it. What an export that was killed has left there the next one removes.
-    A tied weight is there under all its names, as a plain model's load_state_dict asks for; extra
-    state of modules that is no tensor is not, as safetensors has nothing else. Raises
-    CheckpointError, on every rank, if it cannot be written; then nothing is left behind.
+    `path`, then renames it. The next export removes what a killed one has left there. A tied weight
+    is written under all its names, as a plain model's load_state_dict expects. Extra state that is
+    no tensor is left out, since safetensors has only tensors. Raises CheckpointError, on every
+    rank, if it cannot be written; then nothing is left behind.
     """
     check_engine("export", engine)
     path = Path(path)

@@ -1,8 +1,8 @@
-"""What modules keep beside parameters and buffers, by torch's get_extra_state: JSON and tensors.
+"""Modules' extra state (torch's get_extra_state), if it consists of JSON values and tensors.
 
-A state is written as {"dict": {...}}, {"list": [...]}, {"tuple": [...]}, {"tensor": KEY} or
-{"value": ...}, so that it comes back as it was. Nothing in it is code; what is of another kind is
-refused. Rank 0's is written, and every rank loads it.
+It is written as {"dict": {...}}, {"list": [...]}, {"tuple": [...]}, {"tensor": KEY} or
+{"value": ...}, so that types are preserved. Nothing is pickled; other types are an error. Rank 0's
+is written, and every rank loads it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ringdp.errors import CheckpointError
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that keep something, by name."""
+    """The modules with extra state, by name."""
     none = nn.Module.get_extra_state
     return {n: m for n, m in model.named_modules() if type(m).get_extra_state is not none}
 
 
 def pack(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Every module's state as JSON, and the tensors in it by key. Raises CheckpointError."""
+    """Every module's extra state as JSON, and its tensors by key. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
     states = {n: _pack(m.get_extra_state(), n, tensors) for n, m in modules(model).items()}
     return states, tensors
 
 
 def unpack(packed: Any, tensor: Callable[[str], Any]) -> Any:
-    """The state again; `tensor`: by key. Raises CheckpointError if it is not sound."""
+    """The state; `tensor(key)` gives its tensors. Raises CheckpointError if it is malformed."""
     try:
         ((kind, value),) = packed.items()
         if kind == "tensor" and isinstance(value, str):

@@ -1,20 +1,19 @@
-"""What a checkpoint holds, and where: a JSON file, `index.json`, whose replacement is the commit.
+"""The checkpoint's index: `index.json` says what it has and where, and replacing it is the commit.
 
     path/index.json              which directory counts, and what is where in it
     path/data-<random>/rank-<r>.safetensors
 
 A tensor's key is `parameter/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` or `extra/N/NAME`. Its
-elements, counted in the parameter's own order, lie in parts on the ranks that owned them. Of what
-an optimizer keeps, each rank writes its own: a rank that kept nothing has no part, and one that
-kept a single value for all its elements (Adam's `step`) has a part with that. A save writes a new
-directory, then puts a new index in the old one's place by a rename; the directories that no index
-names go after that.
+elements, in the parameter's order, are in parts, one in the file of each rank that owned some. Each
+rank writes its own optimizer state: a rank without any has no part, and one with a single value for
+all its elements (Adam's `step`) has a part with that value. A save writes a new directory, replaces
+the index by a rename, and then removes the directories that it does not name.
 
-Why torch's distributed checkpoint does not do it all: its index, `.metadata`, and what its ranks
-tell each other are pickles, which may run anything when they are loaded. Of this index whatever is
-read is checked, and it leads to no other directory. The files are its own: any program can load the
-directory by its HuggingFaceStorageReader, each tensor flat, under its key: of single values
-only one rank's, as all write them at one place, and with a hole where a rank kept nothing.
+torch's distributed checkpoint is not used because its index, `.metadata`, and the messages of its
+ranks are pickles, which can run code when loaded. This index is checked when read, and cannot point
+outside the checkpoint. The files are in torch's format: HuggingFaceStorageReader loads the
+directory, each tensor flat, under its key; of single values it sees one rank's only, as all have
+the same offset, and a hole where a rank had nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Part(NamedTuple):
 
 @dataclass
 class Entry:
-    """One tensor, of the parameter's shape. Where an optimizer keeps single values, `single` is
-    their own shape, and each part has one element, which stands for all of begin..end."""
+    """One tensor, of the parameter's shape. For an optimizer's single values `single` is their
+    shape, and each part has one element, which stands for all of begin..end."""
 
     dtype: str
     shape: list[int]
@@ -54,11 +53,11 @@ class Entry:
     single: list[int] | None = None
 
     def length(self, part: Part) -> int:
-        """Of what its file has."""
+        """The number of elements in its file."""
         return part.end - part.begin if self.single is None else 1
 
     def within(self, begin: int, end: int) -> list[Part]:
-        """In order, the parts that have any of these elements."""
+        """The parts that have any of these elements, in order."""
         parts = [part for part in self.parts if part.begin < end and begin < part.end]
         return sorted(parts, key=lambda part: part.begin)
 
@@ -69,7 +68,7 @@ class Index:
     ranks: int
     stage: int
     tensors: dict[str, Entry]
-    scalars: dict[str, list[Any]]  # an optimizer's beside tensors: [begin, end, value] of each part
+    scalars: dict[str, list[Any]]  # of an optimizer: [begin, end, value] of each part
     groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
     extra: dict[str, Any]
     modules: dict[str, Any]  # their extra state, see `extra`
@@ -90,7 +89,7 @@ def _is_ours(name: str) -> bool:
 
 
 def commit(path: Path, index: Index) -> None:
-    """Make `index` what `path` holds, in one step; after an error, it holds what it held."""
+    """Make `index` that of `path`, atomically; after an error `path` holds what it held."""
     aside = path / "index.json.new"
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -104,7 +103,7 @@ def commit(path: Path, index: Index) -> None:
 
 
 def clean(path: Path, index: Index) -> None:
-    """Remove what saves before `index` have left, once the disk has it. The user's files stay."""
+    """Remove what earlier saves have left, once `index` is on disk. The user's files stay."""
     sync_directory(path)
     for old in path.glob("data-*"):
         if _is_ours(old.name) and old.name != index.directory:
@@ -112,7 +111,7 @@ def clean(path: Path, index: Index) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the disk has the names in it."""
+    """fsync a directory: its names are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -121,7 +120,7 @@ def sync_directory(path: Path) -> None:
 
 
 def read_index(path: Path) -> Index:
-    """Raises CheckpointError if `path` holds no checkpoint, or one whose index is not sound."""
+    """Raises CheckpointError if `path` holds no checkpoint, or the index is malformed."""
     try:
         values = json.loads((path / "index.json").read_bytes())
         if not isinstance(values, dict):
@@ -134,8 +133,8 @@ def read_index(path: Path) -> Index:
 
 
 def checked(values: dict[str, Any]) -> Index:
-    """The index of these JSON values. Raises ValueError, KeyError, TypeError or AttributeError
-    unless they are of the right types, and every element has its one place."""
+    """The index from JSON values. Raises ValueError, KeyError, TypeError or AttributeError unless
+    the types are right and every element is in exactly one part."""
     values["tensors"] = {
         key: Entry(e["dtype"], e["shape"], [Part(*p) for p in e["parts"]], e["single"])
         for key, e in values["tensors"].items()
@@ -167,7 +166,7 @@ def checked(values: dict[str, Any]) -> Index:
 
 
 def _check_entry(index: Index, key: str, entry: Entry) -> None:
-    kept = key.startswith("optimizer/")  # then a rank may have kept nothing
+    kept = key.startswith("optimizer/")  # then a rank may have no part
     if not isinstance(entry.dtype, str):
         raise ValueError(f"{key} has dtype {entry.dtype!r}")
     if not (isinstance(entry.shape, list) and isinstance(entry.single, list | None)):
@@ -192,7 +191,7 @@ def _check_ints(key: str, *values: Any) -> None:
 
 
 def _check_parameter(index: Index, key: str, shape: list[int] | None = None) -> None:
-    """Of what an optimizer keeps: its parameter is there, and has this shape."""
+    """Check that the parameter of optimizer state exists, and has that shape."""
     _, _, name = parts_of(key)
     parameter = index.tensors[f"parameter/{name}"].shape
     if shape not in (None, parameter):
@@ -200,7 +199,7 @@ def _check_parameter(index: Index, key: str, shape: list[int] | None = None) -> 
 
 
 def parts_of(key: str) -> tuple[str, str, str]:
-    """Of optimizer/KEY/NAME: these three."""
+    """Splits optimizer/KEY/NAME into the three."""
     kind, _, rest = key.partition("/")
     name, _, parameter = rest.partition("/")
     return kind, name, parameter

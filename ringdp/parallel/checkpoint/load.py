@@ -1,7 +1,7 @@
-"""Load: every rank reads the elements that it keeps, whoever wrote them.
+"""Load: every rank reads the elements that it keeps, whichever rank wrote them.
 
-All that is to be read is listed and checked first, on every rank: dtypes, sizes and that the files
-have all their bytes. Only then is anything changed.
+First every rank lists all reads and checks them: dtypes, sizes, and that the files are complete.
+Only then is anything changed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def load(
     engine: Engine,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Set parameters, buffers, modules' extra state, the optimizer's state and its options to what
-    `save` wrote.
+    """Load what `save` wrote: parameters, buffers, modules' extra state, and the optimizer's state
+    and options. Collective. Returns the checkpoint's `extra`.
 
-    Any number of ranks, stage, units and precision will do; values are cast to the dtypes here.
-    What an optimizer kept on some ranks alone may need as many again, in a stage from 1 up; of
-    single values that differ, a rank takes the first of its part.
-    Collective. Returns the checkpoint's `extra`. Raises CheckpointError, on every rank and with
-    nothing changed, if it is of another model or optimizer, or any rank cannot read its part.
+    The number of ranks, stage, units and precision may differ from the save's; values are cast.
+    Optimizer state that only some ranks had needs as many ranks again, in stage 1, 2 or 3. If ranks
+    had different single values, each takes the first one in its part. Raises CheckpointError, on
+    every rank and with nothing changed, if the checkpoint is of another model or optimizer, or if a
+    rank cannot read its part.
     """
     check_engine("load", engine)
     path, found = Path(path), pieces(engine)
@@ -61,7 +61,7 @@ def load(
 
 
 class _Reader:
-    """Elements of a tensor, from the files that have them."""
+    """Reads elements of a tensor from the files that have them."""
 
     def __init__(self, path: Path, index: Index) -> None:
         self._index, self._directory = index, path / index.directory

@@ -1,6 +1,6 @@
-"""What a rank reads of a checkpoint, and where it goes: listed and checked, and nothing changed.
+"""Plans what a rank reads of a checkpoint, and where it goes, without changing anything.
 
-A load plans first, so that it changes all or nothing. A save plans too, before it commits: so no
+A load plans first, so that it changes all or nothing. A save plans before it commits, so that no
 checkpoint is replaced by one that the same ranks could not load.
 """
 
@@ -24,7 +24,7 @@ from ringdp.parallel.replicas import write
 
 
 class Read(NamedTuple):
-    """Elements begin..end of a tensor, and what is done with them."""
+    """Elements begin..end of a tensor, and what to do with them."""
 
     key: str
     begin: int
@@ -35,7 +35,7 @@ class Read(NamedTuple):
 class Plan(NamedTuple):
     reads: list[Read]
     scalars: list[tuple[nn.Parameter, str, Any]]  # of the optimizer's state
-    states: dict[str, Tensor]  # by key, what modules' extra state has: in it once it is read
+    states: dict[str, Tensor]  # tensors of modules' extra state by key, filled by the reads
 
 
 def planned(
@@ -74,7 +74,7 @@ def _check(
 
 
 def _takes(here: torch.dtype, there: torch.dtype) -> bool:
-    """Whether a cast loses no more than a float's digits."""
+    """Whether a cast loses at most a float's precision."""
     if here == there:
         return True
     kinds = {(d.is_floating_point, d.is_complex, d == torch.bool) for d in (here, there)}
@@ -106,7 +106,7 @@ def _check_groups(index: Index, optimizer: str, groups: list[dict[str, Any]]) ->
 
 
 def _fits(here: Any, there: Any) -> bool:
-    """Whether an option may become that: a number stays one, and a list one of as many."""
+    """Whether an option may take that value: a number a number, a list one of the same length."""
     if here is None or isinstance(here, bool):  # None often stands for what torch finds best
         return here is None or there is None or isinstance(there, bool)
     if isinstance(here, list | tuple):
@@ -126,7 +126,7 @@ def _values(found: list[Piece], buffers: dict[str, Tensor]) -> Iterator[Read]:
 
 
 def _states(index: Index, states: dict[str, Tensor]) -> Iterator[Read]:
-    """Reads of the tensors in modules' extra state, to be in `states`."""
+    """Reads of the tensors in modules' extra state, into `states`."""
     keys: list[str] = []
     for packed in index.modules.values():
         extra.unpack(packed, keys.append)
@@ -145,13 +145,13 @@ def _copy(to: Tensor, values: Tensor) -> None:
 
 
 def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[Read]:
-    """Reads of what an optimizer keeps for the parameters of which this rank has a part."""
+    """Reads of optimizer state for the parameters of which this rank has elements."""
     groups = index.groups or []
     on_device = {n for g in groups if _steps_on_device(g["options"]) for n in g["names"]}
     for key, name, piece in _of_state(index.tensors, found):
         entry, (begin, end) = index.tensors[key], piece.kept
         if not (parts := entry.within(begin, end)):
-            continue  # who saved these elements kept nothing
+            continue  # the rank that saved them had no state
         at_home = name != "step" or piece.name in on_device
         put = partial(
             _put, optimizer, piece.parameter, name, piece.rest.device if at_home else None
@@ -172,7 +172,7 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
 
 
 def _steps_on_device(options: dict[str, Any]) -> bool:
-    """Torch's optimizers count on the host otherwise."""
+    """Whether the optimizer's `step` is on the device; torch's default is the host."""
     return bool(options.get("capturable") or options.get("fused"))
 
 
@@ -189,7 +189,7 @@ def _put(
 
 
 def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """What an optimizer keeps beside tensors: where the parts differ, the first one's."""
+    """Optimizer state that is no tensor; if the parts differ, the first one's."""
     for key, name, piece in _of_state(index.scalars, found):
         for begin, end, value in index.scalars[key]:
             if begin < piece.kept[1] and piece.kept[0] < end:
@@ -198,7 +198,7 @@ def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, s
 
 
 def _of_state(keys: Iterable[str], found: list[Piece]) -> Iterator[tuple[str, str, Piece]]:
-    """Key, name and parameter of those that are of this rank's part of an optimizer's state."""
+    """(key, name, parameter) of the optimizer state of which this rank has elements."""
     mine = {piece.name: piece for piece in found if piece.kept[0] != piece.kept[1]}
     for key in keys:
         kind, name, parameter = parts_of(key)

@@ -1,4 +1,4 @@
-"""Save: every rank writes what it owns, then rank 0 commits. `index` says what a crash leaves."""
+"""Save: every rank writes what it owns, then rank 0 commits. See `index` for crashes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def save(
     *,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write parameters, buffers, the optimizer's state and `extra` (JSON) to directory `path`; also
-    what modules give by get_extra_state, where that is JSON and tensors.
+    """Write parameters, buffers, the optimizer's state and `extra` (JSON) to directory `path`, and
+    modules' get_extra_state() if it is JSON and tensors. Collective.
 
-    Collective. Until it is complete, and if a rank dies at any moment, `path` holds what it held
-    before. It must be the same on every rank, and on a disk that all see. Raises CheckpointError on
-    every rank if any of them cannot write, or has something that a checkpoint cannot hold.
+    Until it is complete, and if a rank dies at any moment, `path` holds what it held before. It
+    must be the same directory on every rank, on a shared disk. Raises CheckpointError on every rank
+    if any rank cannot write, or has something that a checkpoint cannot hold.
     """
     check_engine("save", engine)
     path, comm = Path(path), engine.comm
@@ -102,7 +102,7 @@ def _check_json(values: Any) -> None:
 
 
 def _check_keys(value: Any) -> None:
-    """Raises TypeError for one that would come back as another."""
+    """Raise TypeError for a key that JSON would turn into a string."""
     if isinstance(value, dict):
         if others := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"keys must be strings, and {others[0]!r} is none")
@@ -112,7 +112,7 @@ def _check_keys(value: Any) -> None:
 
 
 class _Own:
-    """What this rank writes: tensors, and for the index what it says of them, and scalars."""
+    """What this rank writes: tensors, and for the index their facts, and scalars."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -120,7 +120,7 @@ class _Own:
         self.scalars: dict[str, list[Any]] = {}
 
     def places(self) -> dict[str, list[int]]:
-        """Of each tensor's first element in the whole one."""
+        """The offset of each tensor's first element in the whole one."""
         return {k: [begin * (single is None)] for k, (_, _, begin, _, single) in self.facts.items()}
 
     def add(
@@ -130,7 +130,7 @@ class _Own:
         found: list[Piece],
         states: dict[str, Tensor],
     ) -> None:
-        """`states`: those in modules' extra state."""
+        """`states`: the tensors in modules' extra state."""
         for piece in found:
             empty = piece.writes[0] == piece.writes[1]
             if empty and not (torch.Size(piece.shape).numel() == 0 and engine.comm.rank == 0):

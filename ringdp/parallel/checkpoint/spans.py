@@ -1,4 +1,4 @@
-"""What there is to save or load: of a parameter, the elements that this rank writes, and keeps."""
+"""The elements of each parameter that this rank keeps, and those it writes to a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Piece(NamedTuple):
     name: str
     parameter: nn.Parameter
     shape: list[int]  # of the whole
-    rest: Tensor  # what the rank keeps of it: elements kept[0]..kept[1] of the whole
+    rest: Tensor  # what the rank keeps: elements kept[0]..kept[1] of the whole
     kept: tuple[int, int]
-    writes: tuple[int, int]  # in every stage each element has one rank that writes it
+    writes: tuple[int, int]  # in every stage one rank writes each element
 
     def own(self, values: Tensor) -> Tensor:
-        """Of values for the kept elements, those that this rank writes."""
+        """The values that this rank writes, out of those of its kept elements."""
         begin = self.kept[0]
         return values.detach().reshape(-1)[self.writes[0] - begin : self.writes[1] - begin]
 
 
 def pieces(engine: Engine) -> list[Piece]:
-    """Of every parameter, with every unit at rest. Raises UsageError where none can be."""
+    """Every parameter, with all units at rest. Raises UsageError inside full_parameters()."""
     if any(unit.state is State.SUMMONED for unit in engine.units):
         raise UsageError(
             "within full_parameters() no checkpoint is saved or loaded; leave it first"
@@ -50,7 +50,7 @@ def pieces(engine: Engine) -> list[Piece]:
 
 
 def groups_of(optimizer: torch.optim.Optimizer, found: list[Piece]) -> list[dict[str, Any]]:
-    """Its groups as JSON. Raises CheckpointError for a parameter that is not the engine's."""
+    """Its groups as JSON. Raises CheckpointError for a parameter of another model."""
     names = {id(piece.parameter): piece.name for piece in found}
     groups = []
     for group in optimizer.param_groups:
@@ -66,7 +66,7 @@ def groups_of(optimizer: torch.optim.Optimizer, found: list[Piece]) -> list[dict
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those of its state_dict."""
+    """The buffers in its state_dict."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)

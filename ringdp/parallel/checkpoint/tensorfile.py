@@ -1,7 +1,7 @@
-"""Files of named tensors, in the safetensors format: nothing in them is code.
+"""Files of named tensors in the safetensors format, which has no code in it.
 
-Each file also says where its tensors lie in the whole ones, in the words of torch's distributed
-checkpoint, whose HuggingFaceStorageReader therefore reads them, too.
+Each file also has its tensors' offsets in the whole ones, as torch's distributed checkpoint writes
+them, so that its HuggingFaceStorageReader reads these files too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, list[int]]) -> None:
-    """Write the tensors, and wait until the disk has them. `offsets`: a first element's place."""
+    """Write the tensors and fsync. `offsets`: of each tensor's first element in the whole one."""
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
     path.touch()
@@ -43,7 +43,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, list[
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """As safetensors asks for: contiguous, and none in the memory of another."""
+    """Contiguous tensors that do not share memory, as safetensors requires."""
     end = 0
     whole = [(name, t.detach().contiguous()) for name, t in tensors.items()]
     for name, t in sorted(whole, key=lambda named: named[1].data_ptr()):
@@ -52,7 +52,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class TensorFile:
-    """A file of 1-D tensors, open for reading. Raises CheckpointError where it is none."""
+    """A file of 1-D tensors, open for reading. Raises CheckpointError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,4 +75,4 @@ class TensorFile:
         if not 0 <= begin <= end <= elements:
             raise CheckpointError(f"{self.path}: elements {begin}..{end} of {name}, of {elements}")
         values: Tensor = self._file.get_slice(name)[begin:end]
-        return values.clone()  # no part of the mapped file
+        return values.clone()  # not a view of the mapped file

@@ -1,4 +1,4 @@
-"""An error on one rank is one on every rank: none waits for a rank that has given up."""
+"""An error on one rank becomes one on every rank, so that none waits for a rank that gave up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringdp.parallel.replicas import gather_json
 
 @contextmanager
 def together(comm: Communicator, otherwise: str) -> Iterator[None]:
-    """What is done within it, no collective, succeeds on all ranks. Collective when it ends.
+    """Its body, which must not be collective, succeeds on all ranks. Collective at its end.
 
-    Raises CheckpointError, on every rank, which starts with `otherwise` and says what each met; its
-    cause is the rank's own error, of any kind: code of the user's may run here.
+    Otherwise raises CheckpointError on every rank: `otherwise`, and each rank's error, of any type,
+    since the user's code may run inside. Its cause is the rank's own error.
     """
     cause: Exception | None = None
     said = ""

@@ -1,4 +1,4 @@
-"""Models and inputs go to the GPU that a rank trains on, as torch's FSDP and DDP have it."""
+"""Moves models and inputs to the rank's GPU, as torch's FSDP and DDP do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdp.parallel.values.inputs import change_inputs
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """What of it is on the CPU. Its parameters stay the same objects."""
+    """Move what is on the CPU. Parameters stay the same objects."""
     for t in (*model.parameters(), *model.buffers()):
         if t.device.type == "cpu":
             t.data = t.data.to(device)
@@ -25,8 +25,8 @@ def move(model: nn.Module, device: torch.device) -> None:
 def move_to_ranks(
     model: nn.Module, ranks: Communicator | ProcessGroup | None, device: torch.device | None = None
 ) -> Communicator:
-    """That of `ranks`, as `communicator_of` has it. The model goes to `device`, or where they move
-    tensors best."""
+    """Move the model to `device`, by default the communicator's. Returns the communicator (see
+    `communicator_of`)."""
     if device is None:
         placed = [t for t in model.parameters() if t.device.type != "cpu"]
         device = communicator_of(ranks, placed).device
@@ -35,12 +35,12 @@ def move_to_ranks(
 
 
 def moved(given: Any, device: torch.device) -> Any:
-    """The same structure with every tensor there. What has all there stays, as the same object."""
+    """The same structure with every tensor on `device`; unchanged parts are not copied."""
     return _recursive_to(given, device, False)[0]
 
 
 def move_inputs(model: nn.Module, device: torch.device, own: Own) -> list[RemovableHandle]:
-    """From now on, to a GPU: hooks of its calls."""
+    """Hooks that move the model's inputs to `device`, if that is a GPU."""
     if device.type == "cpu":
         return []
     return change_inputs(model, lambda given: moved(given, device), own)

@@ -1,8 +1,8 @@
-"""Lists and dicts that a module is passed, where tensors in them are cast or moved: it gets copies,
-and what it puts into these, as blocks do with auxiliary losses, the caller's get (torch's FSDP does
-not give it back).
+"""Casts or moves a module's inputs; what the module adds to a list or dict reaches the caller's.
 
-What has nothing to change is passed as it is. Objects are not looked into, dataclasses included.
+The module gets copies of lists and dicts in which tensors are changed. Blocks put auxiliary losses
+into them, for example; afterwards the originals are updated (torch's FSDP does not do that). Inputs
+without changes are passed on as they are. Dataclasses and other objects are not updated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringdp.parallel.guards.copies import Own
 def change_inputs(
     module: nn.Module, change: Callable[[Any], Any], own: Own
 ) -> list[RemovableHandle]:
-    """Hooks by which it gets what `change` makes of (args, kwargs)."""
-    calls: list[Callable[[], None]] = []  # those under way, innermost last
+    """Hooks that call the module with `change((args, kwargs))`."""
+    calls: list[Callable[[], None]] = []  # running calls, innermost last
 
     def begin(_: nn.Module, *given: Any) -> Any:
         passed = change(given)
@@ -29,7 +29,7 @@ def change_inputs(
         return passed
 
     def end(*_: Any) -> None:
-        if calls:  # none where a hook before has raised
+        if calls:  # none if an earlier hook raised
             calls.pop()()
 
     return [
@@ -39,9 +39,10 @@ def change_inputs(
 
 
 def give_back(given: Any, passed: Any) -> Callable[[], None]:
-    """To be called when the module is through. `passed`: `given` with tensors changed, as yet."""
+    """Returns a function that updates the containers in `given`, to be called after the module.
+    `passed`: the changed copy of `given`, before the module gets it."""
     copies = [*_copies(given, passed)]
-    originals = {id(copy): (original, copy) for original, copy in copies}  # held, as are their ids
+    originals = {id(copy): (original, copy) for original, copy in copies}  # held, as ids are reused
     lists = [(of, copy, [*copy]) for of, copy in copies if isinstance(of, list)]
     dicts = [(of, copy, dict(copy)) for of, copy in copies if isinstance(of, dict)]
 
@@ -63,7 +64,7 @@ def give_back(given: Any, passed: Any) -> Callable[[], None]:
 
 
 def _copies(given: Any, passed: Any) -> Iterator[tuple[Any, Any]]:
-    """Every part that is another now: (what it was, what it is)."""
+    """(original, copy) of every part that was copied."""
     if given is passed:
         return
     yield given, passed

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.values.tensor_tree import Dying, lasting, tensors
+from ringdp.parallel.values.tensor_tree import FreedMemory, outliving, tensors
 
 CONTAINERS = (list, dict, tuple)
 
@@ -52,10 +52,10 @@ class UnitOutputs:
 
     def returned(self, output: Any, passed: Iterable[Any]) -> tuple[Any, list[Tensor]]:
         """For a forward with arguments `passed` that has just returned `output`: what to return
-        instead (see `lasting`), and the tensors at whose gradients its backward starts."""
-        dies = Dying(unit.full for unit in self._units if unit.freed)
+        instead (see `outliving`), and the tensors at whose gradients its backward starts."""
+        dies = FreedMemory(unit.full for unit in self._units if unit.freed)
         left = self._left(passed, dies)
-        output = lasting(output, dies, self._units[0].plan.name)
+        output = outliving(output, dies, self._units[0].plan.name)
         if not torch.is_grad_enabled():
             return output, []
         return output, [t for t in (*tensors(output), *left) if t.grad_fn and self._is_ours(t)]
@@ -64,7 +64,7 @@ class UnitOutputs:
         """A forward has ended. Returns whether it raised."""
         return bool(self._since) and self._since.pop() is not None
 
-    def _left(self, passed: Iterable[Any], dies: Dying) -> list[Tensor]:
+    def _left(self, passed: Iterable[Any], dies: FreedMemory) -> list[Tensor]:
         """The tensors left in attributes and arguments. Views of weights about to be freed
         (`dies`) get memory of their own."""
         since = 0

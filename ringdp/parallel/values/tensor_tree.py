@@ -1,4 +1,4 @@
-"""The tensors in what a module takes or returns."""
+"""Finds and replaces the tensors in what a module takes or returns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ringdp.errors import UsageError
 
-DEEP = 3  # objects within objects: one may hold all that a program has
+DEEP = 3  # objects inside objects: one may reach everything in the program
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """Those in containers, dataclasses, containers of a class derived from dict, list or tuple, and
-    attributes of other objects, as distributions are, and variables of functions, DEEP of these
-    within one another; but for modules."""
+    """The tensors in containers (subclasses of dict, list and tuple too), in dataclasses, and, up
+    to DEEP levels of these, in other objects' attributes (such as distributions') and in functions'
+    variables. Modules are not searched."""
     return _tensors(output, set(), DEEP)
 
 
@@ -64,7 +64,7 @@ def _attributes(x: Any) -> dict[str, Any]:
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable without a value yet
+    except ValueError:  # the variable has no value yet
         return None
 
 
@@ -76,10 +76,12 @@ def map_tensors(
     deep: int = 0,
     made: dict[int, Any] | None = None,
 ) -> Any:
-    """The same structure with every tensor in containers and dataclasses of those `which` replaced
-    by the function's. What has none of them stays, as the same object; `deep`: and other objects
-    that have some are copied, so many of them within one another. `made`: of containers that were
-    met, by their ids, so that one in two places has one copy."""
+    """The same structure with `function(t)` in place of every tensor t for which `which(t)`.
+
+    Parts without such tensors stay the same objects. Containers and dataclasses are copied; other
+    objects too, up to `deep` levels. `made`: id -> copy, so that a container in two places is
+    copied once.
+    """
     made = {} if made is None else made
 
     def inner(x: Any, deep: int = deep) -> Any:
@@ -106,7 +108,7 @@ def map_tensors(
 
 
 def _refilled(container: Any, elements: Iterable[Any]) -> Any:
-    """Of the same class and attributes, with other elements."""
+    """A container of the same class and attributes, with these elements."""
     if isinstance(container, tuple):
         made = tuple.__new__(type(container), elements)
         if attributes := getattr(container, "__dict__", None):
@@ -122,23 +124,23 @@ def _refilled(container: Any, elements: Iterable[Any]) -> Any:
 
 
 def _made_again(x: Any, change: Callable[[Any], Any]) -> Any:
-    """A dataclass from other values, as torch's DDP does it."""
+    """The dataclass constructed from changed fields, as torch's DDP does."""
     return replace(x, **{f.name: change(getattr(x, f.name)) for f in fields(x) if f.init})
 
 
 def _changed(x: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy with other attributes; the object itself where there can be none."""
+    """A copy with changed attributes; the object itself if it cannot be copied."""
     try:
         new = copy(x)
     except (TypeError, Error):
         return x
     for name, value in _attributes(x).items():
-        object.__setattr__(new, name, change(value))  # a frozen one's, too
+        object.__setattr__(new, name, change(value))  # also of a frozen class
     return new
 
 
-class Dying:
-    """Whether a tensor is in the memory of `freed`, which will be gone."""
+class FreedMemory:
+    """Tells whether a tensor is in the memory of `freed`, which will be freed. False if empty."""
 
     def __init__(self, freed: Iterable[Tensor]) -> None:
         self._gone = {t.untyped_storage().data_ptr() for t in freed if t.untyped_storage().nbytes()}
@@ -155,10 +157,13 @@ class Dying:
         )
 
 
-def lasting(output: Any, dies: Dying, unit: str) -> Any:
-    """What a unit may return in place of `output`: what dies as a copy. And a leaf that is trained
-    as a view, whose hooks go with the graph; without gradients a parameter, soon a slice. Raises
-    UsageError for what may die and cannot be found or copied."""
+def outliving(output: Any, dies: FreedMemory, unit: str) -> Any:
+    """`output` with copies of tensors in memory that will be freed, and with views of leaves.
+
+    Leaves are tensors that require gradients, so that hooks on the views go with the graph; without
+    gradients, parameters, which will be slices. Raises UsageError for an output that may have a
+    tensor in freed memory which cannot be found or copied.
+    """
 
     def is_leaf(t: Tensor) -> bool:
         if not torch.is_grad_enabled():
