@@ -21,7 +21,7 @@ from ringdp.parallel.precision import EMPTY, Precision, check_casts, kinds_of
 from ringdp.parallel.replicas import broadcast, check_equal
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.units import Found, UnitRule, find_units
+from ringdp.parallel.units import UnitRule, UnitSpec, find_units
 
 
 def shard(
@@ -110,7 +110,7 @@ def _check(value: object, allowed: Any, name: str) -> None:
 
 def _build(
     model: nn.Module,
-    found: Sequence[Found],
+    found: Sequence[UnitSpec],
     stage: Stage,
     offload: Offload,
     ledger: Ledger,

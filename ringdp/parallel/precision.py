@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import wide_dtype
 from ringdp.parallel.guards.copies import Own
-from ringdp.parallel.units import Found, UnitRule, matches
+from ringdp.parallel.units import UnitRule, UnitSpec, matches
 from ringdp.parallel.values.inputs import change_inputs
 from ringdp.parallel.values.tensor_tree import map_tensors
 
@@ -90,7 +90,7 @@ def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.
     )
 
 
-def check_casts(units: Iterable[Found]) -> None:
+def check_casts(units: Iterable[UnitSpec]) -> None:
     """Raise UsageError if a gradient cannot be cast from compute to reduce to master dtype, or, in
     no_sync, from compute to master to reduce."""
     for unit in units:

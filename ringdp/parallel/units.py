@@ -23,7 +23,7 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module],
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class Found(NamedTuple):
+class UnitSpec(NamedTuple):
     """A unit: its name in the model ("" for the root), its module, its (name, parameter) pairs.
 
     `kind`: what the parameters have in common, None if there are none.
@@ -41,7 +41,7 @@ def find_units(
     *,
     persist_below: int = 0,
     kind: Callable[[nn.Module, nn.Parameter], Hashable] = lambda _m, p: (p.dtype, p.requires_grad),
-) -> list[Found]:
+) -> list[UnitSpec]:
     """The root's units, then the others in order of registration; only the root may be empty.
 
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
@@ -74,7 +74,7 @@ def find_units(
     if not owned[model]:
         owned[model][None] = []
     return [
-        Found(name, module, parameters, of)
+        UnitSpec(name, module, parameters, of)
         for module, name in names.items()
         for of, parameters in owned.get(module, {}).items()
     ]

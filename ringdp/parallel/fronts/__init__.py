@@ -1,6 +1,6 @@
-"""The names that people know from elsewhere, over the same engine: arguments in, `shard` out.
+"""Other libraries' interfaces over the same engine: they translate arguments and call `shard`.
 
-What one of them can ask for and the engine does not do is an error that says so, never ignored.
+An argument that asks for something the engine does not do is an error, never ignored.
 """
 
 from ringdp.parallel.fronts.deepspeed import initialize

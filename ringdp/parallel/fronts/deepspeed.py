@@ -1,4 +1,4 @@
-"""`initialize` with DeepSpeed's arguments and configuration keys."""
+"""`initialize`, with DeepSpeed's arguments and config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import deepspeed_config as configs
-from ringdp.parallel.fronts.deepspeed_engine import Scheduler, Trainer
+from ringdp.parallel.fronts.deepspeed_engine import DeepSpeedEngine, Scheduler
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
@@ -43,17 +43,19 @@ def initialize(
     *,
     unit: UnitRule | None = None,
     comm: Communicator | None = None,
-) -> tuple[Trainer, Optimizer, DataLoader[Any] | None, Scheduler | None]:
-    """Shard the model as the config says. Collective. DeepSpeed's four values.
+) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Scheduler | None]:
+    """Shard the model as the config says. Collective.
 
-    config: its keys, or the path of a JSON file; else args.deepspeed_config, which is all that is
-    read of args. optimizer: makes one of the parameters, as a class does, or is one that has not
-    stepped yet; by default the config's. model_parameters: what it is made of, by default all.
-    lr_scheduler: of that optimizer, or what makes one of it; by default the config's. The returned
-    engine steps it after every step that did not overflow. training_data: loaded in micro batches,
-    with collate_fn, each rank's own part of every epoch. unit: as for `shard`; else the bucket
-    sizes bound the units, which are both gathered and reduced in one piece. Raises UsageError for a
-    key or an argument that is not implemented: config.KEYS has the keys that are.
+    Returns DeepSpeed's four values: engine, optimizer, data loader, learning rate scheduler.
+
+    config: a mapping, or the path of a JSON file; by default args.deepspeed_config (nothing else of
+    args is read). optimizer: a function of the parameters, such as a class, or an optimizer that
+    has not stepped; by default the config's. model_parameters: those to step, by default all.
+    lr_scheduler: a scheduler, or a function of the optimizer; by default the config's. The engine
+    steps it after every step that did not overflow. training_data: loaded in micro batches, with
+    collate_fn, each rank its part of every epoch. unit: as for `shard`; by default the bucket sizes
+    bound the units, since a unit is gathered and reduced in one piece. Raises UsageError for a key
+    or an argument that is not implemented; deepspeed_config.KEYS lists the keys that are.
     """
     refuse(
         "initialize",
@@ -108,7 +110,7 @@ def initialize(
         with engine.full_parameters():
             engine.close()  # the model is as it was
         raise
-    trainer = Trainer(model, engine, made, said, batches, scaler, loader, scheduler)
+    trainer = DeepSpeedEngine(model, engine, made, said, batches, scaler, loader, scheduler)
     return trainer, made, loader, scheduler
 
 
@@ -117,7 +119,7 @@ def _maker(
     given: Optimizer | Callable[[Any], Optimizer] | None,
     parameters: Iterable[Any] | None,
 ) -> Callable[[], Optimizer]:
-    """What gives the optimizer once the model is sharded."""
+    """The function that gives the optimizer once the model is sharded."""
     if isinstance(given, Optimizer):
         if given.state:
             raise UsageError(
@@ -138,7 +140,7 @@ def _maker(
 
 
 def _check_owned(model: nn.Module, groups: Iterable[Any]) -> None:
-    """`groups`: of parameters, or parameters."""
+    """Raise UsageError for a parameter that is not the model's. `groups`: groups or parameters."""
     owned = {id(p) for p in model.parameters()}
     for group in groups:
         for p in group["params"] if isinstance(group, dict) else [group]:
@@ -167,7 +169,7 @@ def _check_scheduler(scheduler: Any, optimizer: object) -> None:
 def _loader(
     data: Any, rows: int, collate: Callable[[list[Any]], Any] | None, comm: Communicator
 ) -> DataLoader[Any] | None:
-    """Of this rank's part of the data."""
+    """Loads this rank's part of the data."""
     if data is None:
         return None
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -193,7 +195,7 @@ def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
 
 
 def _check_buckets(engine: Engine, most: int) -> None:
-    """A unit is reduced and gathered in one piece, which the bucket sizes bound."""
+    """Raise UsageError for a unit of more elements than a bucket may have."""
     for plan in (unit.plan for unit in engine.units[len(engine.roots) :]):
         if plan.elements > most:
             raise UsageError(
@@ -203,7 +205,7 @@ def _check_buckets(engine: Engine, most: int) -> None:
 
 
 def _bound(engine: Engine, live: int) -> None:
-    """Look ahead no further than `live` bytes of gathered units allow."""
+    """Limit prefetching so that gathered units have at most `live` bytes."""
     sizes = [sum(engine.units[i].bytes for i in group) for group in engine.groups]
     used = sizes[0] + max(sizes[1:], default=0)
     if used > live:

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: which keys there are, and what they say. Sizes are in elements."""
+"""DeepSpeed's config: the implemented keys, their checks and meanings. Sizes are in elements."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Key(NamedTuple):
-    """What may be said: true or false, a device, a dtype, an optimizer's name or a scheduler's,
-    options of one, a number, whole or not, of at least `least` and less than `below`; only the
-    default, where that is what is done in any case; or a section that is not enabled, and so asks
-    for nothing."""
+    """A key's default and the kind of its values.
+
+    "whole" and "number" are numbers of at least `least` and below `below`. "only": the default is
+    the only value allowed, since that is what is done. "off": a section that is not enabled.
+    """
 
     default: Any
     kind: Literal[
@@ -44,7 +45,7 @@ _OFF = (
     "progressive_layer_drop", "quantize_training", "tensorboard", "torch_autocast", "wandb",
 )  # fmt: skip
 
-# Every key that is implemented; a dict is a section.
+# All implemented keys; a dict is a section.
 KEYS: dict[str, Any] = {
     "train_batch_size": Key(None, "whole", 1),
     "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
@@ -58,7 +59,7 @@ KEYS: dict[str, Any] = {
     "memory_breakdown": Key(False, "only"),
     "dump_state": Key(False, "only"),
     "sparse_gradients": Key(False, "only"),
-    # Tested or not, and DeepSpeed's or not: what steps element by element is taken.
+    # Any optimizer that steps element by element is taken.
     "zero_allow_untested_optimizer": Key(True, "bool"),
     "zero_force_ds_cpu_optimizer": Key(False, "only"),
     "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
@@ -94,7 +95,7 @@ KEYS: dict[str, Any] = {
         "stage3_gather_16bit_weights_on_model_save": Key(False, "bool"),  # of save_16bit_model
         "sub_group_size": Key(1e9, "only"),
         "ignore_unused_parameters": Key(True, "only"),
-        "memory_efficient_linear": Key(False, "bool"),  # torch's is: it keeps no copy of a weight
+        "memory_efficient_linear": Key(False, "bool"),  # torch's linear layers are
         "zero_hpz_partition_size": Key(1, "only"),
         "zero_quantized_weights": Key(False, "only"),
         "zero_quantized_gradients": Key(False, "only"),
@@ -112,8 +113,8 @@ KEYS: dict[str, Any] = {
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMS = ("adam", "adamw")  # in any case
-# What "auto", as in configs for Hugging Face's Trainer, stands for where that is known; elsewhere
-# a value is asked for.
+# The meaning of "auto" (in configs for Hugging Face's Trainer), by key; for other keys it is an
+# error that asks for a value.
 AUTO: dict[str, Any] = dict.fromkeys(
     (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
@@ -132,8 +133,8 @@ class Batches:
 
 
 def read(*given: Config | None) -> dict[str, Any]:
-    """Of the one that is given, a mapping or the path of a JSON file: the values of all KEYS, the
-    defaults for what is not said, and for null. Raises UsageError for what is not allowed."""
+    """The values of all KEYS in the one config given, a mapping or the path of a JSON file; missing
+    and null values are defaults. Raises UsageError for a key or value that is not allowed."""
     configs = [config for config in given if config is not None]
     if len(configs) != 1:
         raise UsageError(
@@ -150,7 +151,7 @@ def read(*given: Config | None) -> dict[str, Any]:
 
 
 def batches(said: dict[str, Any], ranks: int) -> Batches:
-    """Any two of the three sizes give the third; DeepSpeed's rules."""
+    """Any two of the three sizes determine the third, by DeepSpeed's rules."""
     total, micro = said["train_batch_size"], said["train_micro_batch_size_per_gpu"]
     steps = said["gradient_accumulation_steps"]
     if total is None and micro is None:
@@ -169,8 +170,8 @@ def batches(said: dict[str, Any], ranks: int) -> Batches:
 
 
 def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
-    """What makes the one that the config names, if it does. DeepSpeed's Adam, like its AdamW,
-    decays weights apart from their gradients, unless adam_w_mode is false, and by 0 by default."""
+    """A function that makes the optimizer that the config names, if any. DeepSpeed's Adam is AdamW
+    unless adam_w_mode is false; both have weight_decay 0 by default."""
     name, options = said["optimizer"]["type"], dict(said["optimizer"]["params"])
     if name is None:
         return None
@@ -189,7 +190,7 @@ def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
 
 
 def scheduler(said: dict[str, Any]) -> Callable[[Optimizer], LRScheduler] | None:
-    """What makes the one that the config names, if it does."""
+    """A function that makes the scheduler that the config names, if any."""
     name, options = said["scheduler"]["type"], said["scheduler"]["params"]
     return name and partial(_made, "scheduler", name, deepspeed_schedulers.named(name), options)
 
@@ -252,7 +253,7 @@ def _known(name: str, value: Any) -> Any:
 
 
 def _is(value: object, default: object) -> bool:
-    """1 is not true."""
+    """Equality by which 1 is not true."""
     return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 

@@ -1,4 +1,4 @@
-"""What `initialize` returns first, with the names of DeepSpeed's engine."""
+"""The engine that `initialize` returns, with the methods of DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringdp.parallel.fronts.deepspeed_config import Batches
 from ringdp.parallel.refuse import MissingAttribute, refuse
 from ringdp.parallel.scaler import LossScaler
 
-# Of DeepSpeed's engine, and of no module.
+# Methods of DeepSpeed's engine that are not implemented.
 ABSENT = (
     "allreduce_gradients", "deepspeed_io", "destroy", "eval_batch", "load_universal_checkpoint",
     "no_sync", "offload_states", "reload_states", "save_16bit_model", "save_fp16_model",
@@ -32,15 +32,15 @@ ABSENT = (
 
 
 class Scheduler(Protocol):
-    """torch's learning rate schedulers are some."""
+    """A learning rate scheduler, such as torch's."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
-class Trainer:
-    """Call it, then backward(loss), then step()."""
+class DeepSpeedEngine:
+    """For each micro batch: call it, then backward(loss), then step()."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Trainer:
         training_dataloader: DataLoader[Any] | None,
         lr_scheduler: Scheduler | None,
     ) -> None:
-        """`said`: by the config."""
+        """`said`: the config's values."""
         self.module, self.engine, self.optimizer = model, engine, optimizer
         self.said, self.batches, self.scaler = said, batches, scaler
         self.training_dataloader, self.lr_scheduler = training_dataloader, lr_scheduler
-        self.micro_steps = 0  # calls of step() so far
-        self.global_steps = 0  # and the optimizer's steps, those that overflowed too
+        self.micro_steps = 0  # calls of step()
+        self.global_steps = 0  # the optimizer's steps, including those skipped on overflow
         self._norm: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +67,8 @@ class Trainer:
     forward = __call__  # the module's own would run without the engine's hooks
 
     def __getattr__(self, name: str) -> Any:
-        """What it has not, the module may have: train() and eval(), for instance."""
-        if name == "module":  # which a copy has not yet
+        """Attributes of the module, such as train() and eval()."""
+        if name == "module":  # not set yet in a copy
             raise AttributeError(name)
         if name in ABSENT and not hasattr(self.module, name):
             raise MissingAttribute(
@@ -77,17 +77,17 @@ class Trainer:
         return getattr(self.module, name)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of loss / gradient_accumulation_steps, reduced and added up."""
+        """Backward of loss / gradient_accumulation_steps; gradients are reduced and accumulated."""
         scaled = self.scaler.scale(loss / self.batches.accumulation)
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() is the optimizer's."""
+        """Whether the next step() steps the optimizer."""
         return (self.micro_steps + 1) % self.batches.accumulation == 0
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After every backward. At the end of an accumulation: clip, step on all ranks or none,
-        clear the gradients; where all have stepped the scheduler does, with `lr_kwargs`."""
+        """Call it after every backward. At the end of an accumulation it clips, steps the optimizer
+        on all ranks or none, then the scheduler with `lr_kwargs`, and clears the gradients."""
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not last:
@@ -110,7 +110,7 @@ class Trainer:
 
     @property
     def local_rank(self) -> int:
-        """On its host, as torchrun says it in LOCAL_RANK."""
+        """The rank on its host, from torchrun's LOCAL_RANK."""
         return dist.get_node_local_rank(0 if self.world_size == 1 else None)
 
     @property
@@ -139,11 +139,11 @@ class Trainer:
         return self.engine.stage.number
 
     def get_lr(self) -> list[Any]:
-        """Of every group of parameters."""
+        """The learning rate of every parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Before the last step clipped it; None without gradient_clipping, or a step that did."""
+        """The norm before the last clipping; None if nothing was clipped yet."""
         return self._norm
 
     @property
@@ -164,9 +164,9 @@ class Trainer:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write all to save_dir/tag, by default global_step and its number, and then, if it is to
-        be the latest, the tag to save_dir/latest. What an accumulation has so far is left out.
-        client_state and the scheduler's state: JSON. Collective; see `ringdp.save`."""
+        """Write everything to save_dir/tag, by default global_stepN, and then the tag to
+        save_dir/latest if `save_latest`. Gradients accumulated so far are left out. client_state
+        and the scheduler's state must be JSON. Collective; see `ringdp.save`."""
         refuse("save_checkpoint", exclude_frozen_parameters=(exclude_frozen_parameters, False))
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         extra = {
@@ -193,10 +193,11 @@ class Trainer:
         load_module_only: bool = False,
         custom_load_fn: object = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Load load_dir/tag, by default that which was saved last: its path and client_state.
-        Without the optimizer's state its options and the loss's scale stay, too. What an
-        accumulation has so far is dropped.
-        Collective. Raises CheckpointError, as `ringdp.load`, also where there is none."""
+        """Load load_dir/tag, by default the latest. Returns its path and client_state. Collective.
+
+        Without load_optimizer_states the optimizer's options and the loss scale stay too. Gradients
+        accumulated so far are dropped. Raises CheckpointError, as `ringdp.load` does, also if there
+        is no checkpoint."""
         refuse(
             "load_checkpoint",
             load_module_strict=(load_module_strict, True),
@@ -225,5 +226,5 @@ class Trainer:
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's: of torch's, one counts its milestones, by numbers."""
+    """A scheduler's state; torch's MultiStepLR has its milestones in a Counter."""
     return {k: [*v.elements()] if isinstance(v, Counter) else v for k, v in state.items()}

@@ -1,6 +1,6 @@
 """`FullyShardedDataParallel` with torch's signature: a wrapper around a module.
 
-One around a module that holds others takes what they wrap as its units, as `fully_shard` does.
+Modules inside it that were wrapped before become its units, as with `fully_shard`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
-# Of torch's class.
+# Attributes of torch's class that are not implemented.
 ABSENT = (
     "check_is_root", "flatten_sharded_optim_state_dict", "fsdp_modules", "full_optim_state_dict",
     "register_comm_hook", "rekey_optim_state_dict", "scatter_full_optim_state_dict",
@@ -40,7 +40,7 @@ def _absent(name: str) -> MissingAttribute:
 
 
 class _Named(type):
-    """Of a class, some of whose static methods are not there."""
+    """Reports missing static methods on the class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name in ABSENT:
@@ -52,14 +52,14 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     """Shards the module that it wraps, in place. Collective.
 
     sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
-    auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy, or None for one
-    unit, but for modules that are wrapped by hand. mixed_precision, cpu_offload: torch's classes;
-    with a policy, norms over a batch and what else mixed_precision names compute in float32, as in
+    auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy; None makes one
+    unit, apart from modules wrapped by hand. mixed_precision, cpu_offload: torch's classes; with a
+    policy, batch norms and the other modules that mixed_precision names compute in float32, as in
     torch. device_mesh: of one dimension. device_id: the GPU that a model on the CPU is moved to, by
     default that of the ranks.
-    Parameters and buffers take rank 0's values, whatever sync_module_states says, and stay the
-    model's own, whatever use_orig_params says. The other arguments tune what is always on here, or
-    are errors where they ask for more.
+    Parameters and buffers always take rank 0's values (sync_module_states), and parameters stay the
+    model's own (use_orig_params). The other arguments tune what is always on here; values that ask
+    for more are errors.
     """
 
     module: nn.Module
@@ -142,7 +142,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper has not, the module may have."""
+        """Attributes of the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -153,7 +153,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Under the names of the model that is not wrapped, as are parameters and buffers, then."""
+        """Uses the unwrapped model's names; so do named_parameters and named_buffers, then."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -162,20 +162,19 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """So torch.distributed.checkpoint.state_dict leaves the name out that has this value."""
+        """Tells torch.distributed.checkpoint.state_dict to leave "module" out of names."""
         return {"": "module"}
 
     def __getitem__(self, key: Any) -> Any:
-        """Of a module that is a sequence."""
+        """An item of the module, if it is a sequence."""
         return self.module[key]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Of the module alone; see `guards.copies`."""
+        """A copy of the module, without the wrapper; see `guards.copies`."""
         return copy.deepcopy(self.module, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A whole one, which the model does not change: torch's FULL_STATE_DICT, its default. See
-        state_dict_type. Collective."""
+        """A whole copy: torch's FULL_STATE_DICT, its default. See state_dict_type. Collective."""
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
         config, _ = self._state_configs
@@ -186,7 +185,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A whole one, the same on every rank. Collective."""
+        """Load a whole state_dict, the same on every rank. Collective."""
         with self.engine.full_parameters(write=True):
             return super().load_state_dict(*args, **kwargs)
 
@@ -198,7 +197,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """Within it state_dict() and optim_state_dict() are as set_state_dict_type says."""
+        """set_state_dict_type inside the context."""
         before = FullyShardedDataParallel.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -214,8 +213,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Any:
-        """From now on state_dict() and optim_state_dict() are as the configs of torch's
-        FULL_STATE_DICT say. Returns what was set before, as get_state_dict_type."""
+        """Set torch's FULL_STATE_DICT configs for state_dict() and optim_state_dict(). Returns the
+        settings before, as get_state_dict_type."""
         before = FullyShardedDataParallel.get_state_dict_type(module)
         kind = getattr(state_dict_type, "name", state_dict_type)
         refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
@@ -262,8 +261,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         load_directly: bool = False,
         group: object = None,
     ) -> dict[str, Any]:
-        """What optim.load_state_dict() takes, of what optim_state_dict() has given, on every rank:
-        it is whole still, and the optimizer keeps its slices."""
+        """Turns the result of optim_state_dict() into what optim.load_state_dict() takes. It stays
+        whole, the same on every rank; the optimizer keeps its slices."""
         refuse(
             "optim_state_dict_to_load",
             is_named_optimizer=(is_named_optimizer, False),
@@ -302,7 +301,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Every parameter whole; with `writeback`, what all ranks write there alike is kept."""
+        """Inside it parameters are whole. `writeback`: keep writes, which all ranks must make."""
         wrapper = _wrapper("summon_full_params", module)
         refuse(
             "summon_full_params",
@@ -322,19 +321,19 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
 
 
 def _names(wrapper: FullyShardedDataParallel, optim: torch.optim.Optimizer) -> list[str]:
-    """Of what it steps."""
+    """The names of the parameters it steps."""
     names = {id(p): name for name, p in wrapper.named_parameters()}
     return [names[id(p)] for group in optim.param_groups for p in group["params"]]
 
 
 def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
-    """An optimizer's, whose parameters are called otherwise."""
+    """An optimizer's state_dict with parameters renamed."""
     groups = [g | {"params": [names[p] for p in g["params"]]} for g in state["param_groups"]]
     return {"state": {names[p]: s for p, s in state["state"].items()}, "param_groups": groups}
 
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    """As torch's: keys are those of the model that is not wrapped."""
+    """Keys are those of the unwrapped model, as in torch."""
     _rename(state, f"{prefix}module.", prefix)
 
 

@@ -1,8 +1,8 @@
-"""`fully_shard` with torch's arguments: blocks first, then the model.
+"""`fully_shard` with torch's arguments: called on blocks first, then on the model.
 
-A call on a module that holds modules sharded before takes them in as its units. So what a call on
-a block did is undone by the call on the model, which costs a gather of each, once. One engine has
-one stage, precision and offload: calls that ask for different ones are an error.
+A call on a module makes the modules inside it that were sharded before its units: it gathers them,
+once, and shards everything anew. One engine has one stage, precision and offload, so calls that ask
+for different ones are an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.devices import move_to_ranks
 
-# Of torch's FSDPModule.
+# Methods of torch's FSDPModule that are not implemented.
 ABSENT = (
     "finalize_backward", "reset_iter_state", "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
@@ -41,39 +41,39 @@ ABSENT = (
     "set_reshard_after_forward", "set_separate_reduce_scatter_group", "set_symm_mem_for_comm",
     "set_unshard_in_backward",
 )  # fmt: skip
-WHOLE = 1 << 62  # elements: a unit rule under which the model is one unit
+WHOLE = 1 << 62  # elements: a unit rule by which the model is one unit
 
 
-class Asked(NamedTuple):
-    """By one call, under `fully_shard`'s names."""
+class Options(NamedTuple):
+    """What one call of `fully_shard` asked for."""
 
     reshard_after_forward: bool
     mp_policy: Precision
     offload_policy: str | None
 
 
-class Unsharding(NamedTuple):
-    """What unshard(async_op=True) returns."""
+class UnshardHandle(NamedTuple):
+    """torch's name for what unshard(async_op=True) returns."""
 
     units: list[FlatUnit]
 
     def wait(self) -> None:
-        """Until the parameters are whole. The module's forward does it, too."""
+        """Wait until the parameters are whole. The module's forward does so too."""
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.unshard()
 
 
 class FSDPModule:
-    """What `fully_shard` adds to a module's class."""
+    """The methods that `fully_shard` adds to a module's class."""
 
     _ringdp_engine: Engine
-    _ringdp_asked: Asked
+    _ringdp_asked: Options
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce gradients; without, they are kept as in `Engine.no_sync`."""
+        """Whether backwards reduce gradients; if not, they accumulate as in `Engine.no_sync`."""
         refuse("set_requires_gradient_sync", recurse=(recurse, True))
         whole: object = self.engine.model
         if whole is not self:
@@ -84,16 +84,14 @@ class FSDPModule:
         self._ringdp_engine.backwards.sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether torch's waits for reductions where a backward ends. Here each does, and how
-        gradients add up is the same."""
+        """No effect: here every backward waits for its reductions, with the same sums."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether torch's reduces among replicas of the shards: over a mesh of one dimension there
-        are none."""
+        """No effect: shards have no replicas over a mesh of one dimension."""
 
-    def unshard(self, async_op: bool = False) -> Unsharding | None:
-        """Gather its parameters, but for those of modules within that fully_shard was called on,
-        ahead of its forward or to be used outside. Collective."""
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the module's parameters, without those of inner sharded modules, ahead of its
+        forward or for use outside it. Collective."""
         engine, units = self.engine, _units_of(self.engine, [self])
         engine.backwards.settle()
         engine.gathering.prefetch_deferred(wait=True)
@@ -101,19 +99,18 @@ class FSDPModule:
             if unit.state is State.SHARDED:
                 unit.gather(engine.gathering.comm)
         if async_op:
-            return Unsharding(units)
-        Unsharding(units).wait()
+            return UnshardHandle(units)
+        UnshardHandle(units).wait()
         return None
 
     def reshard(self) -> None:
-        """Free what unshard() or a forward has gathered; a backward through the module's call
-        gathers it again."""
+        """Free what unshard() or a forward has gathered; backward gathers it again."""
         self.engine.backwards.settle()
         self.engine.gathering.reshard(_units_of(self.engine, [self]))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """The engine sees by itself which modules come next: this lets it gather ahead as many
-        bytes as these have, if it may not gather more already."""
+        """Allow prefetching as many bytes as these modules have. (The engine predicts the order
+        itself.)"""
         if others := [type(m).__name__ for m in modules if not isinstance(m, FSDPModule)]:
             raise UsageError(f"modules to prefetch: fully_shard has not sharded {others[0]}")
         gathering = self.engine.gathering
@@ -123,8 +120,8 @@ class FSDPModule:
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A whole one, which the model does not change; so is its optimizer's, once it has stepped.
-        So torch.distributed.checkpoint.state_dict gets and sets both. Collective."""
+        """A whole copy; that of its optimizer is whole too, once it has stepped. So
+        torch.distributed.checkpoint.state_dict gets and sets both. Collective."""
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         for name, value in state.items() if "destination" not in kwargs else ():
@@ -133,17 +130,17 @@ class FSDPModule:
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A whole one, the same on every rank. Collective."""
+        """Load a whole state_dict, the same on every rank. Collective."""
         with self.engine.full_parameters(write=True):
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def to_empty(self, **_: object) -> NoReturn:
-        """Where torch's makes real what it sharded on the meta device; here that has values."""
+        """Not needed: fully_shard materializes meta parameters itself."""
         instead = "reset_parameters, which fully_shard calls, or its init="
         raise MissingAttribute("fully_shard", "to_empty", instead)
 
     def __getattr__(self, name: str) -> Any:
-        """What it has not is a module's, or is not there."""
+        """Report torch's methods that are not implemented."""
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
@@ -154,7 +151,7 @@ class FSDPModule:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of the class that it was; see `guards.copies`."""
+        """A copy of the module's original class; see `guards.copies`."""
         kind, engine = type(self), vars(self).pop("_ringdp_engine")
         self.__class__ = kind.__bases__[1]
         try:
@@ -164,7 +161,7 @@ class FSDPModule:
 
     @property
     def engine(self) -> Engine:
-        """The engine underneath, of the model that `fully_shard` was called on last."""
+        """The engine, of the model that `fully_shard` was called on last."""
         return self._ringdp_engine
 
 
@@ -183,14 +180,14 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a module in place, as torch's does; call it on blocks before the model. Collective.
 
-    reshard_after_forward: None or True is stage 3, False stage 2; with blocks, as they were asked
-    (stage 3 keeps the root, whichever it is). mp_policy, offload_policy: such as torch's
-    (CPUOffloadPolicy offloads parameters and optimizer); the same for the blocks and the model.
-    Without a reduce_dtype gradients are reduced in the parameters' own, as in torch from 2.15 on.
-    mesh: of one dimension; comm: in its place. A model on the CPU goes to the current GPU, if the
-    mesh or group is of GPUs. init: as of `shard`, fills what is on the meta device, which is made
-    real by this call, not by to_empty() after it.
-    Between steps a parameter is a flat slice, not a DTensor; what state_dict() gives is whole. Both
+    reshard_after_forward: None or True is stage 3, False stage 2; for a model with sharded blocks,
+    what the blocks asked for (stage 3 never reshards the root). mp_policy, offload_policy: such as
+    torch's (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model.
+    Without reduce_dtype gradients are reduced in the parameters' dtype, as in torch from 2.15 on.
+    mesh: of one dimension; comm: an alternative. A model on the CPU moves to the current GPU if the
+    mesh or group is of GPUs. init: as for `shard`; meta parameters are materialized by this call,
+    not by to_empty() after it.
+    Between steps a parameter is a flat slice, not a DTensor; state_dict() has whole tensors. Both
     have full_tensor().
     Raises UsageError for what is not implemented.
     """
@@ -210,7 +207,7 @@ def fully_shard(
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
     pins = getattr(offload_policy, "pin_memory", True)
-    asked = Asked(
+    asked = Options(
         reshard_after_forward is not False,
         _precision(mp_policy),
         repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
@@ -237,13 +234,13 @@ def fully_shard(
 
 
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
-    """Those that are the modules' own."""
+    """The units of these modules."""
     names = {name for name, m in engine.model.named_modules() if m in modules}
     return [u for u in engine.units if u.plan.name in names]
 
 
 def _within(module: nn.Module) -> dict[str, FSDPModule]:
-    """The modules within that were sharded before."""
+    """The modules inside that were sharded before, by name."""
     return {
         name: m
         for name, m in module.named_modules()
@@ -251,9 +248,9 @@ def _within(module: nn.Module) -> dict[str, FSDPModule]:
     }
 
 
-def _agreed(module: nn.Module, asked: Asked, reshard: bool | None) -> bool:
-    """Whether to reshard after forward. Raises UsageError where calls on modules within have asked
-    for something else."""
+def _agreed(module: nn.Module, asked: Options, reshard: bool | None) -> bool:
+    """Whether to reshard after forward. Raises UsageError if calls on modules inside asked for
+    something else."""
     within = _within(module).items()
     inner = {name: m._ringdp_asked for name, m in within if not m.engine.closed}
     if inner and not reshard:  # of the module's own parameters, which stay in any stage
@@ -264,7 +261,7 @@ def _agreed(module: nn.Module, asked: Asked, reshard: bool | None) -> bool:
         if other.mp_policy.output is None:  # only the model's output is cast
             policy = replace(other.mp_policy, output=asked.mp_policy.output)
             other = other._replace(mp_policy=policy)
-        for argument, here, there in zip(Asked._fields, asked, other, strict=True):
+        for argument, here, there in zip(Options._fields, asked, other, strict=True):
             if here != there:
                 raise UsageError(
                     f"fully_shard: {argument} of module {name!r} was {there!r}, and is {here!r} of "
@@ -274,7 +271,7 @@ def _agreed(module: nn.Module, asked: Asked, reshard: bool | None) -> bool:
 
 
 def take_in(inner: Iterable[Any]) -> None:
-    """Make whole again what was sharded before, and has an engine; on every rank in one order."""
+    """Close the engines of modules sharded before, and make these whole. Collective."""
     for m in inner:
         if not m.engine.closed:
             with m.engine.full_parameters():
@@ -294,7 +291,7 @@ def _precision(policy: Any) -> Precision:
 
 
 def _reduced(precision: Precision, module: nn.Module) -> Precision:
-    """With a dtype to reduce in, where parameters have another one in forward and backward."""
+    """With a reduce dtype, if parameters compute in another dtype than they have."""
     own = {p.dtype for p in module.parameters() if p.requires_grad}
     if precision.reduce or not (precision.param and own):
         return precision

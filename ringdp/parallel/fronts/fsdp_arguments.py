@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel's arguments mean here: torch's policies, dtypes and devices."""
+"""Translates FullyShardedDataParallel's arguments: torch's policies, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _refused(device_id: object, why: str) -> UsageError:
 
 
 def units_of(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
-    """The modules that torch would wrap: children first, as its policies expect."""
+    """The modules that torch would wrap; children are visited first, as its policies expect."""
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
-        """Elements in modules that were chosen."""
+        """Returns the elements in chosen modules."""
         total = sum(p.numel() for p in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
@@ -84,7 +84,7 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
 
 
 def cast_buffers(module: nn.Module, policy: Any, *, wraps: bool) -> None:
-    """But those of modules that compute in float32."""
+    """Cast floating-point buffers, except in modules that compute in float32."""
     if policy.buffer_dtype is None:
         return
     ignored = tuple(policy._module_classes_to_ignore) if wraps else ()

@@ -1,7 +1,7 @@
-"""Tensors of the state_dict that `fully_shard`'s model gives, which are whole: scripts of FSDP2
-ask each for all of it, which is itself.
+"""The tensors in the state_dict of a `fully_shard`ed model: whole, and with full_tensor().
 
-What is made of one, copied, saved or assigned to a model, is of torch's classes.
+Scripts for FSDP2 call full_tensor() on each. What is computed from one, copied, saved, or assigned
+to a model is of torch's classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FullTensor(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def full_tensor(self) -> Tensor:
-        """As of torch's DTensor."""
+        """The tensor itself, as a torch.Tensor (the name is DTensor's)."""
         return self.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -26,8 +26,8 @@ class FullTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    # nn.Parameter(data), as load_state_dict(assign=True) calls it, wants these to be of data's
-    # class, and then says that they are parameters: so they become one.
+    # nn.Parameter(data), as in load_state_dict(assign=True), expects data.detach() to be of data's
+    # class, and then sets _is_param: this makes it an nn.Parameter.
 
     def detach(self) -> FullTensor:
         return self.full_tensor().detach().as_subclass(FullTensor)

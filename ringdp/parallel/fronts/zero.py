@@ -1,8 +1,8 @@
-"""`ZeroRedundancyOptimizer`: replicas as DDP keeps them, optimizer state in shards.
+"""`ZeroRedundancyOptimizer`: whole replicas, as DDP keeps them, with sharded optimizer state.
 
-Each rank's inner optimizer steps this rank's slices, in place; then all gather what has changed.
-In torch's `Join([ddp, optimizer])` a rank without inputs steps its slices, too, by the gradients of
-one that has some, and with the options, such as lr, that it has itself.
+Each rank's inner optimizer steps this rank's slices, in place; then the new values are gathered.
+In torch's `Join([ddp, optimizer])` a rank without inputs steps its slices too, with the gradients
+of a rank that has some, and with its own options, such as lr.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ringdp.parallel.refuse import refuse
 
 
 @dataclass
-class Parts:
-    """This rank's slices, `parameters`, of the parameters of one dtype, `wholes`."""
+class DtypeSlices:
+    """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`."""
 
     index: int
     rank: int
@@ -40,9 +40,9 @@ class Parts:
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
-    """torch's arguments: `optimizer_class` is any element-wise optimizer, `defaults` are its.
+    """torch's arguments. `optimizer_class`: any element-wise optimizer; `defaults`: its arguments.
 
-    Gradients must be equal on all ranks, as DDP leaves them.
+    Gradients must be equal on all ranks, as they are after DDP's backward.
     """
 
     _advice = "the optimizer and model such a one"
@@ -67,8 +67,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self.comm = communicator_of(
             process_group, (p for group in self.param_groups for p in group["params"])
         )
-        self._parts: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # this rank's, of each parameter
-        self._units: list[Parts] = []
+        self._parts: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # each parameter's slice here
+        self._units: list[DtypeSlices] = []
         self._consolidated: dict[Any, Any] | None = None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for group in self.param_groups:
@@ -87,7 +87,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
                 self._parts[p] = nn.Parameter(p.detach().view(-1)[span], p.requires_grad), span
             cut = Cut(plan, [p.shape for p in tensors], self.comm.rank, slices=True)
             parts = [self._parts[p][0] for p in tensors]
-            self._units.append(Parts(len(self._units), self.comm.rank, plan, cut, tensors, parts))
+            self._units.append(
+                DtypeSlices(len(self._units), self.comm.rank, plan, cut, tensors, parts)
+            )
         groups = [
             _options(group) | {"params": [self._parts[p][0] for p in group["params"]]}
             for group in self.param_groups
@@ -100,7 +102,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's slices with the groups' options of now, then share them. Collective."""
+        """Step this rank's slices with the groups' current options, then gather. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,7 +124,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self._hand_on_options()
         for p, (part, span) in self._parts.items():
             part.grad = None
-            part.data = p.detach().view(-1)[span]  # p.data may be other memory by now
+            part.data = p.detach().view(-1)[span]  # the user may have assigned to p.data
             if p.grad is not None and part.numel():
                 part.grad = p.grad.reshape(-1)[span]
         self.optim.step()
@@ -133,7 +135,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
             self._share(unit)
 
     def _share_gradients(self, *, trains: bool) -> None:
-        """Ranks that have no inputs take the gradients of one that trains. Collective."""
+        """Ranks without inputs take the gradients of a rank that trains. Collective."""
         mine = torch.tensor([trains, *(p.grad is not None for p in self._parts)], dtype=torch.uint8)
         rows = torch.empty(self.comm.size, len(mine), dtype=torch.uint8)
         self.comm.all_gather(rows, mine)
@@ -148,7 +150,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         replicas.broadcast(self.comm, [p.grad for p in found if p.grad is not None], training[0])
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """For torch's Join, over a torch.distributed group. `_`: what its other joinables take."""
+        """For torch's Join, over a torch.distributed group. `_`: arguments of other joinables."""
         return Shadow(self._shadow)
 
     def _shadow(self) -> None:
@@ -160,11 +162,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
             inner.update(_options(group))
 
     def _show_options(self) -> None:
-        """For schedulers. An optimizer may also count in them, as schedule-free ones do."""
+        """Copy the inner groups' options out: for schedulers, and since an optimizer may count in
+        them, as schedule-free ones do."""
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             group.update(_options(inner))
 
-    def _share(self, unit: Parts) -> None:
+    def _share(self, unit: DtypeSlices) -> None:
         flat = unit.wholes[0].new_zeros(unit.plan.padded)
         shard = flat[unit.cut.part]
         for (begin, end), part in zip(unit.cut.spans, unit.parameters, strict=True):
@@ -174,7 +177,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
             p.detach().copy_(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not implemented once it is made: the shards are laid out."""
+        """Only during construction: afterwards the shards are laid out."""
         if hasattr(self, "optim"):
             raise UsageError(
                 "ZeroRedundancyOptimizer.add_param_group is not implemented; make it of all groups"
@@ -182,7 +185,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         super().add_param_group(param_group)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather what state_dict() is to give on rank `to`, in host memory. Collective."""
+        """Gather the state for state_dict() on rank `to`, in host memory. Collective."""
         self._hand_on_options()
         state = self.optim.state_dict()["state"]
         whole = optim_state.gathered(self.comm, self._units, self.optim, state, to)
@@ -190,8 +193,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self._consolidated = tree_map_only(Tensor, Tensor.cpu, whole) if here else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of whole parameters, as it was at the last consolidate_state_dict(), and the
-        groups' options of now: what any optimizer of that class loads."""
+        """The state of whole parameters at the last consolidate_state_dict(), and the groups'
+        current options: any optimizer of that class loads it."""
         if self._consolidated is None:
             raise ModelError(
                 "ZeroRedundancyOptimizer: the state has not been consolidated on this rank, where "
@@ -201,7 +204,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         return super().state_dict() | {"state": self._consolidated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of whole parameters, the same on every rank, which keeps its slices of it."""
+        """Load state of whole parameters, the same on every rank; each keeps its slices."""
         self.optim.load_state_dict(state_dict)
         optim_state.keep_slices(self.optim, self._units)
         self._show_options()
