@@ -91,7 +91,7 @@ class Engine(Accounts, Traced):
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
         whole = self._rests_whole
-        own = partial(copies.Hook, may_copy=whole)
+        own = partial(copies.EngineHook, may_copy=whole)
         self._outputs = outputs.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
             self._hook(module, indices, own)

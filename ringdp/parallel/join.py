@@ -24,7 +24,7 @@ class JoinableOverGroup(Joinable):
 
     @property
     def process_group(self) -> Any:
-        """As given; else torch's default group, where there is one, or the communicator."""
+        """As given; by default torch's default group if there is one, else the communicator."""
         return self._group or group.WORLD or self.comm
 
     @property

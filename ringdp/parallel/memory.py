@@ -68,7 +68,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(dtypes: Dtypes, offload: Offload, *, trainable: bool) -> Widths:
-    """Those of a unit whose parameters have these dtypes."""
+    """The widths of a unit whose parameters have these dtypes."""
     return Widths(
         master=dtypes.master.itemsize,
         compute=dtypes.compute.itemsize,

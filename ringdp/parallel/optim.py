@@ -95,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _ready(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those with a gradient. Raises UsageError on one that cannot be stepped."""
+    """The parameters with a gradient. Raises UsageError for one that cannot be stepped."""
     ready = []
     for p in params:
         grad = p.grad

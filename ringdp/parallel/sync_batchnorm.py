@@ -24,10 +24,10 @@ from ringdp.errors import UsageError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As torch.nn.SyncBatchNorm, over `process_group` (by default what `ringdp.init` made last).
+    """torch.nn.SyncBatchNorm over `process_group`, by default what `ringdp.init` made last.
 
-    Input: [rows, channels, ...]. Collective in training, forward and backward; in evaluation it is
-    an ordinary batch normalisation.
+    Input: [rows, channels, ...]. Forward and backward are collective in training; in evaluation it
+    is an ordinary batch norm.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def save(
             modules, states = pack(engine.model)
             if optimizer is not None:
                 engine.take(optimizer)
-            own = _Own()
+            own = _RankData()
             own.add(engine, optimizer, found, states)
             groups = groups_of(optimizer, found) if optimizer else None
             about = [groups, extra or {}, modules, optimizer and type(optimizer).__name__]
@@ -111,7 +111,7 @@ def _check_keys(value: Any) -> None:
         _check_keys(v)
 
 
-class _Own:
+class _RankData:
     """What this rank writes: tensors, and for the index their facts, and scalars."""
 
     def __init__(self) -> None:

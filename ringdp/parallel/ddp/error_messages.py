@@ -1,4 +1,4 @@
-"""What DDP tells of a backward that did not go as it had been told, in torch's words."""
+"""DDP's error messages for a backward that its arguments do not allow, with torch's wording."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ringdp.parallel.ddp.settings import Settings
 
 
 def advice(settings: Settings) -> str:
-    """In torch's words."""
+    """What to do about gradients that did not come."""
     if settings.static_graph:
         return (
             "This error indicates that your training graph has changed in this iteration, e.g., "
@@ -29,7 +29,7 @@ def advice(settings: Settings) -> str:
     )
 
 
-# What torch's class advises, which leaves the names out without it.
+# torch's class advises this variable, since it leaves the names out without it.
 NAMES = (
     "These are all of them: there is no need to set the environment variable "
     "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
@@ -38,7 +38,7 @@ FOUND = " Tensors that `forward` returns are found in containers and dataclasses
 
 
 def unfinished(settings: Settings, rank: int, lost: Mapping[int, str]) -> str:
-    """`lost`: names, by index, of parameters whose gradients have not come."""
+    """Some gradients of the last backward did not come. `lost`: their parameters, index -> name."""
     expected = (
         "Expected to have finished reduction in the prior iteration before starting a new one"
     )

@@ -1,7 +1,7 @@
-"""What `_get_ddp_logging_data` tells: torch's keys, as far as they apply here. Bytes.
+"""The result of `_get_ddp_logging_data`: torch's keys that apply here. Sizes are in bytes.
 
-Two differ: `iteration` and the times are those of the last iteration that was sampled, at once and
-not when the next one begins; and nothing is said of streams, which the CPU has not.
+Unlike torch's, `iteration` and the times are of the last sampled iteration as soon as it ends, not
+when the next one begins; keys about CUDA streams are left out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def facts(reducer: Reducer) -> dict[str, Any]:
 
 
 def backend(group: Any) -> dict[str, Any]:
-    """What torch's class would move gradients by: that of the torch.distributed group, if any."""
+    """The backend of the torch.distributed group, if any, which torch's class would use."""
     group = None if isinstance(group, Communicator) else group
     told: dict[str, Any] = {"backend_name": profiling.backend(group)}
     if told["backend_name"] == "gloo":

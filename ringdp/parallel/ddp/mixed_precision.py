@@ -57,7 +57,7 @@ class MixedPrecision:
         return lowered
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those that are cast."""
+        """The parameters that are cast."""
         return [
             p
             for name, p in self.model.named_parameters()

@@ -1,7 +1,7 @@
-"""Optimizers that step in backward, those of torch's _apply_optimizer_in_backward.
+"""Optimizers that step in backward, by torch's _apply_optimizer_in_backward.
 
-A parameter's own steps once its gradient is the average; then p.grad is None. torch hangs them on
-the gradient's coming, which is before it is reduced: there they are taken off.
+A parameter's own optimizer steps once its gradient is averaged; then p.grad is None. torch's hooks
+step it when the gradient is accumulated, which is before it is reduced: they are removed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import nn
 
 
 def taken_off(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that have such optimizers, which from now on step in `step` only."""
+    """Remove torch's hooks. Returns the parameters that have such optimizers."""
     found = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
-    if found:  # who has made them has imported it already; it takes 1.5 s
+    if found:  # whoever made them has imported this; it takes 1.5 s
         from torch.distributed.optim.apply_optimizer_in_backward import (
             param_to_optim_hook_handle_map as handles,
         )

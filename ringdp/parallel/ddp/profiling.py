@@ -1,11 +1,11 @@
-"""What torch's profiler sees of DDP, under the names that torch's class has there:
+"""DDP in torch's profiler, under the names that torch's class has there.
 
-DistributedDataParallel.forward
-search_unused_parameters         where they are sought
-gloo:all_reduce                  from a reduction's start until its result is there
-gloo:broadcast                   of buffers, and of the order of buckets
+    DistributedDataParallel.forward
+    search_unused_parameters         with find_unused_parameters
+    gloo:all_reduce                  from a reduction's start until its result is there
+    gloo:broadcast                   of buffers, and of the order of buckets
 
-with the backend of torch's default group, as gloo, or "ringdp" where there is none.
+"gloo" stands for the backend of torch's default group, or "ringdp" if there is none.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ringdp.comm.backend.works import GroupWork, Watcher
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Around what is to be seen, where something is profiled."""
+    """A span in the profile, if a profiler runs."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 def backend(group: Any = None) -> str:
-    """Of a torch.distributed group: the name under which torch's class would be seen."""
+    """The name of a torch.distributed group's backend."""
     return dist.get_backend(group) if dist.is_available() and dist.is_initialized() else "ringdp"
 
 
 def broadcast() -> AbstractContextManager[object]:
-    """A span around one."""
+    """A span around a broadcast."""
     return span(f"{backend()}:broadcast" if profiler._is_profiler_enabled else "")
 
 
 class _Seen(NamedTuple):
-    """A reduction that a profiler sees. A span that ends after its profiler is written to memory
-    that is no longer there, so who waits for the one waits for the other."""
+    """A profiled reduction. Waiting for it waits for its span too, since a span that ends after its
+    profiler writes to freed memory."""
 
     work: Work
     watcher: Watcher
@@ -52,7 +52,7 @@ class _Seen(NamedTuple):
 
 
 def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work | _Seen:
-    """The sum over ranks, begun. Where it is to be seen, a thread tells when it has ended."""
+    """Start an all_reduce. If a profiler runs, a thread ends its span when it is complete."""
     if not profiler._is_profiler_enabled:
         return comm.all_reduce(flat, async_op=True, tag=tag)
     seen, watcher = profiler.record_function(f"{backend()}:all_reduce"), Watcher()

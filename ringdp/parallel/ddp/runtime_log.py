@@ -1,12 +1,12 @@
-"""When things happened in the iterations of DDP that are sampled. Nanoseconds since the epoch.
+"""Timing of sampled DDP iterations, in nanoseconds since the epoch, and the last error.
 
-    forward_compute    from forward's begin to the first gradient
-    backward_compute   from there until autograd is through
+    forward_compute    from the start of forward to the first gradient
+    backward_compute   from there to the end of autograd's work
     backward_comm      from the first bucket's start until all are reduced
-    overlap            the part of backward_comm that lies in backward_compute
+    overlap            the part of backward_comm inside backward_compute
 
-As torch's DDP samples: the first ten iterations, then every hundredth or what has been asked for.
-And what went wrong, under the keys `has_error` and `error`.
+Sampled as by torch's DDP: the first ten iterations, then every hundredth, or at the rate set.
+Errors are under the keys `has_error` and `error`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Error = TypeVar("Error", bound=Exception)
 
 
 class RuntimeLog:
-    """Of one DDP. `facts`: of the last iteration that was sampled or failed, by torch's keys."""
+    """One DDP's log. `facts`: the last sampled or failed iteration, by torch's keys."""
 
     def __init__(self) -> None:
         self.facts: dict[str, int | str] = {}
@@ -44,12 +44,12 @@ class RuntimeLog:
         self._sums: Counter[str] = Counter()
 
     def failed(self, error: Error) -> Error:
-        """The same, for who raises it."""
+        """Record an error. Returns it, to be raised."""
         self.facts |= {"iteration": self._iterations, "has_error": 1, "error": str(error)}
         return error
 
     def sample(self, rate: int) -> None:
-        """Every `rate`-th iteration. Raises UsageError."""
+        """Sample every `rate`-th iteration. Raises UsageError for a rate below 1."""
         if rate < 1:
             raise self.failed(
                 UsageError(
@@ -60,19 +60,19 @@ class RuntimeLog:
         self._rate = rate
 
     def begin(self) -> None:
-        """A forward whose backward shall reduce."""
+        """A forward starts whose backward reduces."""
         self.sampling = self._iterations < ALWAYS or self._iterations % self._rate == 0
         self._iterations += 1
         self._marks.clear()
         self.mark(BEGUN)
 
     def mark(self, what: str) -> None:
-        """Its first time in this iteration is now."""
+        """Record the time, the first time in this iteration."""
         if self.sampling:
             self._marks.setdefault(what, time_ns())
 
     def end(self, ready: Iterable[int]) -> None:
-        """Gradients are reduced; `ready`: parameters in the order in which they came."""
+        """Gradients are reduced. `ready`: parameters in the order of their gradients."""
         self.mark(REDUCED)
         if not self.sampling or not self._marks.keys() >= {BEGUN, GRADIENT, REDUCING}:
             return

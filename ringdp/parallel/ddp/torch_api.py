@@ -60,7 +60,7 @@ class TorchAPI(Base):
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Of all buckets but the first; torch.compile cuts graphs by it."""
+        """The cap of all buckets but the first; torch.compile splits graphs by it."""
         return self.settings.caps[-1]
 
     @property
@@ -76,7 +76,7 @@ class TorchAPI(Base):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """In the next forward, or in this one until it ends."""
+        """Whether the next forward, or the running one, synchronizes buffers."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
@@ -95,7 +95,7 @@ class TorchAPI(Base):
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
     ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
-        """Parameters that a DistributedDataParallel around `module` does not leave alone."""
+        """The parameters that a DistributedDataParallel around `module` does not ignore."""
         for name, p in module.named_parameters():
             if not hasattr(p, "_ddp_ignored"):
                 yield (name, p) if named_params else p
@@ -106,7 +106,7 @@ class TorchAPI(Base):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Names that a DistributedDataParallel around `module` shall leave alone."""
+        """Set the names that a DistributedDataParallel around `module` ignores."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
@@ -145,9 +145,9 @@ class TorchAPI(Base):
         optim_params: Iterable[nn.Parameter] | None = None,
         **kwargs: Any,
     ) -> None:
-        """A hook that steps an optimizer of that type, `optim(params, *args, **kwargs)`, on each
-        bucket once it is reduced. As torch's: the types that it has a functional form of, and over
-        torch's default group. Raises UsageError unless that is the one of this DDP."""
+        """Register a hook that steps an `optim(params, *args, **kwargs)` on each bucket once it is
+        reduced. As in torch, for types with a functional form, over torch's default group. Raises
+        UsageError unless this DDP is over that group."""
         if not dist.is_initialized() or self._group not in (None, dist.group.WORLD):
             raise UsageError(
                 f"_register_fused_optim reduces over torch's default group; this one is over "
@@ -164,23 +164,22 @@ class TorchAPI(Base):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` is to be called after backward, and not in a hook of it."""
+        """Whether the caller must call `finalize_backward` after backward."""
         return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
-        """Nothing: all is reduced, and handed out, when backward returns."""
+        """No effect: everything is reduced when backward returns."""
 
     def _check_reducer_finalized(self) -> None:
-        """Raise ModelError unless the last backward has reduced all that it had to."""
+        """Raise ModelError unless the last backward finished its reductions."""
         self.reducer._check_reducer_finalized()
 
     def _remove_autograd_hooks(self) -> None:
-        """From now on backwards reduce nothing: another DistributedDataParallel may."""
+        """From now on backwards reduce nothing, so that another DistributedDataParallel can."""
         self.reducer._remove_autograd_hooks()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing is cloned here, whatever `val`: torch clones what forward returns, unless told
-        otherwise, so that it may be changed in place, which it may here as it is."""
+        """No effect: outputs can be changed in place here without the clone that torch makes."""
 
     def _default_broadcast_coalesced(
         self,
@@ -188,21 +187,21 @@ class TorchAPI(Base):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """`bufs`, by default all buffers, take that rank's values, as many bytes at once as
-        `bucket_size`, by default `broadcast_bucket_size`. Collective."""
+        """Broadcast `bufs`, by default all buffers, from that rank, in messages of `bucket_size`
+        bytes, by default `broadcast_bucket_size`. Collective."""
         tensors = self.modules_buffers if bufs is None else bufs
         piece = bucket_size or self.broadcast_bucket_size
         replicas.broadcast(self.comm, tensors, authoritative_rank, piece)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """The parameters that are reduced, in the order of their indices; which are sparse."""
+        """The reduced parameters in the order of their indices, and whether each is sparse."""
         found = arguments.trainables(self.module, self.parameters_to_ignore)
         return [t.parameter for t in found], [t.sparse for t in found]
 
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[nn.Parameter]
     ) -> dict[int, str]:
-        """Names by index. Raises UsageError unless they are the parameters that are reduced."""
+        """Index -> name. Raises UsageError unless these are the reduced parameters."""
         index = {p: i for i, p in enumerate(parameters)}
         names: dict[int, str] = {}
         for name, p, _ in arguments.trainables(self.module, self.parameters_to_ignore):

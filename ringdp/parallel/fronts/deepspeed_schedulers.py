@@ -45,7 +45,7 @@ class WarmupLR(lr_scheduler.LRScheduler):
         return [lr] * len(self.base_lrs)
 
     def _share(self, step: int) -> float:
-        """Of the way up."""
+        """The share of the way from low to high at `step`."""
         if step < self.rising:
             step = max(step, 0)
             return step / self.rising if self.linear else math.log(step + 1, self.rising)
@@ -93,7 +93,7 @@ class WarmupCosineLR(WarmupLR):
 
 
 class OneCycle(lr_scheduler.LRScheduler):
-    """With a number of stairs, lr and beta stay for a step of each, and then jump."""
+    """With stairs, lr and beta change in that many equal jumps instead of continuously."""
 
     def __init__(
         self,

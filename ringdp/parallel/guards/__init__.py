@@ -1,1 +1,1 @@
-"""What guards an engine's parameters against what would go wrong without a word."""
+"""Guards: errors for uses of a sharded model that would silently compute something else."""

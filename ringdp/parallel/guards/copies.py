@@ -22,7 +22,7 @@ _SHARDED: WeakSet[nn.Module] = WeakSet()  # all modules of sharded models; no co
 # Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run eagerly
 # between graphs. If they were traced, they would gather during compilation, not when run.
 @uncompiled
-class Hook:
+class EngineHook:
     """An engine's hook on a module. In a copy of the module it does nothing.
 
     `may_copy`: whether parameters are whole; otherwise deepcopy raises UsageError.
@@ -49,7 +49,7 @@ class Hook:
         )
 
 
-Own = Callable[[Callable[..., Any]], Hook]  # makes a function a Hook of one engine
+Own = Callable[[Callable[..., Any]], EngineHook]  # makes a function a hook of one engine
 
 
 def _nothing(*_: object) -> None:

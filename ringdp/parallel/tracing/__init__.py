@@ -1,1 +1,1 @@
-"""What a trace sees of an engine."""
+"""Engines in traces."""

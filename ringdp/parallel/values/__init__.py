@@ -1,1 +1,1 @@
-"""The tensors that a model's modules take, return and leave."""
+"""The tensors that go into modules and come out."""
