@@ -23,7 +23,7 @@ class Base(JoinableOverGroup):
     parameters_to_ignore: set[str]
     settings: Settings
     forward_sync_buffers: bool
-    require_forward_param_sync: bool  # False after a forward in no_sync
+    require_forward_param_sync: bool  # whether the last forward reduced
     _trainable: list[Trainable]
     _mixed_precision: MixedPrecision
     _runtime_log: RuntimeLog
