@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.transport.nccl.faults import LACKS_HOST_NCCL
+
 pytestmark = pytest.mark.process
 
 PORT, SECONDS = 29471, 600.0  # in namespaces nobody else uses the port; only a hang takes so long
@@ -28,8 +30,6 @@ ADDRESSES = ["10.97.31.1", "10.97.31.2"]
 SCRIPT = """
 import os, sys
 import torch
-
-from tests.transport.nccl.faults import LACKS_HOST_NCCL
 import ringdp
 
 for transport in sys.argv[1:]:
