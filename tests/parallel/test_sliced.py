@@ -288,6 +288,9 @@ def test_a_gradient_is_an_ordinary_slice_else(comm: Communicator, stage: int) ->
     for plain in (copy.deepcopy(p.grad), torch.load(file)):
         assert type(plain) is Tensor
         assert plain.tolist() == p.grad.tolist()
+    all_gradients = [q.grad for q in model.parameters()]
+    for mine, copied in zip(all_gradients, copy.deepcopy(all_gradients), strict=True):
+        assert copied.tolist() == mine.tolist(), "not another's, which was copied before it"
     with pytest.raises(UsageError, match=r"dim=1.*flat slice"):
         p.grad.norm(dim=1)
     with pytest.raises(UsageError, match="order 0 "):

@@ -12,6 +12,7 @@ such as `p.data`, is a `ParamSlice`. While an optimizer steps, both are plain te
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class Slice(Tensor):
                 return COLLECTIVE[func](*args, **(kwargs or {}))
             first = args[0] if args else None
             if func in _LEAVE and isinstance(first, Slice):
-                return func(first.as_subclass(Tensor), *args[1:], **(kwargs or {}))
+                return _LEAVE[func](first.as_subclass(Tensor), *args[1:], **(kwargs or {}))
             out = func(*args, **(kwargs or {}))
             if type(out) is Tensor and isinstance(first, Slice) and out.shape == first.shape:
                 _mark(out, first._ringdp_owner, type(first))
@@ -211,4 +212,9 @@ COLLECTIVE: dict[Any, Callable[..., Any]] = {
     Tensor.norm: _norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
-_LEAVE = {Tensor.__deepcopy__, Tensor.__reduce_ex__}  # copies are plain tensors
+# What makes a tensor that knows no engine. copy.deepcopy keeps what it copies: Tensor's own leaves in
+# the memo the id of a tensor that is gone, under which the next one's copy would be found.
+_LEAVE: dict[Any, Callable[..., Any]] = {
+    Tensor.__deepcopy__: copy.deepcopy,
+    Tensor.__reduce_ex__: Tensor.__reduce_ex__,
+}
