@@ -18,7 +18,7 @@ from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import places
 from ringdp.parallel.precision import EMPTY, Precision, check_casts, kinds_of
-from ringdp.parallel.replicas import broadcast, check_equal
+from ringdp.parallel.replicas import broadcast, check_equal, facts_of
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import UnitRule, UnitSpec, find_units
@@ -81,7 +81,10 @@ def shard(
     kind = kinds_of(model, precision)
     found = find_units(model, unit, persist_below=persist_below, kind=kind)
     check_casts(found)
-    check_equal(comm, [named for f in found for named in f.parameters], "shard")
+    within = {p: f.name or "root" for f in found for _, p in f.parameters}
+    named = model.named_parameters()
+    facts = [(n, facts_of(p) | {"name": n, "unit": within[p]}) for n, p in named]
+    check_equal(comm, facts, "shard")
     ledger = Ledger(comm)
     units = _build(model, found, row, offload, ledger, init)
     meta.fill_rest(model, init, comm.device)

@@ -18,17 +18,15 @@ PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goe
 Facts = Sequence[tuple[str, dict[str, Any]]]  # each parameter's name, and what must be equal
 
 
-def check_equal(
-    comm: Communicator, parameters: Iterable[tuple[str, Tensor]], who: str = "DDP"
-) -> None:
-    """Raise ModelError, on every rank, unless all ranks have the same shapes, strides and dtypes.
+def facts_of(p: Tensor) -> dict[str, Any]:
+    return {"sizes": [*p.shape], "strides": [*p.stride()], "dtype": str(p.dtype)}
+
+
+def check_equal(comm: Communicator, mine: Facts, who: str = "DDP") -> None:
+    """Raise ModelError, on every rank, unless all ranks have the same facts, whatever the names.
 
     Collective. `who` expects it, as the error says.
     """
-    mine = [
-        (name, {"sizes": [*p.shape], "strides": [*p.stride()], "dtype": str(p.dtype)})
-        for name, p in parameters
-    ]
     first, *others = gather_json(comm, mine)
     for rank, facts in enumerate(others, start=1):
         if problem := _difference(first, facts, rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -110,10 +111,18 @@ def test_a_model_is_no_engine(call):
 @on_ranks(2)
 def test_ranks_with_different_models_are_told(comm: Communicator, stage: int) -> None:
     """They trained one that no rank had, without a word."""
-    model = nn.Linear(8, 8 + comm.rank)  # padded, both are of one size
-    told = r"(?s)shard expects same model across all ranks.*'weight' with sizes \[9, 8\] on rank 1"
-    with pytest.raises(ringdp.ModelError, match=told):
-        ringdp.shard(model, stage=stage, comm=comm)
+    wide = nn.Linear(8, 8 + comm.rank)  # padded, both are of one size
+    named = nn.ParameterDict([(name, torch.ones(3)) for name in ("ab", "ba")[comm.rank]])
+    alike = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    models: list[tuple[nn.Module, Any, str]] = [
+        (wide, None, r"'weight' with sizes \[9, 8\] on rank 1"),
+        (named, None, "'b' with name b on rank 1"),
+        (alike, lambda m: m is alike[comm.rank], "'0.weight' with unit root on rank 1"),
+    ]
+    for model, unit, what in models:
+        told = f"(?s)shard expects same model across all ranks.*{what}"
+        with pytest.raises(ringdp.ModelError, match=told):
+            ringdp.shard(model, stage=stage, unit=unit, comm=comm)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -122,7 +122,8 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         if init_sync:
             if at_first:
                 replicas.check_places(self.named_module_buffers.items())
-            replicas.check_equal(self.comm, [(t.name, t.parameter) for t in self._trainable])
+            facts = [(t.name, replicas.facts_of(t.parameter)) for t in self._trainable]
+            replicas.check_equal(self.comm, facts)
             self._broadcast(buffers=at_first)
         self._mixed_precision = MixedPrecision(module, self.parameters_to_ignore, mixed_precision)
         self._make_reducer()
