@@ -91,6 +91,34 @@ def test_it_is_that_of_one_process(comm: Communicator, kind: Any, options: dict[
             optimizer.state_dict()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_a_closure_leaves_none_of_empty_slices(comm: Communicator, stage: int) -> None:
+    """It makes gradients amid the step: those of empty slices, too, of which a state would count
+    other steps than those of the rank that has the elements."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    for kind in (torch.optim.Adam, torch.optim.Adagrad):
+        states = []
+        for m in (model, twin):
+            optimizer = kind(m.parameters())
+            step(m, optimizer, 0)
+
+            def closure(m: nn.Module = m, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                value = loss(m, 1)
+                value.backward()
+                return value
+
+            optimizer.step(closure)
+            assert all(p.numel() for p in optimizer.state)
+            with engine.full_parameters():
+                states.append(optimizer.state_dict())
+        assert_same(*states)
+        assert_equal(engine, twin)
+    engine.close()
+
+
 @on_ranks(2)
 def test_it_is_gathered_by_the_engine_that_the_model_has_now(comm: Communicator) -> None:
     """Closed whole and sharded again, with the same optimizer."""

@@ -33,9 +33,29 @@ class StepListener(Protocol):
 
 
 def listen(who: StepListener) -> list[Any]:
-    """Calls `who` around every step of any optimizer, until the returned handles are removed."""
+    """Calls `who` around every step of any optimizer, until the returned handles are removed.
+
+    A closure that the step is given runs between an `after_step` and a `before_step`.
+    """
+
+    def before(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+        def wrapped(given: Any) -> Any:
+            if not callable(given):
+                return given
+
+            def closure() -> Any:
+                who.after_step(optimizer)
+                loss = given()
+                who.before_step(optimizer)
+                return loss
+
+            return closure
+
+        who.before_step(optimizer)
+        return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in named.items()}
+
     return [
-        register_optimizer_step_pre_hook(lambda optimizer, *_: who.before_step(optimizer)),
+        register_optimizer_step_pre_hook(before),
         register_optimizer_step_post_hook(lambda optimizer, *_: who.after_step(optimizer)),
     ]
 
