@@ -81,13 +81,21 @@ EMPTY = Kind(Dtypes(*3 * [torch.float32]), trained=False)  # of a unit without p
 
 def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.Parameter], Kind]:
     """The function (module, parameter) -> Kind."""
-    kept: set[nn.Module] = set()
-    for module in model.modules():
-        if precision.keeps(module):
-            kept.update(module.modules())
+    kept = {inner for module in _kept(model, precision) for inner in module.modules()}
     return lambda m, p: Kind(
         dtypes(p.dtype, kept=m in kept, precision=precision), trained=p.requires_grad
     )
+
+
+def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """The outermost modules that keep their dtype, and with it all modules inside them."""
+    found: list[nn.Module] = []
+    within: set[nn.Module] = set()
+    for module in model.modules():  # outer modules first
+        if module not in within and precision.keeps(module):
+            found.append(module)
+            within.update(module.modules())
+    return found
 
 
 def check_casts(units: Iterable[UnitSpec]) -> None:
@@ -127,13 +135,14 @@ def cast_at(
 
         handles.append(module.register_forward_hook(own(apply)))
 
+    kept = _kept(model, precision)
+    within = {inner for module in kept for inner in module.modules()}
     if precision.cast_inputs and precision.param is not None:
         for module in dict.fromkeys([model, *units]):
-            if not precision.keeps(module):
+            if module not in within:
                 before(module, precision.param)
-    for module in model.modules():
-        first = next(module.parameters(), None)
-        if precision.keeps(module) and first is not None:
+    for module in kept:
+        if (first := next(module.parameters(), None)) is not None:
             before(module, first.dtype)
             if precision.param is not None:
                 after(module, precision.param)

@@ -83,6 +83,21 @@ def test_one_rank_computes_what_casting_by_hand_computes(comm: Communicator, sta
     engine.close()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(1)
+def test_what_lies_within_a_kept_module_is_kept(comm: Communicator, stage: int) -> None:
+    """One that is kept itself, and a unit."""
+    model, seen = nn.Sequential(net(), nn.Linear(9, 9)), []
+    precision = Precision(BF16, FLOAT, keep_fp32=lambda m: m is model[0] or m is model[0][1])
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, precision=precision, comm=comm)
+    model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    for m in model[0]:
+        m.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    model(batch(0)).square().mean().backward()
+    assert seen == [FLOAT, FLOAT, FLOAT, BF16]
+    engine.close()
+
+
 def test_a_weight_tied_to_one_of_another_dtype_is_told():
     model = nn.Sequential(nn.Embedding(9, 9), nn.Linear(9, 9, bias=False))
     model[1].weight = model[0].weight
