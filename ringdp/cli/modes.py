@@ -19,8 +19,9 @@ import ringdp
 from ringdp.cli import gpt
 from ringdp.cli.launch import launch
 from ringdp.cli.options import Options
-from ringdp.cli.runs import Followed, Job, followed, load, silent, text_digest
-from ringdp.cli.training import Optimizer, Progress, parameter_digest, train
+from ringdp.cli.runs import Job
+from ringdp.cli.text import Text
+from ringdp.cli.training import Optimizer, Progress, Trained, parameter_digest, train
 from ringdp.parallel.simple import SERVER, DataParallel, RemoteOptimizer, serve, serve_each
 
 Emit = Callable[[Progress], None]
@@ -72,7 +73,7 @@ class ModeRun:
         return self.parts[0].staleness
 
 
-def run_mode(mode: str, options: Options, data: bytes, emit: Emit) -> ModeRun:
+def run_mode(mode: str, options: Options, learned: Text, emit: Emit) -> ModeRun:
     """Bytes sent per step, with n ranks and P bytes of parameters: 2(n − 1)P, or 2nP by way of a
     server; naive mode also copies its tokens, its outputs and their gradients."""
     n, model = options.ranks, gpt.GPT(gpt.Shape(options.context))
@@ -82,9 +83,9 @@ def run_mode(mode: str, options: Options, data: bytes, emit: Emit) -> ModeRun:
         rows = options.global_batch * options.context * (n - 1) // n
         logits = rows * gpt.VOCABULARY * 4
         formula = 2 * (n - 1) * size + rows * 8 + 2 * logits
-        return ModeRun(mode, n, elements, (_naive(options, data, emit),), formula)
+        return ModeRun(mode, n, elements, (_naive(options, learned.data, emit),), formula)
     served = mode != "ddp"
-    job = Job(options, text_digest(data), mode)
+    job = Job(options, learned.digest, mode)
     parts = launch(part, job, n + served, emit)
     return ModeRun(mode, n, elements, tuple(parts), 2 * (n if served else n - 1) * size)
 
@@ -93,8 +94,7 @@ def _naive(options: Options, data: bytes, emit: Emit) -> Part:
     torch.set_num_threads(1)
     model = DataParallel(gpt.build(gpt.Shape(options.context), options.seed), options.ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    steps = train(model, optimizer, data, options, rows=slice(None), mean=_own)
-    done = followed(steps, "naive", options, emit, sent=lambda: model.copied)
+    done = train("naive", model, optimizer, data, options, emit, sent=lambda: model.copied)
     return _measured(done, model)
 
 
@@ -107,10 +107,10 @@ def part(job: Job, emit: Emit) -> Part:
 
 def _part(job: Job, comm: ringdp.Communicator, emit: Emit) -> Part:
     options, mode = job.options, job.mode
-    data = load(options, job.text_digest)
+    data = job.load_text()
     net: nn.Module
     net = model = gpt.build(gpt.Shape(options.context), options.seed)
-    report = emit if comm.rank == comm.size - 1 else silent
+    report = emit if comm.rank == comm.size - 1 else None
     if mode == "ddp":
         net = ddp = ringdp.DistributedDataParallel(model)
         optimizer: Optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate)
@@ -121,10 +121,9 @@ def _part(job: Job, comm: ringdp.Communicator, emit: Emit) -> Part:
         scale = 1 / options.ranks if mode == "parameter-server" else 1.0
         optimizer = RemoteOptimizer(model, comm, scale=scale)
         worker, sent = comm.rank - 1, comm.sent_bytes
-    share = options.global_batch // options.ranks
-    rows = slice(worker * share, (worker + 1) * share)
-    steps = train(net, optimizer, data, options, rows=rows, mean=_own)
-    return _measured(followed(steps, mode, options, report, sent=sent), model)
+    rows = options.rows(worker)
+    done = train(mode, net, optimizer, data, options, report, rows=rows, sent=sent)
+    return _measured(done, model)
 
 
 def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communicator) -> Part:
@@ -138,9 +137,5 @@ def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communica
     return Part((), (), sent, parameter_digest(model), tuple(staleness))
 
 
-def _measured(done: Followed, model: nn.Module) -> Part:
+def _measured(done: Trained, model: nn.Module) -> Part:
     return Part(done.loss, done.seconds, done.sent[-1], parameter_digest(model))
-
-
-def _own(loss: torch.Tensor) -> torch.Tensor:
-    return loss

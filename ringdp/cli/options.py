@@ -73,6 +73,11 @@ class Options:
             return self.batch
         return -(-LEAST_BATCH // self.ranks) * self.ranks
 
+    def rows(self, worker: int) -> slice:
+        """The rows of the global batch that one of `ranks` workers learns."""
+        share = self.global_batch // self.ranks
+        return slice(worker * share, (worker + 1) * share)
+
 
 def parse_stages(given: str) -> tuple[int, ...]:
     return tuple(map(int, _some_of("--stage", given, tuple(map(str, STAGES)), "0,3")))

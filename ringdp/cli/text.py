@@ -4,6 +4,7 @@ A batch depends on (seed, step) alone, so every rank draws the whole of it and t
 and a single process that takes all rows sees the same batch.
 """
 
+import hashlib
 import os
 import sysconfig
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ class Text:
     source: str
     files: int
     data: bytes
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
 
 
 def load(path: Path | None, least: int) -> Text:

@@ -18,7 +18,7 @@ from ringdp.cli.options import Options, check
 from ringdp.cli.progress import Display
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
-from ringdp.cli.runs import Job, run_single, run_stages, text_digest
+from ringdp.cli.runs import Job, run_single, run_stages
 from ringdp.cli.verdict import complaints
 from ringdp.errors import RingdpError
 
@@ -47,9 +47,9 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         if options.reference:
             reference = run_single(options, learned.data, display.update)
         if options.modes:
-            modes = [run_mode(m, options, learned.data, display.update) for m in options.modes]
+            modes = [run_mode(m, options, learned, display.update) for m in options.modes]
         else:
-            job = Job(options, text_digest(learned.data))
+            job = Job(options, learned.digest)
             with _trace_or_word(options.trace):
                 ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:

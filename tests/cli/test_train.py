@@ -82,7 +82,7 @@ def test_on_gpus_attention_adds_in_one_order(monkeypatch: pytest.MonkeyPatch) ->
     for transport, left_out in (("nccl-host", False), ("nccl", True)):
         try:
             with pytest.raises(SystemExit, match=transport):
-                runs.run_stages(runs.Job(Options(transport=transport), ""), runs.silent)
+                runs.run_stages(runs.Job(Options(transport=transport), ""), print)
             assert cuda.mem_efficient_sdp_enabled() != left_out
         finally:
             cuda.enable_mem_efficient_sdp(True)
