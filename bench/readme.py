@@ -26,6 +26,7 @@ from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, of_s
 from bench.results import OTHER, RESULTS, load
 from bench.small import Small
 from ringdp.cli.bench.rows import read
+from ringdp.cli.record import MEMORY
 from ringdp.schedule import schedule, svg
 
 ROOT = Path(__file__).parent.parent
@@ -74,12 +75,11 @@ def best() -> str:
 def stages() -> str:
     """Bytes per rank of the demo, from `ringdp train --json bench/results/train.json`."""
     runs = load("train")
-    names = ("parameters", "gathered_peak", "gradients", "buckets", "optimizer")
     lines = []
     for run in runs:
-        held = [f"{run['memory'][n]:,}" for n in names]
+        held = [f"{run['memory'][n]:,}" for n in MEMORY]
         lines.append([f"{run['stage']}", *held, f"{run['traffic']['sent_bytes_per_step']:,}"])
-    table = markdown(["stage", *(n.replace("_", " ") for n in names), "sent per step"], lines)
+    table = markdown(["stage", *(n.replace("_", " ") for n in MEMORY), "sent per step"], lines)
     least, *_, most = (run["traffic"]["sent_bytes_per_step"] for run in runs)
     return (
         f"{table}\n\nStage 3 sends {most / least:.2f} times what the others do, not 1.5 times: the "

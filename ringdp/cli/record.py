@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-MEMORY = ("parameters", "gathered_peak", "gradients", "buckets", "optimizer")
+from ringdp.parallel.memory import Memory
+
+MEMORY = Memory._fields
 
 
 @dataclass(frozen=True)

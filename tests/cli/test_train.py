@@ -14,6 +14,7 @@ from ringdp.cli import runs, train
 from ringdp.cli.launch import SignalError
 from ringdp.cli.main import main
 from ringdp.cli.options import Options
+from ringdp.cli.record import MEMORY
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import read
 from ringdp.cli.timeline.shapes import HELD
@@ -21,7 +22,6 @@ from ringdp.cli.timeline.shapes import HELD
 pytestmark = pytest.mark.process
 
 SMALL = ["train", "--steps", "3", "--batch", "4", "--context", "16", "--seed", "1"]
-MEMORY_KEYS = {"parameters", "gathered_peak", "gradients", "buckets", "optimizer"}
 
 
 def test_all_stages_at_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +42,8 @@ def test_all_stages_at_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert run["loss"] == runs[0]["loss"]
         assert len(run["loss"]) == 3
         assert set(run["step_ms"]) == {"p20", "p50", "p80"}
-        assert set(run["memory"]) == {*MEMORY_KEYS, "formula"}
-        assert {key: run["memory"][key] for key in MEMORY_KEYS} == run["memory"]["formula"]
+        assert set(run["memory"]) == {*MEMORY, "formula"}
+        assert {key: run["memory"][key] for key in MEMORY} == run["memory"]["formula"]
         assert run["traffic"]["sent_bytes_per_step"] == run["traffic"]["formula"] > 0
 
 

@@ -175,6 +175,7 @@ PROBES: dict[str, Case] = {
     "pull": _probe(whole, lambda n: 1.0, lambda inputs, rank, n, op: inputs((rank + 1) % n)),
     "copy": _probe(whole, lambda n: 1.0, lambda inputs, rank, n, op: inputs(rank)),
 }
+EVERY = CASES | PROBES
 
 
 def elements(case: Case, dtype: str, size: int, n: int) -> int:

@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]
 class Mpi(Contender):
     version = MPI.Get_library_version().partition("\n")[0].partition(",")[0]
 
-    def __init__(self, _: str) -> None:
+    def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
         self.rank, self.ranks = self._comm.rank, self._comm.size
 
@@ -46,6 +46,3 @@ class Mpi(Contender):
 
     def close(self) -> None:
         MPI.Finalize()
-
-
-connect = Mpi

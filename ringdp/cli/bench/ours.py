@@ -54,6 +54,3 @@ class Ours(Contender):
 
     def close(self) -> None:
         self._comm.close()
-
-
-connect = Ours

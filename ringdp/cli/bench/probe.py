@@ -24,7 +24,7 @@ LINE = 8  # int64s between the flags of two ranks
 class Probe(Contender):
     version = "copies and reads of this machine"
 
-    def __init__(self, _: str) -> None:
+    def __init__(self) -> None:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._shared = mmap.mmap(int(os.environ[FILE_VARIABLE]), 0)
         self._flags = np.frombuffer(self._shared, np.int64, self.ranks * LINE)[::LINE]
@@ -69,6 +69,3 @@ def shared_file(ranks: int, size: int) -> int:
     descriptor = os.memfd_create("ringdp-probe")
     os.ftruncate(descriptor, mmap.PAGESIZE + ranks * size)
     return descriptor
-
-
-connect = Probe

@@ -55,6 +55,3 @@ class Torchs(Contender):
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-connect = Torchs

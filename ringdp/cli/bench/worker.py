@@ -18,16 +18,13 @@ import time
 import traceback
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Client, Connection
 
 import torch
 
 from ringdp.cli import gpus
 from ringdp.cli.bench.cases import (
-    CASES,
-    PROBES,
-    Case,
+    EVERY,
     Task,
     constant,
     pattern,
@@ -85,9 +82,22 @@ def be_rank(name: str, address: str, cores: str) -> None:
 
 
 def connect(name: str) -> Contender:
-    module = dict.fromkeys(OURS, "ours") | dict.fromkeys(MPIS, "mpi") | {"probe": "probe"}
-    made: Contender = import_module(f"ringdp.cli.bench.{module.get(name, 'torchs')}").connect(name)
-    return made
+    """Import only this contender's library: importing mpi4py starts MPI."""
+    if name in OURS:
+        from ringdp.cli.bench.ours import Ours
+
+        return Ours(name)
+    if name in MPIS:
+        from ringdp.cli.bench.mpi import Mpi
+
+        return Mpi()
+    if name == "probe":
+        from ringdp.cli.bench.probe import Probe
+
+        return Probe()
+    from ringdp.cli.bench.torchs import Torchs
+
+    return Torchs(name)
 
 
 def serve(contender: Contender, pipe: Connection) -> None:
@@ -108,16 +118,12 @@ def serve(contender: Contender, pipe: Connection) -> None:
 
 
 def buffers_of(contender: Contender, task: Task) -> Buffers:
-    case = case_of(task)
+    case = EVERY[task.collective]
     taken = contender.input(task, case.takes(task.count, contender.ranks))
     if case.gives is None:
         return Buffers(taken, taken)
     count = case.gives(task.count, contender.ranks)
     return Buffers(taken, torch.empty(count, dtype=taken.dtype, device=taken.device))
-
-
-def case_of(task: Task) -> Case:
-    return CASES[task.collective] if task.collective in CASES else PROBES[task.collective]
 
 
 def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
@@ -126,7 +132,7 @@ def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
     The result of the last is checked too.
     """
     task, rank, ranks = command.task, contender.rank, contender.ranks
-    case = case_of(task)
+    case = EVERY[task.collective]
     call, barrier = contender.call(task, buffers), contender.barrier
     if contender.device != "cpu":
         call, barrier = partial(gpus.ended, call), partial(gpus.ended, barrier)

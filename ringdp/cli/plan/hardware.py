@@ -97,7 +97,7 @@ def network(
                 raise UsageError(
                     f"{option} is {value}; allowed: none with {given}, which says its own"
                 )
-        return from_file(*files(given))
+        return from_files(given)
     node = PER_NODE if per_node is None else per_node
     within = ranks <= node
     if within and given is not None:
@@ -129,18 +129,13 @@ def network(
     )
 
 
-def files(given: str) -> list[Path]:
-    """A bench is of one collective; a step calls several."""
-    return [Path(name) for name in names(given)]
-
-
-def from_file(*paths: Path) -> Network:
+def from_files(given: str) -> Network:
     """α β γ fitted to the medians of our built-in algorithms; where some are of buffers in shared
     memory, to those, since such are the engine's; where some are of other transports, to the first
     one's. To each collective's own rows, and to all for one that is not there: in shared memory an
     all_reduce of 4 MiB takes less than the all_gather that its price contains."""
-    reports = [read(path) for path in paths]
-    named = ", ".join(map(str, paths))
+    files = names(given)
+    reports, named = [read(Path(file)) for file in files], ", ".join(files)
     machines = [f"{r.machine.get('cpu')} of {r.machine.get('cores')} cores" for r in reports]
     if len(set(machines)) > 1:
         raise UsageError(

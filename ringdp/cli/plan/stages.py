@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -131,7 +131,13 @@ def largest(model: Model, stage: int, setting: Setting) -> int:
         scaled, yields = model.scaled(elements), setting.network.yields
         return sum(held(scaled, stage, setting.ranks, yields=yields)) <= setting.memory
 
-    return _largest(fits, model.elements)
+    low, high = 0, model.elements
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(low // EXACT, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
@@ -163,13 +169,3 @@ def _gathered(model: Model, stage: int, ranks: int) -> list[int]:
     if stage_of(stage).parameters is Keep.FULL:
         return [0] * len(model.parts)
     return [w.compute * u.padded for u, w in zip(model.layout(ranks), model.widths, strict=True)]
-
-
-def _largest(fits: Callable[[int], bool], guess: int) -> int:
-    low, high = 0, guess
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > max(low // EXACT, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

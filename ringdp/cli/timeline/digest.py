@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-from ringdp.cli.plan.hardware import Network, files, from_file
+from ringdp.cli.plan.hardware import Network, from_files
 from ringdp.cli.timeline import collectives
 from ringdp.cli.timeline.collectives import Key, Kind, Whole, end
 from ringdp.cli.timeline.read import Run
@@ -51,7 +51,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
     wholes = collectives.match(run)
     told = collectives.schedules(run)
     priced = collectives.prices({w.kind for w in wholes}, told)
-    over = from_file(*files(bench)) if bench else collectives.network(run, wholes, priced)
+    over = from_files(bench) if bench else collectives.network(run, wholes, priced)
     names: Names = defaultdict(count().__next__)
     tell("laying out lanes")
     lanes = [*_lanes(run, names)]

@@ -8,7 +8,7 @@ import torch
 from ringdp.cli.bench.cases import (
     CASES,
     DTYPES,
-    PROBES,
+    EVERY,
     Task,
     constant,
     elements,
@@ -18,7 +18,6 @@ from ringdp.cli.bench.cases import (
 )
 
 N, COUNT = 4, 24
-ALL = {**CASES, **PROBES}
 
 
 def reference(collective: str, inputs: list[np.ndarray], rank: int) -> np.ndarray | None:
@@ -57,9 +56,9 @@ def task(collective: str, dtype: str = "float32", op: str = "sum") -> Task:
 
 
 @pytest.mark.parametrize("rank", [0, 1, N - 1])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_right_results_count_zero_and_wrong_ones_count(name: str, rank: int) -> None:
-    case = ALL[name]
+    case = EVERY[name]
     size = case.takes(COUNT, N)
     right = reference(name, [pattern(q, size, "float64").numpy() for q in range(N)], rank)
     if right is None:

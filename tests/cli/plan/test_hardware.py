@@ -10,7 +10,7 @@ import pytest
 
 from ringdp.cli.bench.rows import Report, measured
 from ringdp.cli.files import write_json
-from ringdp.cli.plan.hardware import from_file, network
+from ringdp.cli.plan.hardware import from_files, network
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
 
@@ -41,7 +41,7 @@ def test_a_link_by_bits_and_by_bytes():
 
 
 def test_a_bench_file_is_fitted(tmp_path):
-    found = from_file(rows(tmp_path / "b.json"))
+    found = from_files(str(rows(tmp_path / "b.json")))
     for n, size in ((2, 1 << 10), (8, 1 << 22), (6, 1 << 18)):
         price = closed("all_reduce", "direct", n)
         assert seconds(price, found.machine, size) == pytest.approx(
@@ -56,7 +56,7 @@ def test_collectives_are_fitted_apart(tmp_path):
     for row in report["rows"]:
         row["p50_us"] *= 0.5 if row["collective"] == "all_gather" else 1
     path.write_text(json.dumps(report), encoding="utf-8")
-    found = from_file(path)
+    found = from_files(str(path))
     for collective, factor in (("all_reduce", 1), ("all_gather", 0.5)):
         price = closed(collective, "direct", 4)
         expected = factor * seconds(price, TRUE, 1 << 20)
@@ -73,7 +73,7 @@ def test_benches_of_several_collectives_are_read_together(tmp_path):
         paths.append(tmp_path / f"{collective}.json")
         paths[-1].write_text(json.dumps(both | {"rows": own}), encoding="utf-8")
     given = " ,".join(map(str, paths))
-    found, together = network(given, "h100", 2), from_file(tmp_path / "both.json")
+    found, together = network(given, "h100", 2), from_files(str(tmp_path / "both.json"))
     assert found.measured == together.measured
     assert found.fitted == together.fitted
     paths[1].write_text(
@@ -88,19 +88,19 @@ def test_one_transport_is_fitted(tmp_path):
     """The first of a file: rows of another, ten times as slow, change nothing."""
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_bytes())
-    alone = from_file(path)
+    alone = from_files(str(path))
     slow = [r | {"transport": "nccl", "p50_us": 10 * r["p50_us"]} for r in report["rows"]]
     path.write_text(json.dumps(report | {"rows": report["rows"] + slow}), encoding="utf-8")
-    assert from_file(path).machine == alone.machine
+    assert from_files(str(path)).machine == alone.machine
     path.write_text(json.dumps(report | {"rows": slow + report["rows"]}), encoding="utf-8")
-    assert " nccl rows of" in from_file(path).source
-    assert from_file(path).beside(64), "a GPU's links move the bytes"
+    assert " nccl rows of" in from_files(str(path)).source
+    assert from_files(str(path)).beside(64), "a GPU's links move the bytes"
 
 
 def test_gathers_yield_where_they_are_in_a_hosts_memory(tmp_path):
     """As an engine's do, see `Engine.yields`."""
     for transport, yields in (("shm", True), ("nccl-host", True), ("c10d", False), ("nccl", False)):
-        assert from_file(rows(tmp_path / "b.json", transport=transport)).yields == yields
+        assert from_files(str(rows(tmp_path / "b.json", transport=transport))).yields == yields
     assert not network("400Gb", "h100", 16).yields
 
 
@@ -108,15 +108,15 @@ def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_bytes())
     path.write_text(json.dumps(report | {"machine": {"cores": "8"}}), encoding="utf-8")
-    assert [from_file(path).beside(n) for n in (2, 4, 5)] == [True, True, False]
+    assert [from_files(str(path)).beside(n) for n in (2, 4, 5)] == [True, True, False]
     assert network("400Gb", "h100", 16).beside(1000)
 
 
 def test_extrapolation_is_said(tmp_path):
-    found = from_file(rows(tmp_path / "b.json"))
+    found = from_files(str(rows(tmp_path / "b.json")))
     optimizer = "the optimizer, at the bytes/s of the largest collective"
     assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == [optimizer]
-    over_gpus = from_file(rows(tmp_path / "b.json", transport="nccl"))
+    over_gpus = from_files(str(rows(tmp_path / "b.json", transport="nccl")))
     assert over_gpus.beyond({"all_reduce"}, 4, {1 << 10}) == []
     assert found.beyond({"reduce_scatter"}, 64, {1 << 30}) == [
         "64 ranks, measured 2, 4, 8",
@@ -145,13 +145,13 @@ def test_what_is_no_network_is_refused(given):
 
 def test_a_bench_of_a_gpu_has_no_bound_and_is_fitted(tmp_path):
     path = rows(tmp_path / "b.json", transport="nccl")
-    expected = from_file(path).machine
+    expected = from_files(str(path)).machine
     report = json.loads(path.read_bytes())
     path.write_text(
         json.dumps(report | {"rows": [r | {"bound_us": None} for r in report["rows"]]}),
         encoding="utf-8",
     )
-    assert from_file(path).machine == expected
+    assert from_files(str(path)).machine == expected
 
 
 WRONG = {
@@ -173,7 +173,7 @@ def test_rows_that_cannot_be_are_refused(tmp_path, key):
     report["rows"][-1][key] = WRONG[key]
     path.write_text(json.dumps(report), encoding="utf-8")
     with pytest.raises(UsageError, match=r"b.json holds no results .* a row lacks its numbers"):
-        from_file(path)
+        from_files(str(path))
 
 
 @pytest.mark.parametrize("algorithm", ["FILE:star", "hierarchical:2"])
@@ -181,28 +181,28 @@ def test_what_a_file_names_is_neither_run_nor_proved(tmp_path, algorithm):
     """Results are data: reading them runs no code, and takes no proof for 2000 ranks."""
     path, source = rows(tmp_path / "b.json"), tmp_path / "mine.py"
     source.write_text("raise SystemExit('run')", encoding="utf-8")
-    expected = from_file(path).machine
+    expected = from_files(str(path)).machine
     report = json.loads(path.read_bytes())
     named = {"algorithm": algorithm.replace("FILE", str(source)), "ranks": 2000}
     others = [row | named for row in report["rows"]]
     path.write_text(json.dumps(report | {"rows": report["rows"] + others}), encoding="utf-8")
-    assert from_file(path).machine == expected
+    assert from_files(str(path)).machine == expected
     path.write_text(json.dumps(report | {"rows": others}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"b.json holds no row of ringdp's own"):
-        from_file(path)
+        from_files(str(path))
 
 
 def test_files_without_rows_of_ours_are_refused(tmp_path):
     path = tmp_path / "other.json"
     with pytest.raises(UsageError, match=r"other.json holds no results"):
-        from_file(path)
+        from_files(str(path))
     path.write_text("[" * 200_000, encoding="utf-8")
     with pytest.raises(UsageError, match=r"other.json holds no results"):
-        from_file(path)
+        from_files(str(path))
     path.write_text(json.dumps({"rows": 3}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"other.json holds no results"):
-        from_file(path)
+        from_files(str(path))
     with pytest.raises(UsageError, match=r"other.json holds no row of ringdp's own"):
-        from_file(rows(path, transport="gloo"))
+        from_files(str(rows(path, transport="gloo")))
     with pytest.raises(UsageError, match=r"--alpha is 1.0; allowed: none with"):
         network(str(rows(path)), "h100", 2, alpha=1.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringdp.cli.main import main
-from ringdp.cli.plan.hardware import from_file
+from ringdp.cli.plan.hardware import from_files
 from ringdp.cli.timeline.collectives import match, medians, prices, schedules
 from ringdp.cli.timeline.digest import by_rank, digest, share
 from ringdp.cli.timeline.page import PARTS
@@ -169,7 +169,7 @@ def test_lanes_are_in_one_order_on_all_ranks(tmp_path: Path):
 def test_predictions_from_a_bench(tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
     found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
-    measured = from_file(bench)
+    measured = from_files(str(bench))
     assert found["model"]["alpha"] == measured.machine.alpha
     machine = measured.fitted.get("all_reduce", measured.machine)
     guess = seconds(closed("all_reduce", "ring", 2), machine, 4000) * 1e6
