@@ -4,9 +4,16 @@ line: the option, what was given, what is allowed."""
 import os
 import re
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ringdp.errors import UsageError
+
+
+def given(options: Any) -> list[str]:
+    """The names of the options that are not at their defaults."""
+    return [f.name for f in fields(options) if getattr(options, f.name) != f.default]
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
@@ -14,9 +21,9 @@ def between(name: str, value: int, least: int, most: int) -> None:
         raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
 
 
-def one_of(name: str, given: str, allowed: Collection[str]) -> None:
-    if given not in allowed:
-        raise UsageError(f"{name} is {given!r}; allowed: {', '.join(allowed)}")
+def one_of(name: str, value: str, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
 def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated
 from typer import Option
 
 from ringdp.cli.bench.rows import OURS
-from ringdp.cli.checks import between, check_writable, names
+from ringdp.cli.checks import between, check_writable, given, names
 from ringdp.comm.tracing import unwritable
 from ringdp.errors import UsageError
 
@@ -79,18 +79,18 @@ class Options:
         return slice(worker * share, (worker + 1) * share)
 
 
-def parse_stages(given: str) -> tuple[int, ...]:
-    return tuple(map(int, _some_of("--stage", given, tuple(map(str, STAGES)), "0,3")))
+def parse_stages(stages: str) -> tuple[int, ...]:
+    return tuple(map(int, _some_of("--stage", stages, tuple(map(str, STAGES)), "0,3")))
 
 
-def _some_of(option: str, given: str, among: tuple[str, ...], example: str) -> tuple[str, ...]:
-    """`all`, or some between commas."""
-    if given.strip() == "all":
+def _some_of(option: str, value: str, among: tuple[str, ...], example: str) -> tuple[str, ...]:
+    """Parse `all`, or a list with commas."""
+    if value.strip() == "all":
         return among
-    words = names(given)
+    words = names(value)
     if not words or not set(words) <= set(among):
         allowed = f"all, {', '.join(among)}, or some as in {example}"
-        raise UsageError(f"{option} is {given!r}; allowed: {allowed}")
+        raise UsageError(f"{option} is {value!r}; allowed: {allowed}")
     return words
 
 
@@ -110,8 +110,8 @@ def check(options: Options) -> None:
     if not (math.isfinite(options.learning_rate) and 0 < options.learning_rate <= 1):
         raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
     check_writable(options.json)
-    for option in ("transport", "trace") if options.modes else ():
-        if getattr(options, option) != getattr(Options, option):
+    for option in ("transport", "trace"):
+        if options.modes and option in given(options):
             raise UsageError(f"--{option} is given with --mode; allowed: with --stage")
     if options.trace is not None:
         if complaint := unwritable("--trace", options.trace):

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 from rich.console import Console
 from typer import Argument, Option
 
-from ringdp.cli.checks import between, check_writable
-from ringdp.cli.console import counted
+from ringdp.cli.checks import between, check_writable, given, one_of
+from ringdp.cli.console import counted, say_written
 from ringdp.cli.files import write
 from ringdp.errors import UsageError
 from ringdp.schedule.algorithms import ALGORITHMS, COLLECTIVES, Collective
@@ -58,8 +58,12 @@ class Options:
     everything: Annotated[bool, Option("--list", help="list the algorithms")] = False
 
     @property
+    def title(self) -> str:
+        return f"{self.algorithm} {self.collective} on {counted(self.ranks, 'rank')}"
+
+    @property
     def terms(self) -> dict[str, float]:
-        """Of the cost."""
+        """The parameters of the cost model."""
         return {term: getattr(self, term) for term in ("alpha", "beta", "gamma", "bus")}
 
 
@@ -89,49 +93,56 @@ def listing() -> str:
     )
 
 
-def show(options: Options, _: Console) -> int:
-    """The exit code, 0. Writes the drawings that are asked for.
+def show(options: Options, console: Console) -> int:
+    """Write the drawings that are asked for, then print. Returns the exit code, 0.
 
-    Raises UsageError for bad input, ScheduleError for an algorithm that does not do what
+    Raises UsageError for bad input, and ScheduleError for an algorithm that does not do what
     `collective` asks.
     """
-    if options == Options(everything=True):
+    if given(options) == ["everything"]:
         print(listing())
         return 0
-    if options.everything or not options.algorithm:
-        raise UsageError("show takes either an ALGORITHM, such as ring, or --list alone")
-    print(text(options))
+    check(options)
+    collective = cast(Collective, options.collective)
+    schedule = proved(options.algorithm, collective, options.ranks)
+    page = html(schedule, collective, title=options.title) if options.html else ""
+    if options.svg:
+        write(options.svg, svg(schedule))
+    if options.html:
+        write(options.html, page)
+    print(text(options, schedule))
+    if options.svg or options.html:
+        print()
+    say_written(console, options.svg)
+    say_written(console, options.html)
     return 0
 
 
-def text(options: Options) -> str:
-    """What to print of an algorithm. Writes the drawings that are asked for."""
-    algorithm, collective, ranks = options.algorithm, options.collective, options.ranks
+def check(options: Options) -> None:
+    """Raise UsageError for the first thing that cannot work."""
+    if options.everything or not options.algorithm:
+        raise UsageError("show takes either an ALGORITHM, such as ring, or --list alone")
+    ranks = options.ranks
     between("--ranks", ranks, 1, MOST_RANKS)
     if options.program is not None and not 0 <= options.program < ranks:
         raise UsageError(f"--program is {options.program}; allowed: a rank from 0 to {ranks - 1}")
-    for term, given in options.terms.items():
-        if not options.cost and given != getattr(Options, term):
+    for term, value in options.terms.items():
+        if not options.cost and term in given(options):
             raise UsageError(f"--{term} changes what --cost prints; allowed: with --cost")
-        if not 0 <= given < inf:
-            raise UsageError(f"--{term} is {given}; allowed: a finite time, at least 0 s")
-    if collective not in COLLECTIVES:  # which is what tells mypy, too
-        raise UsageError(f"--collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
-    for option, file in (("--svg", options.svg), ("--html", options.html)):
-        check_writable(file, option)
+        if not 0 <= value < inf:
+            raise UsageError(f"--{term} is {value}; allowed: a finite time, at least 0 s")
+    one_of("--collective", options.collective, COLLECTIVES)
+    check_writable(options.svg, "--svg")
+    check_writable(options.html, "--html")
     if options.svg and options.html and options.svg.resolve() == options.html.resolve():
         raise UsageError(f"--svg and --html are both {options.html}; allowed: two files")
-    schedule = proved(algorithm, collective, ranks)
-    title = f"{algorithm} {collective} on {counted(ranks, 'rank')}"
-    page = html(schedule, collective, title=title) if options.html is not None else ""
-    if options.svg is not None:
-        write(options.svg, svg(schedule))
-    if options.html is not None:
-        write(options.html, page)
-    written = [f"wrote {file}" for file in (options.svg, options.html) if file is not None]
+
+
+def text(options: Options, schedule: Schedule) -> str:
+    """What is printed of a proved schedule."""
     scratch = f"; chunks from {schedule.chunks} on are scratch" if schedule.scratch else ""
     lines = [
-        f"{title}, proved",
+        f"{options.title}, proved",
         f"{counted(len(schedule.rounds), 'round')}, {counted(schedule.chunks, 'chunk')}, "
         f"{counted(schedule.scratch, 'scratch chunk')}, {sent(schedule)} sent per rank",
         "rank.chunk +> rank.chunk adds, -> replaces" + scratch,
@@ -139,11 +150,9 @@ def text(options: Options) -> str:
         grid(schedule, whole=True) or "nothing moves",
     ]
     if options.program is not None:
-        lines += _programs(schedule, collective, options.program)
+        lines += _programs(schedule, cast(Collective, options.collective), options.program)
     if options.cost:
         lines += _cost(schedule, options)
-    if written:
-        lines += ["", *written]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from ringdp.cli.main import main
 from ringdp.cli.show import Options, listing, sent, text
 from ringdp.schedule import ALGORITHMS, schedule
 from ringdp.schedule.algorithms import COLLECTIVES
+from ringdp.schedule.custom import proved
 
 RING = """\
 ring all_reduce on 4 ranks, proved
@@ -36,6 +37,13 @@ round  name                   recv  send   src   dst
     4  recv_copy_send            2     0     -     3
     5  recv                      2     -     -     0
 """
+
+
+def shown(*asked, **more) -> str:
+    options = Options(*asked, **more)
+    return text(options, proved(options.algorithm, options.collective, options.ranks))
+
+
 EVERY = [(a.collective, a.name, n) for a in ALGORITHMS for n in (1, 2, 7, 16)]
 
 
@@ -45,7 +53,7 @@ def test_the_ring(capsys: pytest.CaptureFixture[str]):
 
 
 def test_no_transfer_is_left_out():
-    said = text(Options("direct", "all_gather", 20))
+    said = shown("direct", "all_gather", 20)
     assert said.count(" -> ") == 20 * 19 + 1  # and how to read it
 
 
@@ -58,7 +66,7 @@ def test_the_program_of_a_rank(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(("collective", "name", "n"), EVERY)
 def test_every_algorithm_fits_80_columns(collective: str, name: str, n: int):
-    lines = text(Options(name, collective, n, program=n - 1)).splitlines()
+    lines = shown(name, collective, n, program=n - 1).splitlines()
     assert [line for line in lines if len(line) > 80] == []
     assert lines[0].endswith(", proved")
 

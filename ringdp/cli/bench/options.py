@@ -5,7 +5,7 @@ refusal is a UsageError of one line: the option, what was given, what is allowed
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from ringdp.cli import gpus
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
-from ringdp.cli.checks import between, check_writable, names, one_of, parse_bytes
+from ringdp.cli.checks import between, check_writable, given, names, one_of, parse_bytes
 from ringdp.cli.options import MOST_RANKS
 from ringdp.errors import UsageError
 
@@ -145,7 +145,6 @@ def _check_transports(options: Options) -> None:
 
 def only(options: Options, taken: Collection[str], says: str) -> None:
     """Raise UsageError for the first option that is given and is not one of the fields `taken`."""
-    defaults = Options(options.collective)
-    for name in (field.name for field in fields(Options)):
-        if name not in taken and getattr(options, name) != getattr(defaults, name):
+    for name in given(options):
+        if name not in ("collective", *taken):
             raise UsageError(f"--{name} is {says}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ringdp.cli.checks import between, check_writable, one_of, parse_bytes
+from ringdp.cli.checks import between, check_writable, given, one_of, parse_bytes
 from ringdp.cli.console import say_written
 from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
@@ -29,7 +29,7 @@ def plan(options: Options, console: Console) -> int:
     if options.published == bool(options.model):
         raise UsageError("plan takes either --model, such as gpt2, or --published")
     if options.published:
-        if options != Options(published=True):
+        if given(options) != ["published"]:
             raise UsageError(
                 "plan --published takes no other option: its figures are of one setting"
             )
