@@ -1,7 +1,8 @@
-"""Commands under test: as processes, none of which outlives its test, or its file; and refused."""
+"""Commands under test: run as processes that never outlive their test, refused, or printed."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from rich.console import Console
 
 from ringdp.cli.main import main
+
+SECONDS = 600.0  # only a hang reaches it
 
 
 @contextmanager
@@ -33,7 +37,14 @@ def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=600)
+        process.communicate(timeout=SECONDS)
+
+
+def printed(show: Callable[[Console], object], width: int, *, terminal: bool = True) -> str:
+    """What `show` prints on a terminal of that width, or to a file."""
+    out = io.StringIO()
+    show(Console(file=out, width=width, force_terminal=terminal, color_system=None))
+    return out.getvalue()
 
 
 @pytest.fixture

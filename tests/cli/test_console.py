@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ringdp.cli.plan import command as planning
 from ringdp.cli.plan.options import Options as PlanOptions
 from ringdp.cli.plan.table import show_published
 from tests.cli.bench.rows import peer, row
+from tests.cli.conftest import printed
 
 BENCH = Path(__file__).parents[2] / "bench/results/all_reduce.json"
 BENCHED = BenchOptions("all_reduce")
@@ -42,12 +42,6 @@ COMMANDS = {
 ROWS = [row(), peer("gloo", 300.0)]
 
 
-def printed(command: str, width: int, *, terminal: bool) -> str:
-    out = io.StringIO()
-    COMMANDS[command](Console(file=out, width=width, force_terminal=terminal, color_system=None))
-    return out.getvalue()
-
-
 @pytest.fixture(autouse=True)
 def beside_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(BENCH.parent)
@@ -56,7 +50,7 @@ def beside_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("width", [LEAST, 80])
 def test_a_terminal_shows_all_of_it_and_breaks_no_word(command: str, width: int) -> None:
-    text, whole = (printed(command, w, terminal=True) for w in (width, 1000))
+    text, whole = (printed(COMMANDS[command], w) for w in (width, 1000))
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     if command != "bench":  # which leaves columns out
@@ -65,23 +59,20 @@ def test_a_terminal_shows_all_of_it_and_breaks_no_word(command: str, width: int)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_file_gets_it_whole_whatever_its_width_is_said_to_be(command: str) -> None:
-    text = printed(command, LEAST, terminal=False)
-    assert text == printed(command, 1000, terminal=False)
+    text = printed(COMMANDS[command], LEAST, terminal=False)
+    assert text == printed(COMMANDS[command], 1000, terminal=False)
     assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
 def test_a_table_too_wide_becomes_several_with_its_keys_in_each() -> None:
     made = table("name", "first", "second", "third", left=("name",))
     made.add_row("a", "1", "2", "3")
-    out = io.StringIO()
-    console = Console(file=out, width=22, force_terminal=True, color_system=None)
-    show_table(console, made)
-    rows = [line.split() for line in out.getvalue().splitlines() if line.strip("─ ")]
+    text = printed(lambda console: show_table(console, made), 22)
+    rows = [line.split() for line in text.splitlines() if line.strip("─ ")]
     assert rows == [["name", "first", "second"], ["a", "1", "2"], ["name", "third"], ["a", "3"]]
 
 
 def test_a_line_is_whole_in_a_file_and_broken_between_words_on_a_terminal() -> None:
     for terminal, expected in ((False, "ten letters\n"), (True, "ten\nletters\n")):
-        out = io.StringIO()
-        say(Console(file=out, width=8, force_terminal=terminal), "ten letters")
-        assert out.getvalue().replace(" \n", "\n") == expected
+        text = printed(lambda console: say(console, "ten letters"), 8, terminal=terminal)
+        assert text.replace(" \n", "\n") == expected

@@ -8,17 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from ringdp.cli.doctor.job import parents
 from ringdp.cli.exits import exit_code
 from ringdp.cli.launch import Entry
 from ringdp.cli.record import Record
 from ringdp.cli.runs import Job
 from ringdp.cli.train import run
-from tests.cli.conftest import processes
+from ringdp.transport.store.processes import has_ended
+from tests.cli.conftest import SECONDS, processes
 from tests.cli.misbehaving import (
     OPTIONS,
     killed,
@@ -31,7 +34,6 @@ from tests.cli.misbehaving import (
 pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).with_name("misbehaving.py")
-SECONDS = 600.0  # only a hang reaches it
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +70,18 @@ def await_ranks(process: subprocess.Popen[str]) -> list[int]:
     return pids
 
 
-def alive(pid: int) -> bool:
-    """Whether it runs. A zombie does not: where process 1 reaps nothing, orphans stay zombies."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-            != "Z"
-        )
-    except (FileNotFoundError, ProcessLookupError):  # it ended before, or between open and read
-        return False
-
-
 def group_of(leader: int) -> list[int]:
     """Living processes of the leader's group: ranks, and the helpers of multiprocessing."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and alive(int(entry.name)):
-            try:
-                if os.getpgid(int(entry.name)) == leader:
-                    found.append(int(entry.name))
-            except ProcessLookupError:
-                continue
+    for pid, _ in parents():
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            if os.getpgid(pid) == leader and not has_ended(pid):
+                found.append(pid)
     return found
 
 
 def assert_gone(process: subprocess.Popen[str], pids: list[int]) -> None:
-    assert not [pid for pid in pids if alive(pid)]
+    assert all(map(has_ended, pids))
     deadline = time.monotonic() + SECONDS
     while group_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -104,7 +92,7 @@ def told(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]) -> 
     """What stderr says once a run has failed, all of whose ranks are gone."""
     assert exit_code(lambda: run(OPTIONS, Console(), entry=entry)) == 1
     out, stderr = capfd.readouterr()
-    assert not [pid for pid in re.findall(r"pid (\d+)", out) if alive(int(pid))]
+    assert all(has_ended(int(pid)) for pid in re.findall(r"pid (\d+)", out))
     assert "elastic" not in stderr
     return stderr
 

@@ -1,19 +1,18 @@
 """`ringdp train --mode`: its table and JSON, what it refuses, and runs that break each promise."""
 
-import io
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ringdp.cli.main import main
 from ringdp.cli.mode_report import complaints, show
 from ringdp.cli.modes import ModeRun, Part
 from ringdp.cli.options import MODES, Options, check
 from ringdp.errors import UsageError
+from tests.cli.conftest import printed
 from tests.cli.rows import REFERENCE
 
 OPTIONS = Options(batch=16, context=64)
@@ -54,10 +53,7 @@ def test_what_does_not_hold_is_named(runs: list[ModeRun], says: str) -> None:
 
 
 def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    show(console, list(RUNS.values()), REFERENCE, [])
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = printed(lambda c: show(c, list(RUNS.values()), REFERENCE, []), 80).splitlines()
     assert all(len(line) <= 80 for line in lines)
     cells = {line[:20].strip(): line[20:].split() for line in lines}
     assert cells["sent, all processes"] == ["33", "40", "40", "20"]

@@ -1,6 +1,5 @@
 """The last table, the JSON, and the live table: whole numbers, nothing cut off."""
 
-import io
 from dataclasses import replace
 
 import pytest
@@ -10,16 +9,15 @@ from ringdp.cli.progress import Display, plain_line
 from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import sample_line, show
 from ringdp.cli.training import Progress
+from tests.cli.conftest import printed
 from tests.cli.rows import MEMORY, REFERENCE, STAGE_0, STAGES
 
 
 def shown(
     width: int, runs: list[Record], reference: Record | None, problems: list[str]
 ) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    show(console, runs, reference, problems)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+    text = printed(lambda c: show(c, runs, reference, problems), width, terminal=False)
+    return text.splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -80,24 +78,26 @@ def test_json_has_the_documented_keys() -> None:
 @pytest.mark.parametrize(("width", "shows"), [(80, "100.00"), (60, "━"), (40, "123,456")])
 def test_live_table_fits(width: int, shows: str) -> None:
     """Without memory, or without the bar, rather than with half a number."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    display = Display(console)
-    display.update(Progress("single", 150, 150, 2.5, 123_456.0, {}))
-    display.update(Progress("stage 3", 77, 150, 2.5, 123_456.0, MEMORY))
-    console.print(display.table())
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+
+    def live(console: Console) -> None:
+        display = Display(console)
+        display.update(Progress("single", 150, 150, 2.5, 123_456.0, {}))
+        display.update(Progress("stage 3", 77, 150, 2.5, 123_456.0, MEMORY))
+        console.print(display.table())
+
+    text = printed(live, width)
     assert all(len(line) <= width for line in text.splitlines())
     assert "…" not in text
     assert any("stage 3" in line and shows in line for line in text.splitlines())
 
 
 def test_plain_lines_are_few() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    with Display(console) as display:
-        for step in range(1, 101):
-            display.update(Progress("stage 0", step, 100, 3.0, 1000.0, MEMORY))
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+
+    def plain(console: Console) -> None:
+        with Display(console) as display:
+            for step in range(1, 101):
+                display.update(Progress("stage 0", step, 100, 3.0, 1000.0, MEMORY))
+
+    lines = printed(plain, 80, terminal=False).splitlines()
     assert len(lines) == 2  # the first and the last
     assert lines[1] == plain_line(Progress("stage 0", 100, 100, 3.0, 1000.0, MEMORY))

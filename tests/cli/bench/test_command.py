@@ -1,6 +1,5 @@
 """`ringdp bench` itself: real ranks, bad input, and ends that leave nothing behind."""
 
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from rich.console import Console
 
 from ringdp.cli.bench import command, groups, peers, run
 from ringdp.cli.bench.cases import Task
@@ -23,9 +21,11 @@ from ringdp.cli.bench.groups import Groups, probe_ranks
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report, read
 from ringdp.cli.bench.run import FEWEST, Step
+from ringdp.cli.doctor.job import family
 from ringdp.cli.launch import RankError
 from ringdp.cli.main import main
-from tests.cli.test_launch import SECONDS, alive
+from ringdp.transport.store.processes import has_ended
+from tests.cli.conftest import SECONDS, printed
 from tests.transport.nccl.faults import only_with_host_nccl
 
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
@@ -138,17 +138,14 @@ def test_transports_beside_each_other_and_nccls_own(
 def test_progress_cuts_off_neither_what_is_measured_nor_the_time(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Report({}, {}, [])
-
     def measure(options: Options, on_step: Callable[[Step], None], keep: object) -> Report:
         on_step(Step(0.5, 64 << 20, "openmpi registered"))
-        return report
+        return Report({}, {}, [])
 
     monkeypatch.setattr(command, "measure", measure)
-    out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    assert command.watch(Options("reduce_scatter"), console, lambda _: None) is report
-    shown = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", out.getvalue())
+    options = Options("reduce_scatter")
+    text = printed(lambda console: command.watch(options, console, lambda _: None), width)
+    shown = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", text)
     assert {"reduce_scatter", "67,108,864", "openmpi", "registered", "0:00:00"} <= {*shown.split()}
 
 
@@ -158,13 +155,14 @@ def test_a_signal_ends_every_rank(start) -> None:
         *(RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000")
     )
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
-    ranks = [rank for group in children(process.pid) for rank in children(group)]
-    assert len(ranks) == 2 + probe_ranks(2, len(os.sched_getaffinity(0)))
+    below = family(process.pid)[1:]
+    groups = 2  # shm and the probe: a process each that has forked its ranks
+    assert len(below) == groups + 2 + probe_ranks(2, len(os.sched_getaffinity(0)))
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
     assert stderr == "ringdp: ended by SIGTERM; every rank has ended\n"
-    assert_gone(ranks)
+    assert_gone(below)
 
 
 @pytest.mark.process
@@ -185,18 +183,11 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert_gone(ranks)
 
 
-def assert_gone(ranks: list[int]) -> None:
+def assert_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + SECONDS
-    while any(alive(rank) for rank in ranks) and time.monotonic() < deadline:
+    while not all(map(has_ended, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [rank for rank in ranks if alive(rank)]
-
-
-def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    ]
+    assert all(map(has_ended, pids))
 
 
 class Scripted:

@@ -1,25 +1,25 @@
 """The table: nccl-tests' columns beside prediction, bound and the best peer, in any width."""
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.table import show
 from tests.cli.bench.rows import peer, row
+from tests.cli.conftest import printed
 
 ROWS = [row(), peer("gloo", 300.0), peer("mpich", 150.0)]
 SLOW = ((53.1, "shm"), (48_433.0, "c10d"))
 
 
 def shown(rows: list, width: int, *, terminal: bool) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    show(console, Report({"cores": "2", "cpu": "cpu"}, {}, rows), Options("all_reduce", rounds=3))
-    return out.getvalue()
+    report, options = (
+        Report({"cores": "2", "cpu": "cpu"}, {}, rows),
+        Options("all_reduce", rounds=3),
+    )
+    return printed(lambda console: show(console, report, options), width, terminal=terminal)
 
 
 def cells(text: str, name: str) -> list[str]:

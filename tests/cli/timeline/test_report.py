@@ -194,44 +194,40 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("content", "says"), REFUSED.values(), ids=REFUSED)
-def test_bad_input_is_one_line(tmp_path: Path, capsys, content, says: str):
-    path = tmp_path / "run.json"
+def test_bad_input_is_one_line(tmp_path: Path, refused, content, says: str):
+    path, page = tmp_path / "run.json", tmp_path / "page.html"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(path, tmp_path, capsys, says.format(path))
+    refused("report", str(path), "--html", str(page), says=says.format(path))
+    assert not page.exists()
 
 
-def refused(path: Path, at: Path, capsys, says: str, *more: str) -> None:
-    assert main(["report", str(path), "--html", str(at / "page.html"), *more]) == 2
-    captured = capsys.readouterr()
-    assert captured.out.strip() == ""
-    assert captured.err.count("\n") == 1
-    assert says in captured.err
-    assert not (at / "page.html").exists()
+def test_other_bad_input_is_one_line(tmp_path: Path, refused):
+    path, page = trace(tmp_path), tmp_path / "page.html"
 
+    def told(says: str, *more: str, trace: Path = path, html: Path = page) -> None:
+        refused("report", str(trace), "--html", str(html), *more, says=says)
 
-def test_other_bad_input_is_one_line(tmp_path: Path, capsys):
-    path = trace(tmp_path)
     text = path.read_text(encoding="utf-8")
     (tmp_path / "half.json").write_text(text[: len(text) // 2], encoding="utf-8")
-    refused(tmp_path / "half.json", tmp_path, capsys, "half.json is cut off")
-    refused(path, tmp_path / "nowhere", capsys, "--html: cannot write")
-    refused(path, tmp_path, capsys, "--network is '400Gb'; allowed: a .json", "--network", "400Gb")
-    assert main(["report", str(path), "--html", str(path)]) == 2
-    assert f"--html: {path} is the trace itself" in capsys.readouterr().err
+    told("half.json is cut off", trace=tmp_path / "half.json")
+    told("--html: cannot write", html=tmp_path / "nowhere" / "page.html")
+    told("--network is '400Gb'; allowed: a .json", "--network", "400Gb")
+    told(f"--html: {path} is the trace itself", html=path)
     assert path.read_text(encoding="utf-8") == text
     document = json.loads(text)
     parts = document["ringdp"]["parts"]
     path.write_text(
         json.dumps({**document, "ringdp": {**document["ringdp"], "ranks": 1}}), encoding="utf-8"
     )
-    refused(path, tmp_path, capsys, "ringdp.parts.1 is of no rank")
+    told("ringdp.parts.1 is of no rank")
     parts["0"], document["traceEvents"][0]["pid"] = parts.pop("1"), 2
     path.write_text(json.dumps(document), encoding="utf-8")
-    refused(path, tmp_path, capsys, "traceEvents[0].pid is 2, of no rank")
+    told("traceEvents[0].pid is 2, of no rank")
     (tmp_path / "other.json.ab12.rank1.part").write_text("{}", encoding="utf-8")
     says = "rank 0 ended before it merged other.json.ab12.rank1.part"
-    refused(tmp_path / "other.json", tmp_path, capsys, says)
+    told(says, trace=tmp_path / "other.json")
+    assert not page.exists()
 
 
 BAD = [None, "x", -1, {}, [], 0, 2.5, 1e308, True, math.nan, 10**30, [[]]]
