@@ -1,10 +1,10 @@
 """`ringdp train`: run the single process and the stages, compare them, and say what was found."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -53,14 +53,15 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
             with _trace_or_word(options.trace):
                 ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:
+        found = [mode_report.to_json(run) for run in modes]
         problems = mode_report.complaints(modes, reference, options)
-        write_json(options.json, _whole([mode_report.to_json(run) for run in modes]))
-        mode_report.show(console, modes, reference, problems)
-        say_written(console, options.json)
-        return 1 if problems else 0
-    problems = complaints(ranks, reference)
-    write_json(options.json, _whole([to_json(run) for run in ranks[0]]))
-    show(console, ranks[0], reference, problems)
+        report = partial(mode_report.show, console, modes, reference, problems)
+    else:
+        found = [to_json(run) for run in ranks[0]]
+        problems = complaints(ranks, reference)
+        report = partial(show, console, ranks[0], reference, problems)
+    write_json(options.json, found[0] if len(found) == 1 else found)
+    report()
     say_written(console, options.json)
     and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
     say_written(console, options.trace, and_then)
@@ -81,8 +82,3 @@ def _trace_or_word(path: Path | None) -> Iterator[None]:
 
 def _changed(path: Path | None) -> int | None:
     return path.stat().st_mtime_ns if path is not None and path.exists() else None
-
-
-def _whole(objects: Sequence[dict[str, Any]]) -> object:
-    """What is written: an object for one stage or mode, a list for several."""
-    return objects[0] if len(objects) == 1 else objects

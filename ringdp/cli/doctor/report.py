@@ -16,8 +16,6 @@ from ringdp.cli.doctor.check import Check
 from ringdp.cli.doctor.host import HOST
 from ringdp.cli.doctor.packages import PACKAGES
 
-MARKS = {(True, True): "ok", (True, False): "ok", (False, True): "NO", (False, False): "-"}
-
 
 def examine() -> list[Check]:
     """All checks, the host's first: they fork, which is safest before torch starts threads."""
@@ -33,7 +31,8 @@ def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
     table = folding("", "", "", shown=False)
     for check in checks:
         todo = f"\n-> {check.advice}" if check.advice else ""
-        table.add_row(MARKS[check.well, check.needed], check.what, check.found + todo)
+        mark = "ok" if check.well else "NO" if check.needed else "-"
+        table.add_row(mark, check.what, check.found + todo)
     put(console, table)
     console.print("ringdp can run here" if runs else "ringdp cannot run here")
     return int(not runs)
