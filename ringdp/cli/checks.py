@@ -1,5 +1,7 @@
-"""What all commands read and check of what they are asked. Every refusal is a UsageError of one
-line: the option, what was given, what is allowed."""
+"""Parsing and checks of options that several commands share.
+
+Every refusal is a UsageError of one line: the option, its value, and what is allowed.
+"""
 
 import os
 import re
@@ -27,7 +29,7 @@ def one_of(name: str, value: str, allowed: Collection[str]) -> None:
 
 
 def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
-    """`1K`, `64M`, `4096`: powers of `kilo`; `64MiB` of 1024."""
+    """Parse `1K`, `64M` or `4096` with units that are powers of `kilo`; MiB is always 1024²."""
     match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(i(?=B))?B?", given.strip(), re.IGNORECASE)
     if match is None:
         raise UsageError(f"{option} is {given!r}; allowed: bytes, as in 4096, 1K, 64M or 1G")
@@ -36,13 +38,15 @@ def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
 
 
 def names(given: str) -> tuple[str, ...]:
-    """What stands between commas, each once and in the order given."""
+    """Split at commas, dropping repetitions and keeping the order."""
     return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Open it as the end of the run will, and leave nothing behind that was not there. None: no
-    file is asked for."""
+    """Raise UsageError unless `path` can be opened for writing; leave no new file behind.
+
+    Nothing is checked for None, which means that no file is asked for.
+    """
     if path is None:
         return
     existed = path.exists()
@@ -55,4 +59,4 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
             "allowed: a file in a directory that exists and is writable"
         ) from None
     if not existed:
-        path.resolve().unlink()  # a link that led to no file stays, and leads to none
+        path.resolve().unlink()  # a dangling link stays as it was

@@ -1,7 +1,7 @@
-"""Consoles that print text as it is: no path becomes markup, a color or an emoji; and tables.
+"""Consoles that print text literally, without markup, and tables that fit.
 
-What is printed fits a terminal: lines break between words, and a table that is too wide becomes
-several, of some columns each. A file gets every line and every table whole.
+On a terminal, lines break between words, and a table that is too wide is split by columns into
+several. A file gets every line and every table whole.
 """
 
 from collections.abc import Collection
@@ -23,13 +23,13 @@ MOST_WIDTH = 10_000  # characters: no terminal is wider
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody reads on, as behind `| head`: the run goes on, and writes its files."""
+        """When nobody reads on, as in `| head`, the run goes on and writes its files."""
         self.quiet = True
         print_nowhere()
 
 
 def plain(file: IO[str] | None = None, width: int | None = None) -> Console:
-    """On `file`, else on standard output."""
+    """A console on `file`, by default standard output."""
     return _Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
@@ -42,18 +42,18 @@ def say(console: Console, line: str, style: str = "") -> None:
 
 
 def say_written(console: Console, file: Path | None, then: str = "") -> None:
-    """Where one was asked for."""
+    """Report a written file, if one was asked for."""
     if file is not None:
         say(console, f"wrote {file}{then}")
 
 
 def fits(console: Console, made: Table) -> bool:
-    """A file has room for all; a terminal has what it has."""
+    """Whether the table fits; a file always has room."""
     return not console.is_terminal or _width(console, made) <= console.width
 
 
 def table(*headings: str, left: Collection[str] = ()) -> Table:
-    """Without rows. Columns are flush right, but for those of `left`."""
+    """An empty table. Columns are flush right, except those in `left`."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings:
         made.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
@@ -61,7 +61,7 @@ def table(*headings: str, left: Collection[str] = ()) -> Table:
 
 
 def folding(*headings: str, shown: bool = True) -> Table:
-    """Without rows or lines. A cell too wide for its column is folded."""
+    """An empty table without lines, which folds cells that are too wide."""
     made = Table(box=None, pad_edge=False, header_style="dim", show_header=shown)
     for heading in headings:
         made.add_column(heading, overflow="fold")
@@ -69,7 +69,7 @@ def folding(*headings: str, shown: bool = True) -> Table:
 
 
 def show_table(console: Console, made: Table, keys: int = 1) -> None:
-    """Where it does not fit as many columns at a time as do, its first `keys` before each lot."""
+    """Print the table, split by columns if it is too wide; each part repeats the first `keys`."""
     first, last = keys, len(made.columns)
     while first < last:
         end = last
@@ -80,7 +80,7 @@ def show_table(console: Console, made: Table, keys: int = 1) -> None:
 
 
 def put(console: Console, made: Table) -> None:
-    """As it is. A file gets none of the blanks with which a column is filled to its width."""
+    """Print the table whole. A file gets no trailing blanks."""
     if console.is_terminal:
         console.print(made)
         return
@@ -92,7 +92,7 @@ def put(console: Console, made: Table) -> None:
 
 
 def _width(console: Console, made: Table) -> int:
-    """Characters that it needs."""
+    """The width that the table needs, in characters."""
     options = console.options.update(width=MOST_WIDTH)
     return Measurement.get(console, options, made).maximum
 

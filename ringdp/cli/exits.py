@@ -1,10 +1,9 @@
-"""How a command ends: in one line on stderr where something ended it, and with an exit code.
+"""How a command ends: its exit code, and one line on stderr if something stopped it.
 
-0    done, and every number is what it must be
-1    a rank failed, a number is not what it must be, a schedule does not do what it is for, or what
-     was found could not be printed
-2    bad input: one line on stderr, and nothing was started
-128+ ended by a signal, 130 for Ctrl-C
+0     done, and every number is what it must be
+1     a rank failed, a number is wrong, a schedule breaks its contract, or output failed
+2     bad input; nothing was started
+128+  ended by a signal; 130 for Ctrl-C
 """
 
 import os
@@ -17,17 +16,17 @@ import typer
 
 from ringdp.errors import RingdpError, UsageError
 
-# typer carries its own click since 0.20 or so, so the base class is found, not imported.
+# typer has bundled its own click since about 0.20, so its base class cannot be imported by name.
 _ClickException: type[typer.BadParameter] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a command; say what ended it, if anything did, and with which code to exit."""
+    """Run a command, print what stopped it, if anything did, and return the exit code."""
     try:
         code = command() or 0
-        if code == 128 + signal.SIGINT:  # what typer makes of Ctrl-C
+        if code == 128 + signal.SIGINT:  # typer's code for Ctrl-C
             return _ended_by(signal.SIGINT)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -48,16 +47,16 @@ def exit_code(command: Callable[[], int | None]) -> int:
             return _ended_by(signum)
         print(error, file=sys.stderr)
         return 1
-    except OSError as error:  # a full disk that it is printed to, for one
+    except OSError as error:  # stdout on a full disk, for example
         print_nowhere()
-        if not isinstance(error, BrokenPipeError):  # which is no news: `| head` wants no more
+        if not isinstance(error, BrokenPipeError):  # a closed pipe is normal, as in `| head`
             print(f"ringdp: {error}", file=sys.stderr)
         return 1
 
 
 def print_nowhere() -> None:
-    """From now on: what is left would fail again when the process ends."""
-    with suppress(OSError):  # where it is no file
+    """Discard further output: flushing the rest at exit would fail again."""
+    with suppress(OSError):  # stdout is not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""The files that commands write: whole, or as they were."""
+"""Writes files atomically: a file is either complete, or as it was before."""
 
 import json
 import os
@@ -10,13 +10,15 @@ from ringdp.errors import RingdpError
 
 
 def write(path: Path, text: str) -> None:
-    """In one step: who is killed on the way leaves what was there. Raises RingdpError, where
-    `check_writable` could still write."""
+    """Replace the file in one step, so that a kill half-way leaves the old one.
+
+    Raises RingdpError where the file can no longer be written.
+    """
     file = path.resolve()  # a link stays one
     aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         if path.exists() and not (path.is_file() and os.access(file.parent, os.W_OK)):
-            path.write_text(text, encoding="utf-8")  # a pipe, say, whose place no file can take
+            path.write_text(text, encoding="utf-8")  # a pipe, say, which cannot be replaced
         else:
             aside.write_text(text, encoding="utf-8")
             if path.exists():
@@ -28,7 +30,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_json(path: Path | None, found: object) -> None:
-    """`found`: what JSON has, and dataclasses. None: nothing is written."""
+    """Write `found`, which may contain dataclasses, as JSON. A path of None writes nothing."""
     if path is None:
         return
     text = json.dumps(found, indent=1, ensure_ascii=False, default=asdict)

@@ -1,7 +1,7 @@
 """The model that `ringdp train` trains: a byte-level GPT with pre-norm blocks and a tied head.
 
 Parameters, with width d and B blocks: B·(12d² + 13d) + 256·d + context·d + 2d.
-It leaves out dropout: the stages are compared bit for bit, on the same numbers.
+There is no dropout, because the stages are compared bit for bit.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ VOCABULARY = 256  # one token per byte
 
 @dataclass(frozen=True)
 class Shape:
-    """What fixes the number of parameters."""
+    """The sizes that determine the number of parameters."""
 
     context: int
     width: int = 128
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, one logit per possible next byte out."""
+    """Takes bytes and gives a logit for each possible next byte."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class GPT(nn.Module):
 
 
 def build(shape: Shape, seed: int) -> GPT:
-    """The same bits for the same shape and seed, in every process."""
+    """A model whose bits depend on shape and seed alone, in every process."""
     torch.manual_seed(seed)
     model = GPT(shape)
     for module in model.modules():
@@ -83,14 +83,17 @@ def build(shape: Shape, seed: int) -> GPT:
 
 
 def next_byte_loss(model: nn.Module, rows: Tensor) -> Tensor:
-    """Mean cross entropy in nats, of rows [rows, context + 1]: each byte from those before it."""
+    """Mean cross entropy in nats of predicting each byte from those before it.
+
+    `rows` is [rows, context + 1].
+    """
     logits = model(rows[:, :-1])
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), rows[:, 1:].reshape(-1))
 
 
 @torch.no_grad()
 def write(model: nn.Module, context: int, prompt: bytes, count: int, seed: int) -> bytes:
-    """`count` bytes after the prompt, drawn at temperature 0.7; the same for the same bits."""
+    """Continue the prompt by `count` bytes at temperature 0.7; equal models write equal bytes."""
     draw, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     written = list(prompt)
     for _ in range(count):

@@ -1,8 +1,8 @@
-"""GPUs for ranks: which one each takes, what needs them, and calls that are over there.
+"""GPUs: which one each rank uses, and which transports need one.
 
-NCCL refuses two ranks of one host on one GPU. Where there are fewer GPUs than ranks, each rank says
-it is a host of its own; NCCL then goes over sockets: slow, and fair to all who are over it. There
-kernels over peer memory take turns, slower still.
+NCCL refuses to run two ranks of a host on one GPU. With fewer GPUs than ranks, each rank claims to
+be a host of its own, and NCCL goes over sockets, which is slow but equally so for all contenders.
+Kernels over peer memory then take turns on the GPU, which is slower still.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOCKETS = {
 
 
 def check_transport(name: str) -> None:
-    """Raise UsageError where there is none of that name, or it needs a GPU and there is none."""
+    """Raise UsageError for an unknown transport, or one that needs a GPU where there is none."""
     one_of("--transport", name, get_args(TransportName))
     if name in OURS and not torch.cuda.is_available():
         raise UsageError(
@@ -42,7 +42,10 @@ def check_transport(name: str) -> None:
 
 
 def take(contender: str) -> tuple[str, str]:
-    """Makes this rank's the current one. Returns its name, and what to add to a contender's."""
+    """Make this rank's GPU the current device.
+
+    Returns the device's name, and a remark to append to the contender's version.
+    """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     torch.cuda.set_device(rank % gpus)
@@ -56,6 +59,6 @@ def take(contender: str) -> tuple[str, str]:
 
 
 def ended(call: Callable[[], object]) -> None:
-    """Made, and what it started is over."""
+    """Call, and wait until the GPU has finished what that started."""
     call()
     torch.cuda.synchronize()

@@ -1,13 +1,13 @@
-"""Starts the ranks through torch's elastic launcher and ends them: all done, or all gone.
+"""Starts ranks through torch's elastic launcher, and leaves none behind.
 
     start ──► running ──► every rank returned            results, in rank order
                  ├──────► a rank raised or died          RankError, its traceback
                  └──────► SIGINT, SIGTERM, …             SignalError
 
-It adds to the launcher what a person at a terminal needs: events while the ranks run, the first
-failure in time order (the launcher orders by whole seconds, so a rank that merely lost its peer
-can come first), silence, and nothing left in /tmp. And a fast start: ranks are forked from a
-process that has imported what they need, once for all of them.
+It adds what a person at a terminal needs: events while the ranks run, the first failure in time
+order (the launcher orders by whole seconds, so a rank that merely lost its peer can come first),
+silence, and nothing left in /tmp. Ranks also start fast: they are forked from one process that has
+already imported what they need.
 """
 
 import logging
@@ -68,8 +68,11 @@ class _Failure:
 
 
 def warm_up(entry: Entry[Any, Any]) -> None:
-    """Begin to import what ranks will need, in the process that they are forked from. It lives as
-    long as this one; called while other work is under way, it makes `launch` start at once."""
+    """Start importing what ranks need in the process that they are forked from.
+
+    Called while other work is under way, it lets `launch` start at once. The process lives as long
+    as this one.
+    """
     with _interrupts_blocked(), room_for_sockets():
         forkserver.set_forkserver_preload([*_MODULES, entry.__module__])
         forkserver.ensure_running()
@@ -80,9 +83,9 @@ def launch(
 ) -> list[Result]:
     """Run `entry(job, emit)` in `ranks` processes with torchrun's environment.
 
-    `on_event` is called in another thread, with rank 0's and other ranks' events as they come.
-    Returns what each rank returned. Raises RankError or SignalError once every rank has ended. So
-    it does with what `on_event` raises; a rank ends then with the next event that it sends.
+    `on_event` is called on another thread with the events of all ranks as they come. Returns what
+    each rank returned. Raises RankError or SignalError once every rank has ended, and likewise
+    whatever `on_event` raises; a rank then ends when it sends its next event.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -131,7 +134,7 @@ def launch(
 def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection]) -> Result:
     """Runs in each rank."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    # From here on an interrupt ends the rank at once, inside a C++ wait too.
+    # From here on an interrupt ends the rank at once, even during a wait in C++.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, _end_soon)
@@ -142,13 +145,13 @@ def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection])
         lost = isinstance(error, PeerLost)
         try:
             pipes[rank].send(_Failure(rank, lost, time.monotonic(), traceback.format_exc()))
-        finally:  # also where nobody listens any more
+        finally:  # even if nobody listens any more
             # No destructors: a communicator whose peers are gone must not hold this process.
             os._exit(1)
 
 
 def _end_with_launcher() -> None:
-    """Also where that was killed, or interrupted while it started this rank, and never knew it."""
+    """Exit once the launcher is gone, even if it was killed before it knew of this rank."""
     launcher = parent_process()
     assert launcher is not None
     launcher.join()
@@ -156,16 +159,16 @@ def _end_with_launcher() -> None:
 
 
 def _end_soon(signum: int, frame: object) -> None:
-    """The launcher ends the ranks as soon as one has died; what they say of it is worth a wait."""
+    """The launcher ends all ranks as soon as one dies; wait for what they say about it."""
     timer = threading.Timer(LAST_WORDS, os._exit, (128 + signum,))
     timer.daemon = True
     timer.start()
 
 
 def _explain(failures: Sequence[_Failure], codes: dict[int, int]) -> str:
-    """The cause first and in full, then what the other ranks said, a line each.
+    """The cause first and in full, then one line from each other rank.
 
-    A rank that was killed could not speak; it is the cause where all that spoke had lost a peer.
+    A killed rank says nothing. It is the cause if all ranks that reported had lost a peer.
     """
     spoke = {failure.rank for failure in failures}
     killed = [_death(rank, code) for rank, code in sorted(codes.items()) if rank not in spoke]
@@ -184,7 +187,7 @@ def _death(rank: int, code: int) -> str:
 
 @contextmanager
 def room_for_sockets() -> Iterator[None]:
-    """Temporary directories that are made meanwhile lie in /tmp where TMPDIR has a longer name."""
+    """Create temporary directories in /tmp meanwhile, if TMPDIR's path is too long for sockets."""
     place = tempfile.gettempdir()
     tempfile.tempdir = place if len(os.fsencode(place)) <= LONGEST else "/tmp"
     try:
@@ -195,10 +198,10 @@ def room_for_sockets() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Ranks start with SIGINT blocked, so Ctrl-C during their start prints no traceback.
+    """Start ranks with SIGINT blocked, so that Ctrl-C during their start prints no traceback.
 
-    They inherit the mask of the process that they are forked from, which inherits this one, and
-    unblock it in `_rank_main`.
+    They inherit this mask through the process that they are forked from, and unblock SIGINT in
+    `_rank_main`.
     """
     resource_tracker.ensure_running()  # started later, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -210,9 +213,10 @@ def _interrupts_blocked() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """In this process the signal reaches another thread (the inbox's), and Python still runs the
-    launcher's handler in the main thread. The launcher leaves its handlers behind; the former ones
-    come back here.
+    """Block SIGINT in this thread, and restore the handlers that the launcher replaces.
+
+    The signal then reaches another thread (the inbox's), and Python still runs the launcher's
+    handler in the main thread.
     """
     handlers = {signum: signal.getsignal(signum) for signum in _LAUNCHER_HANDLES}
     with _interrupts_blocked():
@@ -224,16 +228,18 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _silence_launcher() -> None:
-    """Its warnings ("Closing process … via signal SIGTERM") come before our explanation."""
+    """Hide its warnings ("Closing process … via signal SIGTERM"), which precede our explanation."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class _Inbox:
-    """A thread that reads the ranks' pipes. One pipe a rank and no lock, which a rank that is
-    killed could keep. `error`: what `on_event` raised, which ends it; ranks then write to closed
-    pipes, as it is with any reader that has gone."""
+    """A thread that reads the ranks' pipes.
+
+    There is one pipe per rank and no lock, because a killed rank could keep a lock. If `on_event`
+    raises, the thread ends and keeps the exception in `error`; ranks then write to closed pipes.
+    """
 
     def __init__(self, readers: list[Connection], on_event: Callable[[Any], None]) -> None:
         self.failures: list[_Failure] = []
@@ -244,7 +250,7 @@ class _Inbox:
         self._thread.start()
 
     def close(self, writers: list[Connection]) -> None:
-        """Read what is left. With our writing ends closed and the ranks gone, pipes end."""
+        """Read what is left: pipes end once our writing ends are closed and the ranks are gone."""
         for writer in writers:
             writer.close()
         self._thread.join(timeout=5)
@@ -252,7 +258,7 @@ class _Inbox:
     def _run(self) -> None:
         try:
             self._read()
-        except BaseException as error:  # rich raises SystemExit where nobody reads our output
+        except BaseException as error:  # rich raises SystemExit if nobody reads our output
             self.error = error
         finally:
             for reader in self._readers:

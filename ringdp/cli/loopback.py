@@ -1,4 +1,4 @@
-"""The rendezvous of a launcher whose ranks are all on this host: a store on the loopback alone.
+"""A rendezvous for ranks of this host only: a store that listens on the loopback interface.
 
 torch's own backends start stores that listen on every interface of the host.
 """
@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 
 
 def register() -> str:
-    """The name under which torch's launcher knows it."""
+    """Register with torch's launcher; return the backend's name there."""
     rendezvous_handler_registry.register(BACKEND, Loopback)
     return BACKEND
 
@@ -39,7 +39,7 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
 
 
 def environment(port: int, ranks: int, rank: int | None = None) -> dict[str, str]:
-    """torchrun's variables, for ranks that meet at a store which another process holds."""
+    """torchrun's environment variables, for ranks that meet at another process's store."""
     own = {} if rank is None else {"RANK": str(rank)}
     return own | {
         "WORLD_SIZE": str(ranks),
@@ -50,7 +50,7 @@ def environment(port: int, ranks: int, rank: int | None = None) -> dict[str, str
 
 
 class Loopback(RendezvousHandler):
-    """One launcher: it meets nobody, and its ranks use its store."""
+    """A rendezvous of one launcher, whose ranks use its store."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id

@@ -1,4 +1,4 @@
-"""The `ringdp` command: reads the command line. How it ends: see `exits`."""
+"""The `ringdp` command line. `exits` says how a command ends."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -56,7 +56,10 @@ def ringdp(
 def _command(
     name: str, asked: type[Asked], run: Callable[[Asked, Console], int], *, says: str
 ) -> None:
-    """Its parameters are the fields of `asked`, its help is the docstring; `says`: in one line."""
+    """Register a command: its parameters are the fields of `asked`, its help is the docstring.
+
+    `says` is its line in the list of commands.
+    """
 
     @wraps(asked, updated=())
     def command(**given: Any) -> int:
@@ -126,7 +129,7 @@ def doctor(
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # µ and α are not worth an end
+        sys.stdout.reconfigure(errors="replace")  # a terminal without µ or α shows ? instead
     asked = given or ["--help"]
     code = exit_code(lambda: app(asked, prog_name="ringdp", standalone_mode=False))
     return code if given else 2

@@ -1,7 +1,7 @@
-"""What `ringdp train --mode` says at the end: a column a mode, and what must hold of them.
+"""The report of `ringdp train --mode`: a table with a column per mode, and checks.
 
-The modes that make one step of all gradients learn what the single process learns, within
-Note [the bound on the loss]; a synchronous server and DDP add the same numbers in the same order.
+Modes that apply all gradients in one step learn what the single process learns, within
+Note [the bound on the loss]. A synchronous server and DDP add the same numbers in the same order.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def show(
 
 
 def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:
-    """One line for everything that does not hold."""
+    """One line for each check that fails."""
     found = []
     tokens = options.global_batch * options.context
     for run in runs:
@@ -59,7 +59,7 @@ def to_json(run: ModeRun) -> dict[str, Any]:
         "traffic": {
             "sent_bytes_per_step": run.sent,
             "formula": run.sent_formula,
-            "busiest_process": run.most,
+            "busiest_process": run.busiest,
         },
         "staleness": list(run.staleness),
     }
@@ -87,7 +87,7 @@ def _table(runs: Sequence[ModeRun], reference: Record | None) -> Table:
     made.add_row("step ms, p50", *(f"{run.milliseconds:.1f}" for run in runs))
     made.add_section()
     add_pairs(made, "sent, all processes", [(run.sent, run.sent_formula) for run in runs])
-    made.add_row("sent, the busiest", *(f"{run.most:,}" for run in runs))
+    made.add_row("sent, the busiest", *(f"{run.busiest:,}" for run in runs))
     made.add_row("staleness, mean", *(_of(run, np.mean) for run in runs))
     made.add_row("  most", *(_of(run, np.max) for run in runs))
     return made

@@ -1,11 +1,11 @@
-"""What `ringdp train --mode` runs: data parallelism as it was done before DDP, beside DDP.
+"""The runs of `ringdp train --mode`: older forms of data parallelism, and DDP.
 
-    naive             one process with a replica a rank
-    parameter-server  a server and a worker a rank; all workers' gradients make a step
-    async             the same, but every gradient makes a step
+    naive             one process with a replica per rank
+    parameter-server  a server and a worker per rank; a step applies all workers' gradients
+    async             the same, but each gradient is a step of its own
     ddp               ringdp.DistributedDataParallel
 
-`ranks` models compute gradients in each; a server is one process more.
+In each mode `ranks` models compute gradients; a server is one more process.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,16 @@ Emit = Callable[[Progress], None]
 class Part:
     """What one process measured."""
 
-    loss: tuple[float, ...]  # of its rows, one a step; empty for a server
+    loss: tuple[float, ...]  # of its own rows, one per step; empty for a server
     seconds: tuple[float, ...]
-    sent: int  # bytes in the last step; of an asynchronous server, in a step on average
-    digest: str  # of its parameters after the last step
-    staleness: tuple[int, ...] = ()  # of each gradient, in an asynchronous server
+    sent: int  # bytes in the last step; for a server, the average of a step
+    digest: str  # of the final parameters
+    staleness: tuple[int, ...] = ()  # of each gradient; asynchronous servers only
 
 
 @dataclass(frozen=True)
 class ModeRun:
-    """One mode, all its processes together."""
+    """One mode: all of its processes."""
 
     mode: str
     ranks: int
@@ -50,13 +50,13 @@ class ModeRun:
 
     @property
     def loss(self) -> tuple[float, ...]:
-        """Mean over the global batch, one a step."""
+        """The mean over the global batch, one per step."""
         learning = [part.loss for part in self.parts if part.loss]
         return tuple(sum(losses) / len(learning) for losses in zip(*learning, strict=True))
 
     @property
     def milliseconds(self) -> float:
-        """Median of a step."""
+        """The median time of a step."""
         return float(np.median(self.parts[-1].seconds)) * 1e3
 
     @property
@@ -64,8 +64,8 @@ class ModeRun:
         return sum(part.sent for part in self.parts)
 
     @property
-    def most(self) -> int:
-        """Of the process that sends most."""
+    def busiest(self) -> int:
+        """Bytes sent by the process that sends most."""
         return max(part.sent for part in self.parts)
 
     @property
@@ -74,8 +74,11 @@ class ModeRun:
 
 
 def run_mode(mode: str, options: Options, learned: Text, emit: Emit) -> ModeRun:
-    """Bytes sent per step, with n ranks and P bytes of parameters: 2(n − 1)P, or 2nP by way of a
-    server; naive mode also copies its tokens, its outputs and their gradients."""
+    """Run one mode and compute its traffic formula.
+
+    With n ranks and P bytes of parameters, a step sends 2(n − 1)P bytes, or 2nP through a server.
+    Naive mode also copies tokens, outputs and the outputs' gradients.
+    """
     n, model = options.ranks, gpt.GPT(gpt.Shape(options.context))
     elements = sum(p.numel() for p in model.parameters())
     size = 4 * elements

@@ -1,7 +1,6 @@
-"""What `ringdp train` is asked to do, checked before a rank starts.
+"""The options of `ringdp train`, and their checks before any rank starts.
 
-The fields are the command's options, as they are typed, and the docstring is its help. Every
-refusal is a UsageError of one line: the option, what was given, what is allowed.
+The fields are the command's options as typed, and the class's docstring is the command's help.
 """
 
 import math
@@ -57,7 +56,7 @@ class Options:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """None, where modes are asked for instead."""
+        """Empty if modes are asked for instead."""
         if self.stage is None:
             return STAGES if self.mode is None else ()
         return parse_stages(self.stage)
@@ -68,7 +67,7 @@ class Options:
 
     @property
     def global_batch(self) -> int:
-        """Rows of all ranks together."""
+        """The number of rows that all ranks learn in a step."""
         if self.batch is not None:
             return self.batch
         return -(-LEAST_BATCH // self.ranks) * self.ranks

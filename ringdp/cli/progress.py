@@ -1,4 +1,4 @@
-"""Progress while runs go on: a live table on a terminal, a plain line now and then elsewhere."""
+"""Progress of runs: a live table on a terminal, occasional plain lines elsewhere."""
 
 import time
 from typing import Self
@@ -19,7 +19,7 @@ HEADINGS = ("params", "gather", "grads", "bucket", "optim")  # of MEMORY, at 80 
 
 
 class Display:
-    """Shows the latest progress of every run. `update` may be called from any thread."""
+    """Shows the latest progress of each run. `update` may be called from any thread."""
 
     def __init__(self, console: Console, *, memory: bool = True) -> None:
         self._console = console
@@ -47,8 +47,10 @@ class Display:
             say(self._console, plain_line(progress))
 
     def table(self) -> Table:
-        """One row a run, the last one running. Bytes are those of rank 0. A terminal too narrow
-        for all of it shows no memory, one narrower still no bar."""
+        """One row per run, in the order in which they started. Bytes are rank 0's.
+
+        A narrow terminal shows no memory; a narrower one shows no bar either.
+        """
         for memory, bar in ((self._memory, True), (False, True), (False, False)):
             made = self._table(memory=memory, bar=bar)
             if fits(self._console, made):

@@ -1,6 +1,6 @@
 """What one rank measured in one stage, and its JSON form.
 
-Bytes are per rank. `memory` and `memory_formula` have the same keys, those of MEMORY.
+Bytes are per rank. `memory` and `memory_formula` both have the keys of MEMORY.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Record:
     stage: int | None
     ranks: int
     parameters: int  # elements of the whole model
-    loss: tuple[float, ...]  # mean over the global batch, one a step
-    seconds: tuple[float, ...]  # one a step, the first included
+    loss: tuple[float, ...]  # mean over the global batch, one per step
+    seconds: tuple[float, ...]  # one per step, including the first
     tokens_per_step: int  # of the global batch
-    digest: str  # of the bits of all parameters after the last step
+    digest: str  # of the bits of all final parameters
     sample: bytes  # what the trained model writes
     memory: dict[str, int]
     memory_formula: dict[str, int]

@@ -1,5 +1,7 @@
-"""The table at the end of `ringdp train`: a column a stage, a row a quantity, and below what has a
-formula what that comes to: `=`, or `≠` in red."""
+"""The table at the end of `ringdp train`: a column per stage, a row per quantity.
+
+A quantity that has a formula is followed by the formula's value, marked `=`, or `≠` in red.
+"""
 
 from collections.abc import Sequence
 
@@ -32,7 +34,7 @@ def _table(runs: Sequence[Record], reference: Record | None) -> Table:
 
 
 def equality_line(runs: Sequence[Record]) -> str | None:
-    """What the stages' bits say, or None where there is only one stage."""
+    """Whether the stages are equal bit for bit, in words; None if there is only one stage."""
     if len(runs) < 2:
         return None
     stages = ", ".join(str(run.stage) for run in runs)
@@ -42,7 +44,7 @@ def equality_line(runs: Sequence[Record]) -> str | None:
 
 
 def sample_line(sample: bytes) -> str:
-    """On one line: other bytes than printable ASCII, and backslashes, as in a bytes literal."""
+    """The sample on one line: backslashes and all but printable ASCII as in a bytes literal."""
     plain = set(range(32, 127)) - {ord("\\")}
     return "".join(chr(c) if c in plain else repr(bytes([c]))[2:-1] for c in sample)
 
@@ -62,7 +64,7 @@ def show(
 
 
 def show_titled(console: Console, run: Record | ModeRun, made: Table) -> None:
-    """`run`: one of those in the table."""
+    """Show the table under a heading with the sizes of `run`, which is any of those in it."""
     counts = ((run.parameters, "parameter"), (run.ranks, "rank"), (len(run.loss), "step"))
     console.print()
     say(console, ", ".join(counted(*count) for count in counts), "bold")
@@ -80,7 +82,7 @@ def _all_hold(reference: Record | None) -> str:
 
 
 def _add_reference(table: Table, runs: Sequence[Record], reference: Record) -> None:
-    """The largest |Δloss|, with the bound of the step where it comes closest to its own."""
+    """The largest |Δloss|, and below it the bound at the step where it occurs."""
     table.add_row("  one process alone", *(f"{reference.loss[-1]:.6f}" for _ in runs), style="dim")
     gaps = [differences(run.loss, reference) for run in runs]
     table.add_row("largest |Δloss|", *(f"{max(gap):.2e}" for gap in gaps))

@@ -1,6 +1,6 @@
-"""`ringdp show`: an algorithm's schedule, proved, as text, as drawings, and as one rank's program.
+"""`ringdp show`: proves a schedule, and shows it as text, drawings, and one rank's program.
 
-Plain text of at most 80 columns. S is the whole buffer of a rank, all chunks together.
+Text has at most 80 columns. S is the size of a rank's whole buffer, all chunks together.
 """
 
 import inspect
@@ -68,7 +68,7 @@ class Options:
 
 
 def listing() -> str:
-    """Every algorithm by collective, with the first paragraph of its docstring."""
+    """All algorithms by collective, each with the first paragraph of its docstring."""
     indent = max(len(a.name) for a in ALGORITHMS) + 4
     lines: list[str] = []
     for collective in COLLECTIVES:
@@ -139,7 +139,7 @@ def check(options: Options) -> None:
 
 
 def text(options: Options, schedule: Schedule) -> str:
-    """What is printed of a proved schedule."""
+    """The printed description of a proved schedule."""
     scratch = f"; chunks from {schedule.chunks} on are scratch" if schedule.scratch else ""
     lines = [
         f"{options.title}, proved",
@@ -157,7 +157,7 @@ def text(options: Options, schedule: Schedule) -> str:
 
 
 def sent(schedule: Schedule) -> str:
-    """`3/2 S`, or `0 to 2 S` where ranks differ: chunks sent over chunks held, of equal size."""
+    """Bytes sent per rank, such as `3/2 S`, or `0 to 2 S` if ranks differ."""
     counts = Counter(t.src for transfers in schedule.rounds for t in transfers if t.src != t.dst)
     each = [Fraction(counts[rank], schedule.chunks) for rank in range(schedule.ranks)]
     least, most = min(each), max(each)
@@ -165,10 +165,10 @@ def sent(schedule: Schedule) -> str:
 
 
 def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator[str]:
-    """The rows of `rank`, as projected and as fused."""
+    """The rows of one rank's program, as projected and as fused."""
     after = contract(collective, schedule.ranks, schedule.chunks).after
     plain = [project(schedule, r) for r in range(schedule.ranks)]
-    # A chunk that the contract does not ask for need not be stored: so the communicator fuses.
+    # As in the communicator, chunks that the contract does not ask for are not stored.
     fused = [fuse(p, [c for r, c in after if r == p.rank]) for p in plain]
     for name, programs in (("plain", plain), ("fused", fused)):
         rows = counted(len(programs[rank].rows), "row")
@@ -177,7 +177,7 @@ def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator
 
 
 def _cost(schedule: Schedule, options: Options) -> Iterator[str]:
-    """What the schedule counts, and the time that predicts for some sizes."""
+    """The schedule's price, and the times that it predicts for some sizes."""
     counts = price(schedule)
     machine = Machine(options.alpha, options.beta, options.gamma, options.bus)
     yield ""

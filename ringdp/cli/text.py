@@ -1,7 +1,7 @@
-"""The text that `ringdp train` learns, and how each step draws its global batch from it.
+"""The text that `ringdp train` learns, and the global batch of each step.
 
-A batch depends on (seed, step) alone, so every rank draws the whole of it and takes its own rows,
-and a single process that takes all rows sees the same batch.
+A batch depends only on (seed, step). Every rank draws the whole batch and takes its own rows, so a
+single process that takes all rows sees the same batch.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ LIMIT = 8 << 20  # bytes: more would only slow the start of every rank
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes, where they come from, and how many files they were in."""
+    """Bytes, their source, and the number of files that they come from."""
 
     source: str
     files: int
@@ -32,11 +32,11 @@ class Text:
 
 
 def load(path: Path | None, least: int) -> Text:
-    """The text of a file, of all files below a directory, or (None) of the standard library.
+    """Read a file, all files below a directory, or (None) the standard library's sources.
 
-    Files are joined in the order of their paths, and cut at LIMIT bytes. A file below a directory
-    that holds a zero byte is no text and is left out. Raises UsageError where nothing can be read,
-    or fewer than `least` bytes.
+    Files are joined in path order and cut at LIMIT bytes. Below a directory, files with a zero byte
+    are taken to be binary and skipped. Raises UsageError if a file cannot be read, or if there are
+    fewer than `least` bytes.
     """
     allowed = f"allowed: a readable file or directory with at least {least} bytes of text"
     source = "the Python standard library" if path is None else f"{path}"
@@ -54,7 +54,7 @@ def load(path: Path | None, least: int) -> Text:
 def batch(
     text: bytes, seed: int, step: int, rows: int, context: int
 ) -> npt.NDArray[np.int64]:  # [rows, context + 1]
-    """The global batch of a step: `rows` windows of the text at places drawn from (seed, step)."""
+    """The global batch of a step: `rows` windows at random offsets drawn from (seed, step)."""
     tokens = np.frombuffer(text, dtype=np.uint8)
     starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, size=rows)
     rows_of_bytes: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(
@@ -81,7 +81,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _join(files: list[Path], *, keep_binary: bool) -> tuple[bytes, int]:
-    """The files' bytes up to LIMIT, and how many files gave some."""
+    """The first LIMIT bytes of the files, and how many files they come from."""
     parts: list[bytes] = []
     room = LIMIT
     for file in files:

@@ -1,4 +1,4 @@
-"""`ringdp train`: run the single process and the stages, compare them, and say what was found."""
+"""`ringdp train`: run the single process and the stages, compare them, and report."""
 
 import sys
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from ringdp.errors import RingdpError
 
 
 def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] = run_stages) -> int:
-    """The exit code: 0 where everything holds, 1 where a number is not what it must be.
+    """Return the exit code: 0 if every promise holds, 1 if a number is not what it must be.
 
-    `entry` is what each rank runs. Raises UsageError before anything has started, RankError and
+    `entry` is what each rank runs. Raises UsageError before anything starts, and RankError or
     SignalError after everything has ended.
     """
     check(options)
@@ -50,7 +50,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
             modes = [run_mode(m, options, learned, display.update) for m in options.modes]
         else:
             job = Job(options, learned.digest)
-            with _trace_or_word(options.trace):
+            with _warn_without_trace(options.trace):
                 ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:
         found = [mode_report.to_json(run) for run in modes]
@@ -69,8 +69,8 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
 
 
 @contextmanager
-def _trace_or_word(path: Path | None) -> Iterator[None]:
-    """Where ranks end before they have written the trace, say so."""
+def _warn_without_trace(path: Path | None) -> Iterator[None]:
+    """Say so if the ranks end before they have written the trace."""
     before = _changed(path)
     try:
         yield

@@ -1,22 +1,22 @@
-"""What must hold of a run: formulas equal measurements, stages equal one another bit for bit, and
-the single process is within a bound derived from float32.
+"""Checks a run: measured bytes equal the formulas, all stages are equal bit for bit, and the losses
+are within a bound, derived from float32, of the single process.
 
 Note [the bound on the loss]
     A sum of k float32 terms, in any order, has a relative error of at most γ_k ≈ k·2^-24
     (Higham 2002, section 4.2). The ranks and the single process add the same terms in other
     orders. The longest sum of a step runs over the tokens of the global batch, k = batch · context:
-    in the loss, and in the gradient of every weight. To first order a step therefore moves the
+    in the loss, and in the gradient of every weight. To first order, a step therefore moves the
     loss by at most γ_k of its size, once by its own sum and once more for each update before it:
 
         |Δloss_t| ≤ (t + 1) · γ_k · loss_0        t = 0, 1, …
 
-    It leaves out the shorter sums (matrix products over the width, at most 4·width terms), and
-    that training may amplify a difference: it is first-order, not a worst case.
+    The bound ignores the shorter sums (matrix products over the width, at most 4·width terms), and
+    that training may amplify a difference. It is a first-order estimate, not a worst case.
 
-    What it cannot see: AdamW divides a gradient by its own size, so gradients that are all twice
-    too large move the loss by 2.6e-6 in 40 steps of the default run, 700 times below the bound;
-    gradients rounded to bf16, or one element lost, stay as far below. A rank whose rows are left
-    out is 40 times above it. Gradients themselves are for the engine's tests to compare.
+    It misses some errors: AdamW divides a gradient by its own size, so gradients that are all twice
+    too large move the loss by 2.6e-6 in 40 steps of the default run, 700 times below the bound.
+    Gradients rounded to bf16, or with one element lost, stay as far below. Leaving out one rank's
+    rows is 40 times above the bound. The engine's tests compare the gradients themselves.
 """
 
 import math
@@ -39,12 +39,12 @@ def differences(loss: Sequence[float], reference: Record) -> list[float]:
 
 
 def equal_bits(runs: Sequence[Record]) -> bool:
-    """Whether all losses, and all parameters after the last step, have the same bits."""
+    """Whether all losses and all final parameters have the same bits."""
     return all(a.loss == b.loss and a.digest == b.digest for a, b in pairwise(runs))
 
 
 def complaints(ranks: Sequence[Sequence[Record]], reference: Record | None) -> list[str]:
-    """One line for everything that does not hold. `ranks[r]` are rank r's runs, one a stage."""
+    """One line for each check that fails. `ranks[r]` holds rank r's runs, one per stage."""
     found = [line for rank, runs in enumerate(ranks) for run in runs for line in _bytes(rank, run)]
     if not all(math.isfinite(loss) for run in ranks[0] for loss in run.loss):
         found.append("a loss is not finite: training diverged")
@@ -76,7 +76,7 @@ def _stages(a: Record, b: Record) -> list[str]:
 
 
 def too_far(name: str, loss: Sequence[float], reference: Record, tokens: int) -> list[str]:
-    """A line, if a loss is: see Note [the bound on the loss]. `tokens` make a step."""
+    """A line if a loss exceeds Note [the bound on the loss]. `tokens` is the size of a step."""
     for step, difference in enumerate(differences(loss, reference)):
         bound = loss_bound(step, tokens, reference.loss[0])
         if not difference <= bound:  # a NaN is no pass

@@ -1,25 +1,25 @@
-"""The physical bound: the time in which the bytes that must move can move on this machine.
+"""The physical bound: the least time in which this machine can move the bytes that must move.
 
-Every owner rewrites its buffer before a call, so what a rank needs of others lies in their caches,
-or in memory. What the busiest rank of a collective must do there with S bytes (`cases.Moves`) are
-shares of four passes:
+Every owner rewrites its buffer before a call, so the data that a rank needs from others lies in
+their caches or in memory. The work of a collective's busiest rank on S bytes (`cases.Moves`) is
+made of four passes:
 
-    fold   add what another core has just written to what this one has, in place
+    fold   add what another core has just written to this core's buffer, in place
     read   read what another core has just written
-    pull   copy what another core has just written to a buffer of one's own
+    pull   copy what another core has just written to one's own buffer
     copy   copy within one's own buffers
 
     bound = S · (folded · fold + read · read + pulled · pull + copied · copy)
 
-in s per byte, each the fastest seen between the rounds of the same run, at the same S (at least
-LEAST bytes), on two cores at once. Where ranks share a core, that core does the work of all, but
-what one has fetched the next finds near: no pass is then priced above `copy`.
+The speeds are in s per byte: the fastest call of each pass in the same run, at the same S (at least
+LEAST bytes), on two cores at once. If ranks share a core, that core does the work of all of
+them, but finds in its cache what one rank has fetched: no pass then costs more than `copy`.
 
-Counts bytes only, as if a reader could reach a private buffer (the kernel can, by cross-memory
-attach). All ranks are taken to move at once, by numpy's copies and sums: where fewer do, as in a
-broadcast, or something is faster, the best call is below the bound, and is named. Leaves out the
-crossing of a flag (some 0.1 µs), calls, and Python: below some 16 KiB it is far from what can be
-reached.
+The bound counts bytes only, as if a reader could reach a private buffer (the kernel can, by
+cross-memory attach). It assumes that all ranks move bytes at once, with numpy's copies and sums. If
+fewer do, as in a broadcast, or something is faster, a call can beat the bound; the table names such
+calls. Passing a flag (about 0.1 µs), calls and Python are left out, so below about 16 KiB the bound
+is far from what can be reached.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 from ringdp.cli.bench.cases import Moves
 
-LEAST = 256 << 10  # bytes: a shorter copy from Python measures the call
+LEAST = 256 << 10  # bytes: timing a shorter copy from Python measures the call
 
 
 class Speeds(NamedTuple):
-    """s per byte, in the order of `Moves`."""
+    """s per byte, in the order of the fields of `Moves`."""
 
     fold: float
     read: float
@@ -41,7 +41,7 @@ class Speeds(NamedTuple):
 
 
 def bound(moves: Moves, n: int, cores: int, size: int, speeds: Speeds) -> float:
-    """Seconds, for a buffer of `size` bytes on n ranks."""
+    """The bound in seconds, for a buffer of `size` bytes on n ranks."""
     sharing = -(-n // cores)
     each = speeds if sharing == 1 else [min(speed, speeds.copy) for speed in speeds]
     return sharing * size * sum(share * speed for share, speed in zip(moves, each, strict=True))

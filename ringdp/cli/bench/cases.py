@@ -1,8 +1,8 @@
-"""What each collective takes and gives, and which bytes it must move: one row of CASES each.
+"""Each collective's buffers, correct results and least traffic: one row of CASES each.
 
-Sizes are nccl-tests': `count` elements, S bytes, are the larger of a rank's two buffers, so
-all_gather takes count/n and gives count. busbw = algbw × `bus`, the share of S that every rank must
-send, so that it can be held against a link's speed. The root is rank 0.
+Sizes are defined as in nccl-tests: `count` elements, or S bytes, are the larger of a rank's two
+buffers, so all_gather takes count/n elements and gives count. busbw = algbw × `bus`, where `bus` is
+the share of S that every rank must send, so busbw compares with a link's speed. The root is rank 0.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to measure, as every rank of a contender is told it."""
+    """One thing to measure, as sent to every rank of a contender."""
 
     collective: str
-    algorithm: str  # of ours; "auto" leaves the choice to the communicator
+    algorithm: str  # ringdp's; "auto" leaves the choice to the communicator
     registered: bool
     dtype: str
     op: str
@@ -37,7 +37,7 @@ class Task:
 
 
 class Moves(NamedTuple):
-    """Shares of S that the busiest rank cannot avoid moving, by the pass that does it: `bound`."""
+    """Shares of S that the busiest rank must move, by the passes of `bound`."""
 
     folded: float = 0.0
     read: float = 0.0
@@ -46,7 +46,7 @@ class Moves(NamedTuple):
 
 
 Inputs = Callable[[int], Tensor]  # rank -> its input
-Elements = Callable[[int, int], int]  # (count, n) -> of one buffer
+Elements = Callable[[int, int], int]  # (count, n) -> elements of one buffer
 Result = Callable[[Inputs, int, int, str], Tensor | None]  # (inputs, rank, n, op) -> its output
 
 
@@ -55,7 +55,7 @@ class Case(NamedTuple):
     gives: Elements | None  # its output; None: the input becomes it
     bus: Callable[[int], float]
     moves: Callable[[int, bool], Moves]  # (n, whether the input is in shared memory)
-    result: Result  # None where a rank gets nothing
+    result: Result  # None if a rank gets nothing
     reduces: bool = False
 
 
@@ -84,8 +84,11 @@ def _joined(inputs: Inputs, n: int) -> Tensor:
 
 
 def _folding(n: int, registered: bool) -> Moves:
-    """Everyone folds its n-th of all inputs. Into a registered buffer it can write the result
-    itself; a private one is written by its owner, who pulls what others have folded."""
+    """Every rank folds its n-th part of all inputs.
+
+    It can write the result into registered buffers itself. A private buffer is written by its
+    owner, which pulls the parts that others have folded.
+    """
     pulled = 0.0 if registered else others(n)
     return Moves(folded=1 / n, read=(n - 2) / n, pulled=pulled)
 
@@ -158,7 +161,7 @@ CASES: dict[str, Case] = {
 
 
 def _part_folded(inputs: Inputs, rank: int, n: int, op: str) -> Tensor:
-    """Rank r adds its peer's r-th part to its own: no rank writes what another reads."""
+    """Rank r adds its peer's r-th part to its own, so no rank writes what another reads."""
     found = inputs(rank).clone()
     found.tensor_split(n)[rank].add_(inputs((rank + 1) % n).tensor_split(n)[rank])
     return found
@@ -168,7 +171,7 @@ def _probe(gives: Elements | None, share: Callable[[int], float], result: Result
     return Case(whole, gives, share, lambda n, registered: Moves(), result)
 
 
-# The passes of `bound`, measured as if they were collectives; `bus` is the share of S they pass.
+# The passes of `bound`, measured like collectives; `bus` is the share of S that they process.
 PROBES: dict[str, Case] = {
     "fold": _probe(None, lambda n: 1 / n, _part_folded),
     "read": _probe(None, lambda n: 1.0, lambda inputs, rank, n, op: None),
@@ -179,7 +182,7 @@ EVERY = CASES | PROBES
 
 
 def elements(case: Case, dtype: str, size: int, n: int) -> int:
-    """How many elements `size` bytes are; where ranks own parts, a multiple of n."""
+    """Elements in `size` bytes, rounded down to a multiple of n if ranks own parts."""
     count = size // itemsize(dtype)
     in_parts = part in (case.takes, case.gives) or case is CASES["all_to_all"]
     return count // n * n if in_parts else count
@@ -195,29 +198,29 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return found
 
 
-# ---- inputs whose result is known exactly: sums of ones and twos round in no dtype
+# ---- inputs with exactly known results: sums of ones and twos are exact in every dtype
 
 
 def pattern(rank: int, count: int, dtype: str) -> Tensor:
-    """Differs from place to place and from rank to rank."""
+    """An input that differs by place and by rank."""
     random = torch.Generator().manual_seed(rank)
     return torch.randint(1, 3, (count,), dtype=torch.uint8, generator=random).to(torch_dtype(dtype))
 
 
 def constant(rank: int, call: int) -> int:
-    """What rank fills its input with before a timed call: 2 where bit rank % 4 of `call` is set."""
+    """The fill value of a rank's input before a timed call: 2 if bit rank % 4 of `call` is set."""
     return 1 + (call >> rank % 4 & 1)
 
 
 def wrong_pattern(case: Case, output: Tensor, task: Task, rank: int, n: int) -> int:
-    """Elements of `output` that are not what patterns must give."""
+    """The number of elements of `output` that are wrong for pattern inputs."""
     size = case.takes(task.count, n)
     right = case.result(lambda q: pattern(q, size, task.dtype), rank, n, task.op)
     return 0 if right is None else int((output != right).sum())
 
 
 def wrong_constant(case: Case, output: Tensor, task: Task, call: int, rank: int, n: int) -> int:
-    """The same for constants. One element stands for each n-th part of a buffer."""
+    """The same for constant inputs. One element stands for each n-th part of a buffer."""
     small = case.takes(n, n)
     dtype = torch_dtype(task.dtype)
     right = case.result(

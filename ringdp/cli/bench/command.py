@@ -1,5 +1,7 @@
-"""`ringdp bench`: measure, show progress meanwhile, then the table. The file is written after every
-size, so that one that takes too long costs no other."""
+"""`ringdp bench`: measures, shows progress meanwhile, then prints the table.
+
+The file is written after every size, so that an aborted run keeps the sizes that it finished.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bench(options: Options, console: Console) -> int:
-    """The exit code: 0 where every result is right, 1 where one is not."""
+    """Return the exit code: 0 if every result is right, 1 if not."""
     check(options)
     with _signals_raised():
         report = watch(options, console, partial(write_json, options.json))
@@ -36,7 +38,7 @@ def bench(options: Options, console: Console) -> int:
 
 
 def watch(options: Options, console: Console, keep: Callable[[Report], None]) -> Report:
-    """A bar on a terminal; elsewhere a line for each size."""
+    """Measure, showing a bar on a terminal, and elsewhere a line per size."""
     if not console.is_terminal:
         sizes: set[int] = set()
 
@@ -46,7 +48,7 @@ def watch(options: Options, console: Console, keep: Callable[[Report], None]) ->
                 say(console, f"measuring {step.size:,} bytes")
 
         return measure(options, line, keep)
-    # What is measured may break over lines, the time may not.
+    # The description may wrap; the time may not.
     says = TextColumn("{task.description}", table_column=Column())
     parts = (says, BarColumn(BAR), TimeElapsedColumn())
     with Progress(*parts, console=console, transient=True) as progress:
@@ -61,7 +63,7 @@ def watch(options: Options, console: Console, keep: Callable[[Report], None]) ->
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """The first of ENDING raises SignalError, which ends the ranks; while they end, others wait."""
+    """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         for other in ENDING:

@@ -1,4 +1,4 @@
-"""What a rank of a contender is to its worker, and what worker and controller say to each other."""
+"""The interface of a contender's rank, and the messages between controller and worker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ringdp.cli.bench.cases import Task, torch_dtype
 
 class Buffers(NamedTuple):
     input: Tensor
-    output: Tensor  # the input itself where the collective works in place
+    output: Tensor  # the input itself if the collective works in place
 
 
 class Contender(ABC):
-    """One library, as one of its ranks sees it."""
+    """One library, as seen by one of its ranks."""
 
     rank: int
     ranks: int
@@ -26,12 +26,12 @@ class Contender(ABC):
     device = "cpu"
 
     def input(self, task: Task, count: int) -> Tensor:
-        """Room for so many elements."""
+        """Allocate an input of `count` elements."""
         return torch.empty(count, dtype=torch_dtype(task.dtype), device=self.device)
 
     @abstractmethod
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
-        """What is timed: one call as users write it, which on a GPU may end later."""
+        """The call to time, as users write it. On a GPU it may return before it has finished."""
 
     @abstractmethod
     def barrier(self) -> object: ...
@@ -47,7 +47,7 @@ class Hello(NamedTuple):
 
 
 class Round(NamedTuple):
-    """`number` counts the rounds of a task; `calls` are timed."""
+    """`number` counts the rounds of a task; `calls` is how many calls are timed."""
 
     task: Task
     number: int

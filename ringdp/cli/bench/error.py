@@ -1,14 +1,14 @@
 """`ringdp bench error`: how far sums are from float64's, by algorithm, dtype and number of ranks.
 
-The schedules are run by the simulator, whose additions are in the order of every other transport's,
-so that a row says what a run's bits are worth. An error is counted in ulps of the exact sum, the
-distance between neighbours of the dtype there; rounded once a sum is at most half a one off. It is
-measured on two kinds of inputs:
+The simulator runs the schedules. It adds in the same order as every other transport, so a row holds
+for real runs too. Errors are counted in ulps of the exact sum, the distance between neighbours of
+the dtype at that value; a sum that is rounded once is at most half an ulp off. There are two kinds
+of inputs:
 
-    positive   uniform in [1, 2): nothing cancels, so at most n - 1 additions and as many roundings
-               of what is sent on leave at most 2 (n - 1) ulps
-    normal     as gradients are: where a sum nearly cancels its ulps are small, and the errors many;
-               one that cancels has no ulps to count in, and is left out of mean and greatest
+    positive   uniform in [1, 2): nothing cancels, so at most n - 1 additions, and as many roundings
+               of partial sums that are sent on, leave an error of at most 2 (n - 1) ulps
+    normal     like gradients: if a sum nearly cancels, its ulps are small and its error is many of
+               them; an exact sum of zero has no ulp, and is left out of mean and maximum
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringdp.transport.simulator import simulate
 RANKS = (2, 3, 4, 8, 16, 64)
 DTYPES = ("float32", "float16", "bfloat16")
 KEYS = ("dtype", "algorithm")  # columns
-ELEMENTS = 8192  # of a buffer: of each of the 64 chunks of a ring of 64 as many as make a mean
+ELEMENTS = 8192  # of a buffer: enough for a mean over each of the 64 chunks of a ring of 64
 INPUTS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "positive": lambda g: 1 + torch.rand(ELEMENTS, generator=g),
     "normal": lambda g: torch.randn(ELEMENTS, generator=g),
@@ -41,7 +41,7 @@ INPUTS: dict[str, Callable[[torch.Generator], Tensor]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """ulps over all elements of the result whose exact sum is not zero."""
+    """Errors in ulps, over all elements whose exact sum is not zero."""
 
     algorithm: str
     dtype: str
@@ -49,12 +49,14 @@ class Row:
     inputs: str
     mean: float
     max: float
-    rounded_right: float  # share of all elements: no neighbour is nearer to the exact sum
+    rounded_right: (
+        float  # share of all elements that are as near to the exact sum as the dtype allows
+    )
     same_on_all_ranks: bool
 
 
 def check(options: Options) -> tuple[str, ...]:
-    """The algorithms. Raises UsageError for options that are not for this, and for no algorithm."""
+    """Return the algorithms. Raises UsageError for options that do not apply here."""
     only(
         options,
         ("algorithm", "json"),
@@ -66,7 +68,7 @@ def check(options: Options) -> tuple[str, ...]:
     if options.algorithm == Options.algorithm:
         return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")
     named = tuple("direct" if name == "auto" else name for name in options.algorithms)
-    for name in named:  # that there is one, and that it is right
+    for name in named:  # raises for an algorithm that does not exist or is wrong
         program("all_reduce", name, RANKS[0], 0, 0, None)
     return named
 
@@ -84,7 +86,7 @@ def bench(options: Options, console: Console) -> int:
 
 
 def measure(algorithm: str, n: int) -> list[Row]:
-    """A row for each dtype and kind of inputs. Raises ScheduleError where it is wrong for n."""
+    """A row for each dtype and kind of input. Raises ScheduleError if it is wrong for n."""
     programs = [program("all_reduce", algorithm, n, rank, 0, None) for rank in range(n)]
     rows = []
     for dtype in DTYPES:
@@ -114,8 +116,8 @@ def measure(algorithm: str, n: int) -> list[Row]:
 def ulps(found: Tensor, exact: Tensor) -> Tensor:
     """|found - exact| in units in the last place of found's dtype; both finite, exact in float64.
 
-    2^(e - p) where 2^(e-1) <= |exact| < 2^e and the dtype has p bits; the least there is for 0 and
-    for what is subnormal.
+    An ulp is 2^(e - p) if 2^(e-1) <= |exact| < 2^e and the dtype has p bits. For 0 and subnormal
+    values it is the dtype's smallest.
     """
     limits = torch.finfo(found.dtype)
     unit = torch.ldexp(torch.full_like(exact, limits.eps / 2), torch.frexp(exact).exponent)

@@ -1,10 +1,10 @@
-"""The processes of the contenders: one group each, which live for the whole run.
+"""The contenders' processes: one group per contender, alive for the whole run.
 
     start ──► saying hello ──► sleeping ◄──► in a round ──► ended
 
-Each rank connects to a socket of its group and says who it is; MPI launchers hand only rank 0 an
-input, so pipes would not do. A rank that fails or dies ends the run with a RankError that says so.
-Whatever ends the run, every process is gone when `Groups` is left.
+Each rank connects to its group's socket and says who it is; pipes would not do, because MPI
+launchers give only rank 0 a standard input. A rank that fails or dies ends the run with a
+RankError. However the run ends, every process is gone when `Groups` is left.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ringdp.cli.bench.contender import Failure, Hello, Round, Times
 from ringdp.cli.launch import RankError, room_for_sockets
 from ringdp.cli.loopback import environment, loopback_store
 
-START_TIMEOUT = 180.0  # s: imports of many ranks on few cores
+START_TIMEOUT = 180.0  # s: many ranks import on few cores
 ROUND_TIMEOUT = 600.0  # s: only a hang reaches it
-GRACE = 10.0  # s that ranks have to end by themselves
-HURRY = 3.0  # s where something has gone wrong, and some wait for one that is gone
+GRACE = 10.0  # s for ranks to end by themselves
+HURRY = 3.0  # s for the same after a failure: some ranks may wait for a dead one
 LAST_WORDS = 1.0  # s from SIGTERM to SIGKILL
 
 
@@ -40,7 +40,7 @@ class Groups:
     def __init__(
         self, names: Sequence[str], ranks: int, cores: Sequence[int], largest: int
     ) -> None:
-        """`largest` is the size in bytes of the largest buffer."""
+        """`largest` is the size of the largest buffer in bytes."""
         self._names, self._ranks, self._cores, self._largest = names, ranks, cores, largest
         self._groups: dict[str, _Group] = {}
 
@@ -69,7 +69,7 @@ class Groups:
         return {name: group.version for name, group in self._groups.items() if name != "probe"}
 
     def run(self, name: str, command: Round) -> list[Times]:
-        """One round of one group, while all others sleep: what each rank says."""
+        """Run one round of one group while all others sleep; return each rank's times."""
         return self._groups[name].run(command)
 
     def _end(self, grace: float) -> None:
@@ -163,7 +163,7 @@ class _Group:
         return [times[rank] for rank in range(self.ranks)]
 
     def ask_to_end(self) -> None:
-        """Ranks end by themselves after their round, and clean up; those not yet here cannot."""
+        """Tell the ranks to end after their round, and signal any that have not connected yet."""
         self._socket.close()
         self._tell(None)
         if len(self._pipes) < self.ranks:
@@ -182,11 +182,11 @@ class _Group:
 
     def _tell(self, command: Round | None) -> None:
         for pipe in self._pipes.values():
-            with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says who died
+            with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` reports the death
                 pipe.send(command)
 
     def _signal(self, signum: int) -> None:
-        """To a launcher that still runs, with all it started, and to ranks in other sessions."""
+        """Signal a launcher that still runs, its process group, and ranks in other sessions."""
         if self._launcher.poll() is not None:
             return
         with suppress(ProcessLookupError):
@@ -211,5 +211,5 @@ class _Group:
             raise RankError(f"{self._said()}ringdp: {self.name} did not start: it {how}")
 
     def _said(self) -> str:
-        """What its processes printed."""
+        """The output of its processes."""
         return Path(self._log.name).read_text(errors="replace", encoding="utf-8")

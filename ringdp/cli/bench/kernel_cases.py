@@ -1,7 +1,7 @@
-"""What each kernel is timed on, beside torch's ways to the same: one row of CASES each.
+"""The inputs on which kernels are timed, and torch's ways to do the same: one row of CASES each.
 
-A size is that of one float32 buffer, S bytes; `moves` says how many times S must be moved, by the
-formula in the kernel's docstring. Factors are -1, so that repeating a call changes no magnitude.
+A size is that of one float32 buffer, S bytes. `moves` is how many times S must be moved, by the
+formula in the kernel's docstring. Factors are -1, so that repeated calls change no magnitude.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ringdp.kernels import (
 )
 
 OURS = "ringdp"
-PARTS = 8  # ranks whose buffers are folded
-TENSORS = 64  # of a bucket, where it has so many elements
+PARTS = 8  # buffers to fold, one per rank
+TENSORS = 64  # of a bucket, if it has that many elements
 LEARNING_RATE = 1e-3
 
 Call = Callable[[], object]
@@ -32,11 +32,11 @@ Call = Callable[[], object]
 
 class Case(NamedTuple):
     moves: float
-    ways: Callable[[int, torch.device], dict[str, Call]]  # of so many elements; ours first
+    ways: Callable[[int, torch.device], dict[str, Call]]  # for this many elements; ours first
 
 
 def _tensors(elems: int, device: torch.device) -> tuple[list[Tensor], list[int]]:
-    """As a model's gradients: apart in memory; and their places in a bucket."""
+    """Tensors that lie apart in memory, like gradients, and their offsets in a bucket."""
     size = -(-elems // TENSORS)
     places = list(range(0, elems, size))
     made = [torch.randn(min(size, elems - first), device=device) for first in places]

@@ -1,25 +1,27 @@
-"""`ringdp bench kernels`: every kernel beside torch's ways, against a copy in the same run.
+"""`ringdp bench kernels`: every kernel beside torch's ways, compared with a copy in the same run.
 
-For each size: one round of every way to warm up, then `rounds` times one round of each, in an order
-that rotates, so that a slow phase of the machine hits all of them. A round is as many calls as fit
-ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. So it holds what the host
-needs for a launch, as in a training step. From ALONE bytes on, a GPU is asked for its own time:
-every call is timed by itself, begins with nothing of its data in a cache, and was launched while
-the GPU was kept waiting. What must move, over the time, is a bandwidth; that of `copy_`, which
-moves twice its size, is the memory's roof as torch reaches it, see Note [written back]. The largest
-size comes first, and the file is written after every kernel, so a run that is cut has what matters
-most. A way that raises, as torch's private names may in another version, costs its own row only:
-its error is kept, and is told at the end with exit code 1.
+For each size, every way has one warm-up round, then `rounds` rounds in turn with the others. The
+order rotates, so that a slow phase of the machine hits all of them. A round is as many calls as fit
+ROUND_SECONDS, timed as one: by events on a GPU, by the clock on a CPU. It therefore includes what
+the host needs for launches, as in a training step. From ALONE bytes on, a GPU's own time is taken:
+each call is timed by itself, starts with cold caches, and is launched while the GPU is kept busy.
+
+The bandwidth is the bytes that must move, divided by the time. The roof is the bandwidth of
+`copy_`, which moves twice its size; see Note [written back]. The largest size comes first, and the
+file is written after every kernel, so that an aborted run has what matters most. A way that raises,
+as torch's private functions may in another version, loses only its own row: its error is kept and
+reported at the end, with exit code 1.
 
 Note [written back]
-  A cache keeps what is stored until it needs the place (a GPU's, too: st.wb is what PTX does unless
-  told otherwise; PTX ISA, "Cache Operators"), so when a call ends, memory lacks up to a cache of
-  what it wrote. Of the 134 MB that a copy of 64 MiB must move that may be 60 under an L2 of 60 MB:
-  it looks up to 1.8 times as fast as memory is, and what writes less of its bytes slow beside it.
-  So from ALONE bytes on the roof is a copy of ROOF_CACHES times the largest cache, whatever the
-  size: at most 1 / (2 ROOF_CACHES), 3 %, of what it must move is not moved; where MOST_ROOF cuts
-  that short, as with a CPU's cache of hundreds of MB, more. A row itself still has that help, the
-  less the larger it is.
+  A cache keeps stored data until it needs the place (so does a GPU's: stores are st.wb by default;
+  PTX ISA, "Cache Operators"). When a call ends, up to a cacheful of its writes may not have reached
+  memory yet.
+  A copy of 64 MiB must move 134 MB, of which that may be 60 MB under an L2 of 60 MB: the copy looks
+  up to 1.8 times as fast as the memory, and a kernel that writes less looks slow beside it. From
+  ALONE bytes on, the roof is therefore a copy of ROOF_CACHES times the largest cache, whatever the
+  size, which leaves at most 1 / (2 ROOF_CACHES), 3 %, of its bytes unmoved; or more, if MOST_ROOF
+  limits the copy, as with a CPU's cache of hundreds of MB. Rows still profit from this effect, the
+  less the larger they are.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ COPY = "copy_"
 ROUND_SECONDS = 0.01
 MOST_CALLS = 1000  # in a round
 ALONE = 64 << 20  # bytes of a buffer
-ALONE_CALLS = 10  # in a round: all their launches must fit the queue of the device, some 1000
+ALONE_CALLS = 10  # in a round: their launches must all fit the device's queue of about 1000
 ROOF_CACHES = 16
-MOST_ROOF = 2 << 30  # bytes, of which there are two buffers
-EVICTING = 256 << 20  # bytes to read: several times any cache of a GPU
-LAUNCH_CYCLES = 1_000_000  # of the device for each call's launches, up to 70: half a millisecond
+MOST_ROOF = 2 << 30  # bytes of each of its two buffers
+EVICTING = 256 << 20  # bytes to read: several times any GPU's cache
+LAUNCH_CYCLES = 1_000_000  # of the device, about 0.5 ms: time for a call's launches, up to 70
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Row:
     gb_s: float  # of the median, as the two below
     roof: int  # bytes of a buffer of the copy that is 100 %
     percent_of_copy: float
-    over_ours: float | None  # this way's time over ours; None for ours, or if that failed
+    over_ours: float | None  # this way's time over ours; None for ours, or if ours failed
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Report:
 
 
 def check(options: Options) -> None:
-    """Raise UsageError for what cannot be, and for options that only a collective has."""
+    """Raise UsageError for bad values, and for options that apply only to collectives."""
     only(
         options,
         ("min", "max", "factor", "rounds", "json"),
@@ -106,7 +108,7 @@ def bench(options: Options, console: Console) -> int:
 def measure(
     options: Options, note: Callable[[str], None], keep: Callable[[Report], None]
 ) -> Report:
-    """`keep` is given what is known after every kernel."""
+    """Measure all kernels. `keep` gets the report so far after every kernel."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = describe(torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine["cpu"]
@@ -123,7 +125,7 @@ def measure(
 def _of_size(
     elems: int, rounds: int, device: torch.device
 ) -> Iterator[tuple[list[Row], list[Failure]]]:
-    """Of one kernel after the other."""
+    """Yield each kernel's rows and failures at this size."""
     roof = roof_of(4 * elems, device)
     x, y = torch.randn(2, roof // 4, device=device)
     timer = timer_of(4 * elems, device)
@@ -136,7 +138,7 @@ def _of_size(
 def _of_kernel(
     kernel: str, elems: int, rounds: int, device: torch.device, timer: Timer, copy: Call
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """As `interleaved`."""
+    """The times and errors of a kernel's ways, as `interleaved` returns them."""
     try:
         ways = CASES[kernel].ways(elems, device)
     except Exception as e:
@@ -145,7 +147,10 @@ def _of_kernel(
 
 
 def roof_of(size: int, device: torch.device) -> int:
-    """Bytes to copy beside a buffer of so many; of free memory a quarter at most, twice."""
+    """The size of the copy that is the roof for buffers of `size` bytes.
+
+    Its two buffers take at most half of the free memory.
+    """
     if size < ALONE:
         return size
     if device.type == "cuda":
@@ -183,19 +188,19 @@ def _rows(kernel: str, elems: int, roof: int, times: dict[str, list[float]]) -> 
 
 
 def _text(error: Exception) -> str:
-    """Not the error itself, which keeps the tensors of its frames."""
+    """The error as text: an exception would keep the tensors of its frames alive."""
     return f"{type(error).__name__}: {error}"
 
 
 class Timer(NamedTuple):
-    """`timed`: seconds of one call, of so many in a row."""
+    """`timed(call, times)` makes that many calls and returns the seconds per call."""
 
     timed: Callable[[Call, int], float]
     most: int  # calls in a round
 
 
 def timer_of(size: int, device: torch.device) -> Timer:
-    """For a buffer of so many bytes."""
+    """How to time calls on buffers of `size` bytes."""
     if device.type != "cuda":
         return Timer(by_the_clock, MOST_CALLS)
     if size < ALONE:
@@ -207,7 +212,7 @@ def timer_of(size: int, device: torch.device) -> Timer:
 def interleaved(
     ways: dict[str, Call], rounds: int, timer: Timer
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of a call, one of each round; and of ways that raised the error instead."""
+    """Return the seconds per call of each round by way, and the errors of ways that raised."""
     calls, found = dict[str, int](), dict[str, list[float]]()
     failed = dict[str, str]()
 
@@ -234,7 +239,7 @@ def interleaved(
 
 
 def by_the_clock(call: Call, times: int) -> float:
-    """Seconds of one call, of so many in a row."""
+    """Seconds per call."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -252,7 +257,10 @@ def by_events(call: Call, times: int) -> float:
 
 
 def alone(call: Call, times: int, evicting: Tensor) -> float:
-    """Caches are filled by reading: what was written would be written back during the call."""
+    """Seconds per call, each with cold caches.
+
+    The caches are flushed by reading: written data would be written back during the call.
+    """
     marks = [(_event(), _event()) for _ in range(times)]
     torch.cuda._sleep(times * LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
     for begin, end in marks:

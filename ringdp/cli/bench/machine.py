@@ -1,4 +1,4 @@
-"""What results were measured on, in words that go with them."""
+"""Describes the machine, for files of results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def describe(cores: int) -> dict[str, str]:
-    """Of this machine now; `cores` are those that ranks are pinned to."""
+    """This machine and its present load; `cores` is the number that ranks are pinned to."""
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name"),
         "cores": str(cores),
@@ -27,18 +27,18 @@ def describe(cores: int) -> dict[str, str]:
 
 
 def load() -> str:
-    """Of the last one, five and fifteen minutes."""
+    """The load averages of the last 1, 5 and 15 minutes."""
     return " ".join(f"{average:.2f}" for average in os.getloadavg())
 
 
 def last_cache() -> int:
-    """Bytes of the cache nearest to memory; 32 MiB where Linux does not tell."""
+    """The size in bytes of the last-level cache; 32 MiB if Linux does not tell."""
     size = next(reversed(_caches()), "L3 32768K").split()[1]
     return int(size.rstrip("KMG")) << 10 * " KMG".index(size[-1])
 
 
 def free_memory() -> int:
-    """Bytes; what Linux could free at once is not among them."""
+    """Free memory in bytes, without what Linux could reclaim."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

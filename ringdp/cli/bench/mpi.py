@@ -1,6 +1,6 @@
-"""An MPI library, called through mpi4py with numpy buffers, as a contender: MPICH or OpenMPI.
+"""The contenders MPICH and OpenMPI, called through mpi4py with numpy buffers.
 
-Which of the two is decided before this module is imported, see `peers`. An import starts MPI.
+Importing this module starts MPI. The environment (see `peers`) decides which library is loaded.
 """
 
 from __future__ import annotations

