@@ -1,13 +1,13 @@
-"""Spans and counters in the format of Chrome's tracing, which Perfetto opens.
+"""Writes spans and counters in Chrome's trace format, which Perfetto opens.
 
-A process is a rank, a thread a lane: one of its threads, or a communicator. `ts` and `dur` are µs,
-the former since the trace began.
+A process stands for a rank; a thread stands for a lane, which is one of the rank's threads or a
+communicator. `ts` and `dur` are in µs, and `ts` counts from the begin of the trace.
 
     ph  X  a span        name cat ts dur pid tid args
         C  a counter     name ts pid args: numbers by category
-        M  a name        process_name, thread_name, and the order in which they are shown
+        M  a name        process_name, thread_name, and their display order
 
-Beside `traceEvents` the file has an object `ringdp`, with what the report needs; viewers skip it.
+Beside `traceEvents` the file has an object `ringdp` with data for the report; viewers ignore it.
 Source: Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 
 def lines(recorder: Recorder, rank: int, epoch: int, shift: Shift) -> Iterator[str]:
-    """Every event of a rank as a line of JSON. `shift`: from its clock to rank 0's."""
+    """Every event of a rank as a line of JSON. `shift` converts its clock to rank 0's."""
     for event in _names(recorder, rank):
         yield _line(event)
     for name, category, lane, begin, end, args in recorder.spans:
@@ -37,7 +37,10 @@ def lines(recorder: Recorder, rank: int, epoch: int, shift: Shift) -> Iterator[s
 
 
 class Shift:
-    """A clock's times on another: off by `first` at its time `at`, by `then` at `later`, in ns."""
+    """Converts a clock's times in ns to another clock, by linear interpolation.
+
+    The other clock is ahead by `first` at time `at`, and by `then` at time `later`.
+    """
 
     def __init__(self, first: int = 0, at: int = 0, then: int = 0, later: int = 0) -> None:
         self.first, self.at = first, at

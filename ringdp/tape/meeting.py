@@ -1,10 +1,10 @@
-"""The ranks of a trace agree: on its epoch, on clocks, and on whose part there is to merge.
+"""Lets the ranks of a trace agree on its epoch, on clocks, and on the parts to merge.
 
-On one host CLOCK_MONOTONIC is the same for all. A rank of another host asks rank 0 for its time
-through the store, at the start and at the end of the trace; it takes the quickest answer of each,
-which is right to half the time of its round trip, and what lies between by a straight line.
+On one host all processes share CLOCK_MONOTONIC. A rank of another host asks rank 0 for its time
+through the store, at the start and at the end of the trace. Of several answers it takes the
+quickest, which is right to half of its round trip, and interpolates between start and end.
 
-What goes through the store is JSON of numbers and text, checked where it is read.
+The store carries JSON of numbers and text, which is checked when it is read.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ringdp.tape.chrome import Shift
 log = logging.getLogger("ringdp")
 
 ROUND_TRIPS = 16
-PIECE = 1 << 20  # bytes of a part that go through the store at once
-LOOK_EVERY = 0.01  # s, for parts
-WARN_AFTER = 5.0  # s that a rank waits for another to start the trace
-SORRY = "!"  # what begins the reason why there is no part
+PIECE = 1 << 20  # characters of a part per message through the store
+LOOK_EVERY = 0.01  # s between looks into the store
+WARN_AFTER = 5.0  # s of waiting for another rank to start the trace
+SORRY = "!"  # prefix of the reason why there is no part
 
 
 class Store(Protocol):
-    """Of torch's stores, what is used here."""
+    """The methods of torch's stores that are used here."""
 
     def set(self, key: str, value: str, /) -> object: ...
     def get(self, key: str, /) -> bytes: ...
@@ -45,30 +45,30 @@ class Store(Protocol):
 
 
 class Guess(NamedTuple):
-    """Of how far rank 0's clock is ahead of this one's: right to `error`, both ns."""
+    """How far rank 0's clock is ahead of this rank's: `offset` ± `error`, in ns."""
 
     offset: int
     error: int
-    at: int  # by this clock
+    at: int  # on this rank's clock
 
 
 class Member(NamedTuple):
-    """A rank of the trace: where its process is."""
+    """Where a rank's process is."""
 
     host: str
     pid: int
 
 
 class Opened(NamedTuple):
-    """What the ranks of a trace have in common: its epoch is ns on rank 0's clock."""
+    """What all ranks of a trace know. `epoch` is in ns on rank 0's clock."""
 
     epoch: int
-    token: str  # no other trace's
+    token: str  # unique to this trace
     path: str
 
 
 class Meeting:
-    """One rank's side. `store`: no other trace uses it."""
+    """One rank's side of the agreement. No other trace may use `store`."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Meeting:
         clock: Callable[[], int] = monotonic_ns,
         pid_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`ended`: whether a process of this host has. `pid_of`: of a rank before it comes, as far
-        as it is known."""
+        """`ended` says whether a process of this host has ended. `pid_of` gives a rank's pid, if it
+        is known before the rank comes."""
         self.rank, self.ranks, self.clock, self._ended = rank, ranks, clock, ended
         self._pid_of = pid_of
         self._store, self._me = store, Member(host, os.getpid())
@@ -89,9 +89,10 @@ class Meeting:
         self.guesses: list[Guess] = []  # empty on rank 0's host
 
     def open(self, complaint: str | None, path: str) -> Opened:
-        """What rank 0 says of this trace, whose `path` is rank 0's. Collective.
+        """Agree on the trace, with rank 0's `path`. Collective.
 
-        Raises UsageError everywhere if rank 0 has a `complaint`, PeerLost where a rank has ended.
+        If rank 0 has a `complaint`, raises UsageError on every rank. Raises PeerLost if a rank has
+        ended.
         """
         opened = Opened(self.clock(), secrets.token_hex(4), path)
         try:
@@ -127,8 +128,10 @@ class Meeting:
         return opened, str(complaint) if complaint else None
 
     def _patiently(self, key: str, rank: int) -> bytes:
-        """Wait as long as the store would, and say for whom once that takes long. Raises PeerLost
-        where a rank has ended without which no trace starts."""
+        """Wait for a key up to the store's timeout, with a warning if it takes long.
+
+        Raises PeerLost if any rank ends before the trace has started.
+        """
         began, warned = monotonic(), False
         while not self._store.check([key]):
             self._check_lost()
@@ -151,7 +154,7 @@ class Meeting:
 
     @property
     def shift(self) -> Shift:
-        """From this clock to rank 0's."""
+        """Converts this rank's clock to rank 0's."""
         if not self.guesses:
             return Shift()
         first, last = self.guesses[0], self.guesses[-1]
@@ -159,14 +162,14 @@ class Meeting:
 
     @property
     def away(self) -> list[int]:
-        """Ranks of other hosts than rank 0's."""
+        """Ranks on other hosts than rank 0."""
         return [r for r, m in enumerate(self.members) if m.host != self.members[0].host]
 
     def compare_clocks(self, when: str, limit: float | None) -> None:
-        """Ask rank 0, or answer: collective over rank 0 and those that are away from it.
+        """Ask rank 0 for its time, or answer. Collective over rank 0 and the ranks of other hosts.
 
-        `limit`: seconds for one answer; None: as long as the store waits. Raises RuntimeError, and
-        ValueError for an answer that makes no sense.
+        `limit` is in seconds per answer; None means the store's timeout. Raises RuntimeError if an
+        answer is late, and ValueError if it makes no sense.
         """
         for r in self.away if self.rank == 0 else [r for r in self.away if r == self.rank]:
             for k in range(ROUND_TRIPS):
@@ -193,7 +196,7 @@ class Meeting:
             self._store.get(key)
 
     def hand_in(self, part: Path, *, beside: bool) -> None:
-        """This rank's part is there, `beside` the trace; else send rank 0 what is in it."""
+        """Tell rank 0 that this rank's part lies `beside` the trace, or else send its contents."""
         pieces = 0
         if not beside:
             with part.open(encoding="utf-8") as text:
@@ -206,13 +209,13 @@ class Meeting:
             log.warning("rank 0 did not wait for rank %d's part of the trace: %s", self.rank, part)
 
     def excuse(self, why: str) -> None:
-        """There is no part of this rank."""
+        """Tell rank 0 why this rank has no part."""
         self._store.set(f"part/{self.rank}", SORRY + why)
 
     def collect(self, rank: int, part: Path, deadline: float) -> str | None:
-        """On rank 0: wait for that rank's part, and see that it lies at `part`. Why it does not.
+        """On rank 0: wait until that rank's part lies at `part`. If it never does, return why.
 
-        Raises RuntimeError, and ValueError for nonsense in the store.
+        Raises RuntimeError if the store fails, and ValueError for nonsense in it.
         """
         while not self._store.check([f"part/{rank}"]):
             if not self._lives(rank) and not self._store.check([f"part/{rank}"]):
@@ -229,12 +232,12 @@ class Meeting:
             with part.open("w", encoding="utf-8") as out:
                 for k in range(pieces):
                     out.write(self._store.get(f"piece/{rank}/{k}").decode())
-                    with suppress(RuntimeError):  # not every store can
+                    with suppress(RuntimeError):  # some stores cannot
                         self._store.delete_key(f"piece/{rank}/{k}")
         return None
 
     def _lives(self, rank: int) -> bool:
-        """As far as can be seen from here."""
+        """Whether the rank's process runs, as far as this host can see."""
         return rank in self.away or not self._ended(self.members[rank].pid)
 
 
@@ -243,7 +246,7 @@ def lost(other: int, rank: int, ranks: int) -> PeerLost:
 
 
 def _time(said: str | bytes | float) -> int:
-    """ns on some clock. Raises ValueError for what is none."""
+    """Parse a time in ns. Raises ValueError if it is impossible."""
     if not 0 <= (ns := int(said)) < 1 << 63:
         raise ValueError(f"a clock says {ns}")
     return ns

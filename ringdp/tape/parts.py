@@ -1,9 +1,9 @@
-"""A rank's part of a trace as a file beside the trace, and the parts as one.
+"""Writes each rank's part of a trace to a file beside the trace, and merges the parts.
 
-    part   = head, one object of JSON | events, one a line
-    trace  = {"displayTimeUnit", "ringdp": what the heads say together, "traceEvents": all events}
+    part   = head, one JSON object | events, one per line
+    trace  = {"displayTimeUnit", "ringdp": all heads, "traceEvents": all events}
 
-Both are written aside and renamed, so that neither is ever there by half.
+Both are written under another name and then renamed, so that neither is ever incomplete.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Head = dict[str, Any]
 
 
 def part_path(trace: Path, token: str, rank: int) -> Path:
-    """`token` tells this run's parts from those of any other."""
+    """The path of a rank's part. `token` distinguishes this run's parts from other runs'."""
     return trace.with_name(f"{trace.name}.{token}.rank{rank}.part")
 
 
 def check(trace: Path) -> None:
-    """Raises OSError where no part can lie beside the trace."""
+    """Raise OSError if parts cannot be written beside the trace."""
     with _aside(part_path(trace, "-" * 8, 0)) as aside:
         aside.touch()
 
@@ -40,14 +40,14 @@ def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
 
 
 def head(part: Path) -> Head:
-    """Raises OSError where there is no part, ValueError where that is none."""
+    """Read a part's head. Raises OSError if the part is missing, ValueError if it is damaged."""
     with part.open(encoding="utf-8") as lines:
         found: Head = json.loads(lines.readline())
         return found
 
 
 def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
-    """Write the trace and remove the parts. `facts`: what the ranks have in common."""
+    """Write the trace and remove the parts. `facts` holds what all ranks have in common."""
     heads = {str(rank): head(part) for rank, part in parts.items()}
     about = {"version": VERSION, **facts, "parts": heads}
     with _aside(trace) as aside:
@@ -68,7 +68,7 @@ def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
 
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
-    """A name beside `path` that nobody else writes, and that is gone afterwards."""
+    """Yield a temporary path beside `path`, unique to this process and removed afterwards."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield aside

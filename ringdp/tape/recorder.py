@@ -1,6 +1,6 @@
-"""One process's spans and counters while a trace runs, and who is asked for them.
+"""One process's spans and counters while a trace runs, and the sources that report them.
 
-Times are ns of CLOCK_MONOTONIC, which the processes of a host share and csrc uses, too.
+Times are ns of CLOCK_MONOTONIC, which all processes of a host share, and which csrc uses too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-DRAIN_EVERY = 0.05  # s: tapes of a fixed size must not run full
+DRAIN_EVERY = 0.05  # s: tapes have a fixed size and must not overflow
 Args = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """Something that took from `begin` to `end`, in a lane of its rank."""
+    """Something that lasted from `begin` to `end`, in a lane of its rank."""
 
     name: str
     category: str
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """Values from this moment on, until the next counter of that name."""
+    """Values from `at` on, until the next counter of that name."""
 
     name: str
     at: int
@@ -35,12 +35,12 @@ class Counter(NamedTuple):
 
 
 class Source(Protocol):
-    """Whatever can say what it does. It records between `tape_on` and `tape_off`."""
+    """An object that reports what it does. It records between `tape_on` and `tape_off`."""
 
     def tape_on(self, recorder: Recorder) -> None: ...
 
     def tape_drain(self) -> None:
-        """Called every now and then by a thread, and to be quick."""
+        """Hand over what there is. Called periodically by a thread; must be quick."""
         ...
 
     def tape_off(self) -> None:
@@ -49,19 +49,19 @@ class Source(Protocol):
 
 
 class Recorder:
-    """`lost`: how many spans there was no room for."""
+    """`lost` counts the spans for which there was no room."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.counters: list[Counter] = []
         self.lanes: dict[int, str] = {}
-        self.facts: dict[str, list[Args]] = {}  # what else a reader needs, by kind
+        self.facts: dict[str, list[Args]] = {}  # further data for readers, by kind
         self.lost = 0
         self._lane_of: dict[object, int] = {}
         self._lock = threading.Lock()
 
     def lane(self, key: object, name: str) -> int:
-        """The number of the lane called `key`, which readers see as `name`."""
+        """The number of the lane for `key`, which is shown as `name`."""
         with self._lock:
             if key not in self._lane_of:
                 self._lane_of[key] = len(self._lane_of) + 1
@@ -69,13 +69,13 @@ class Recorder:
             return self._lane_of[key]
 
     def thread(self, native: int | None = None) -> int:
-        """The lane of a thread, by default of this one."""
+        """The lane of a thread, by default the current one."""
         native = threading.get_native_id() if native is None else native
-        main = native == os.getpid()  # of Linux, and of a fork, too
+        main = native == os.getpid()  # on Linux, also after a fork
         return self.lane(native, "main thread" if main else f"thread {native}")
 
     def span(self, name: str, category: str, begin: int, **args: Any) -> None:
-        """From `begin` to now, on this thread."""
+        """Record a span from `begin` to now, on this thread."""
         lane = self.thread()
         self.spans.append(Span(name, category, lane, begin, monotonic_ns(), args or None))
 
@@ -87,15 +87,17 @@ class Recorder:
 
 
 _sources: WeakSet[Source] = WeakSet()
-_asked: set[Source] = set()  # those that record: nobody else may hold them, and they have to tell
+_asked: set[Source] = (
+    set()
+)  # sources that record; kept alive until they have handed over everything
 _recording: Recorder | None = None
 _drains: threading.Thread | None = None
-_over = threading.Event()  # the trace, for that thread
+_over = threading.Event()  # tells the draining thread to end
 _changing = threading.RLock()
 
 
 def join(source: Source) -> None:
-    """From now on traces ask this source, too: one that runs, and those to come."""
+    """Let this source take part in traces: in one that is running, and in later ones."""
     with _changing:
         _sources.add(source)
         if _recording is not None:
@@ -103,7 +105,7 @@ def join(source: Source) -> None:
 
 
 def leave(source: Source) -> None:
-    """It ends: take what it has."""
+    """Remove a source, which first hands over what it has."""
     with _changing:
         _sources.discard(source)
         if source in _asked:
@@ -122,7 +124,7 @@ def recording() -> bool:
 
 
 def start() -> Recorder:
-    """Ask every source to record. There is one trace at a time: see `recording`."""
+    """Let every source record. There can be only one trace at a time: see `recording`."""
     global _recording, _drains
     with _changing:
         assert _recording is None
@@ -137,7 +139,7 @@ def start() -> Recorder:
 
 
 def stop() -> None:
-    """Of what `start` began: afterwards the recorder has everything."""
+    """End the trace; afterwards the recorder has everything."""
     global _recording, _drains
     assert _drains is not None
     _over.set()

@@ -1,4 +1,4 @@
-"""What a check of `ringdp doctor` finds."""
+"""The result of a check of `ringdp doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Check(NamedTuple):
-    """`advice` says what to do, empty if nothing; `needed`: without it, ringdp cannot run."""
+    """`advice` says what to do, if anything. ringdp cannot run without what is `needed`."""
 
     what: str
     found: str

@@ -1,4 +1,4 @@
-"""What `ringdp doctor` looks for on the host: the tools that build, and what the kernel allows."""
+"""Checks of the host by `ringdp doctor`: build tools, and what the kernel allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def python() -> Check:
 
 
 def core() -> Check:
-    """Without it, nothing of ringdp can be imported, this command included."""
+    """Nothing of ringdp can be imported without it, including this command."""
     spec = find_spec("ringdp._core")
     return Check("ringdp's C++", f"{spec and spec.origin}", spec is not None, needed=True)
 
@@ -80,7 +80,7 @@ def pidfd() -> Check:
 
 
 def shm_directory() -> Check:
-    """ringdp leaves /dev/shm alone; torch's data loaders and NCCL do not."""
+    """ringdp does not use /dev/shm, but torch's data loaders and NCCL do."""
     what = "/dev/shm"
     try:
         size = shutil.disk_usage(what).total
@@ -112,7 +112,7 @@ def _tool(what: str, name: str, advice: str) -> Check:
 
 
 def _memory() -> str:
-    """What bounds it: memory that is free, or what the container may take."""
+    """The available memory, and the container's limit if it has one."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":") for line in lines)
     available = int(fields["MemAvailable"].split()[0]) // 1024
@@ -124,7 +124,7 @@ def _memory() -> str:
 
 @contextmanager
 def _child() -> Iterator[tuple[int, int]]:
-    """Another process of ours that does nothing, and a descriptor that is open in it."""
+    """Fork an idle process; yield its pid and a descriptor that is open in it."""
     fd = os.memfd_create("ringdp-doctor", os.MFD_CLOEXEC)
     pid = os.fork()
     if pid == 0:

@@ -1,8 +1,8 @@
-"""`ringdp doctor --pid` and `--job`: what the ranks of a running job do, read from outside it.
+"""`ringdp doctor --pid` and `--job`: shows from outside what the ranks of a running job do.
 
-It finds the shared segments that the job's processes hold open and prints one table for each, that
-is for each communicator; of those without shared memory it asks the ranks through the job's store.
-A job that hangs goes on hanging.
+It finds the shared segments that the job's processes hold open, one per communicator, and prints a
+table for each. For communicators without shared memory it asks the ranks through the job's store.
+The job itself is not disturbed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ringdp.transport.shm.watch import Watched, segments
 from ringdp.transport.store.processes import has_ended, stat
 
 RUN_ID = b"TORCHELASTIC_RUN_ID="  # torchrun's --rdzv-id, in the environment of its ranks
-# What all ranks of a job have in their environment, beside RANK.
+# Environment variables that all ranks of a job share.
 JOB = (*VARIABLES[1:], "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 def show_process(pid: int, console: Console) -> int:
-    """The communicators of one rank. Returns the exit code."""
+    """Show the communicators of one rank. Returns the exit code."""
     if pid < 1 or has_ended(pid):
         raise UsageError(f"--pid: there is no process {pid}")
     found = _communicators([pid])
@@ -42,7 +42,7 @@ def show_process(pid: int, console: Console) -> int:
 
 
 def show_job(job: str, console: Console) -> int:
-    """The communicators of a process and all below it, or of a torchrun run id."""
+    """Show the communicators of a process and its descendants, or of a torchrun run id."""
     pids = family(int(job)) if re.fullmatch(r"\d{1,9}", job) else []
     pids = pids or _of_run(job)
     if not pids:
@@ -56,7 +56,7 @@ def show_job(job: str, console: Console) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that descend from it; none if there is no such process."""
+    """The process and all of its descendants; empty if there is no such process."""
     parent_of = dict(parents())
     below = [pid] if pid in parent_of else []
     for one in below:
@@ -65,7 +65,7 @@ def family(pid: int) -> list[int]:
 
 
 def parents() -> Iterator[tuple[int, int]]:
-    """Every process, and its own parent."""
+    """All processes, each with its parent."""
     for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
         try:
             yield pid, int(stat(pid)[1])
@@ -74,7 +74,9 @@ def parents() -> Iterator[tuple[int, int]]:
 
 
 def _of_run(run_id: str) -> list[int]:
-    setting = RUN_ID + run_id.encode(errors="surrogateescape")  # as an argument: in any locale
+    setting = RUN_ID + run_id.encode(
+        errors="surrogateescape"
+    )  # as arguments are decoded, in any locale
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -86,7 +88,7 @@ def _of_run(run_id: str) -> list[int]:
 
 
 class Seen(NamedTuple):
-    """A communicator: where it was found, and what is known of it, or why nothing is."""
+    """A communicator: where it was found, and either what was observed or what went wrong."""
 
     where: str
     observed: Observed | None
@@ -114,7 +116,7 @@ def _shared(path: Path) -> Seen:
 
 
 def _told(environ: dict[str, str]) -> list[Seen]:
-    """Of the ranks' job, in whose store they meet."""
+    """The communicators of the job whose ranks meet in this store."""
     where = f"the store at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     try:
         found = inspect_job(environ)
@@ -127,7 +129,7 @@ def _told(environ: dict[str, str]) -> list[Seen]:
 
 
 def _environ(pid: int) -> dict[str, str]:
-    """Of a rank, what all ranks of its job have in common; else nothing."""
+    """The variables that all ranks of a rank's job share; empty for other processes."""
     try:
         lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -155,7 +157,7 @@ def _show(found: list[Seen], console: Console) -> int:
 
 
 def _verdicts(observed: Observed, failed: tuple[FailureKind, int] | None) -> Iterator[str]:
-    """Why it does not go on, as far as the records tell."""
+    """What keeps the communicator waiting, as far as the records tell."""
     if failed:
         kind, rank = failed
         yield f"it has failed: {kind.name.lower()}, rank {rank}"

@@ -1,4 +1,4 @@
-"""What `ringdp doctor` looks for among packages, libraries and GPUs."""
+"""Checks of packages, libraries and GPUs by `ringdp doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdp.cli.doctor.check import Check
 from ringdp.transport.nccl.library import INSTALL
 from ringdp.transport.peer.kernels import FATBIN
 
-IMPORT_SECONDS = 60.0  # that a package may take; a broken one may hang
+IMPORT_SECONDS = 60.0  # for an import; a broken package may hang
 
 
 def torch_() -> Check:
@@ -33,14 +33,14 @@ def triton() -> Check:
 
 
 def cupy() -> Check:
-    """The import needs libnccl, so it is tried and not only looked for."""
+    """Its import needs libnccl, so the import is tried."""
     advice = f"only for the NCCL transport: {_extra()}"
     names = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
     return _package("CuPy", names, "from cupy.cuda import nccl", advice)
 
 
 def nccl() -> Check:
-    """Every libnccl.so.2 that a process could load; two in one process do not go together."""
+    """Find every libnccl.so.2 that a process could load: two in one process conflict."""
     found = sorted({str(path.resolve()) for path in _libnccl()})
     packages = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _version(p)]
     what, versions = "libnccl", ", ".join(f"{p} {_version(p)}" for p in packages)
@@ -80,7 +80,7 @@ PACKAGES: tuple[Callable[[], Check], ...] = (torch_, triton, cupy, nccl, peer, g
 
 
 def _extra() -> str:
-    """What brings CuPy and NCCL: one extra, where torch's CUDA says which."""
+    """How to install CuPy and NCCL: with the extra for torch's CUDA version, if it has one."""
     import torch
 
     major = str(torch.version.cuda).split(".")[0]
@@ -95,7 +95,7 @@ def _version(package: str) -> str | None:
 
 
 def _package(what: str, names: tuple[str, ...], code: str, advice: str) -> Check:
-    """Whether it is installed under one of the names and the code runs, in a process of its own."""
+    """Check that one of the packages is installed, and that `code` runs in a new process."""
     versions = [version for name in names if (version := _version(name))]
     if not versions:
         return Check(what, "not installed", well=False, advice=advice)
@@ -116,7 +116,7 @@ def _package(what: str, names: tuple[str, ...], code: str, advice: str) -> Check
 
 
 def _libnccl() -> list[Path]:
-    """Where the loader, or a package, would find one."""
+    """All places where the loader or a package finds libnccl."""
     places = [Path(p) for p in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
     paths = [p for p in places if p.name.startswith("libnccl.so") and p.exists()]
     directories = [Path(d) for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]

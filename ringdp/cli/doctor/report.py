@@ -1,7 +1,7 @@
-"""`ringdp doctor`: what is installed and works here, and what to do about what does not.
+"""`ringdp doctor`: reports what is installed and works, and how to mend what does not.
 
-A check is a function that returns a Check; what fails in it is its finding. ringdp can run where
-every needed one is well; the others say what would be faster, or possible.
+A check is a function that returns a Check. ringdp can run if every needed check is well; the others
+show what else would be possible, or faster.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ringdp.cli.doctor.packages import PACKAGES
 
 
 def examine() -> list[Check]:
-    """All checks, the host's first: they fork, which is safest before torch starts threads."""
+    """Run all checks, the host's first: they fork, which is safest before torch starts threads."""
     return [check() for check in (*HOST, *PACKAGES)]
 
 
 def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
-    """Print them; the exit code is 0 if ringdp can run."""
+    """Print the checks. The exit code is 0 if ringdp can run."""
     runs = all(c.well for c in checks if c.needed)
     if as_json:
         print(json.dumps({"runs": runs, "checks": [c._asdict() for c in checks]}, indent=1))

@@ -1,4 +1,4 @@
-"""`ringdp plan`: checks what is asked, plans every stage, and writes them as JSON."""
+"""`ringdp plan`: checks the options, plans every stage, and writes the plan as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plan(options: Options, console: Console) -> int:
-    """The exit code, 0. Raises UsageError for bad input."""
+    """Return the exit code, 0. Raises UsageError for bad input."""
     if options.published == bool(options.model):
         raise UsageError("plan takes either --model, such as gpt2, or --published")
     if options.published:
@@ -45,7 +45,7 @@ def plan(options: Options, console: Console) -> int:
 
 
 def check(options: Options) -> Setting:
-    """Raises UsageError for the first thing that cannot work."""
+    """Turn options into a Setting. Raises UsageError for the first thing that cannot work."""
     between("--ranks", options.ranks, 1, MOST_RANKS)
     if options.per_node is not None:
         between("--per-node", options.per_node, 1, MOST_RANKS)

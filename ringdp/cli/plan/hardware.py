@@ -1,8 +1,8 @@
-"""α β γ and what a device does: from a file of `ringdp bench`, or from vendors' datasheets.
+"""α β γ and device speeds, from files of `ringdp bench` or from vendors' datasheets.
 
-Datasheet figures are peaks. Links: one direction, of one device. γ is three bytes of device memory
-(two read, one written) a byte reduced. A step is priced as if every message crossed the slowest
-link: within a node the device's own, between nodes `--network`.
+Datasheet figures are peaks. A link's figure is for one direction of one device. γ is the time to
+move three bytes of device memory (two read, one written) per byte reduced. A step is priced as if
+every message crossed the slowest link: the device's own within a node, `--network` between nodes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ DEVICES = {
     "h100": Device(989e12, 67e12, 80 * 10**9, 3.35e12, 450e9),
     "h200": Device(989e12, 67e12, 141 * 10**9, 4.8e12, 450e9),
 }
-HOSTS_MEMORY = ("shm", "nccl-host", "peer-host")  # transports that move bytes there
-PER_NODE, BETWEEN_NODES = 8, "400Gb"  # where nothing is said
-ASSUMED_ALPHA = 1e-5  # s a message
-LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb or GB a second
+HOSTS_MEMORY = ("shm", "nccl-host", "peer-host")  # transports through host memory
+PER_NODE, BETWEEN_NODES = 8, "400Gb"  # defaults
+ASSUMED_ALPHA = 1e-5  # s per message
+LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb/s or GB/s
 
 
 class Measured(NamedTuple):
-    """What a bench file covers."""
+    """The range that bench files cover."""
 
     collectives: frozenset[str]
     ranks: frozenset[int]
@@ -49,21 +49,21 @@ class Measured(NamedTuple):
 class Network(NamedTuple):
     machine: Machine
     source: str
-    measured: Measured | None = None  # None: nothing was
-    cores: int | None = None  # of the host, where they move the bytes; None: something else does
-    fitted: Mapping[str, Machine] = {}  # by collective, to its own rows
-    yields: bool = False  # see Note [gathers yield to reductions]: so they do in a host's memory
-    bandwidth: float | None = None  # bytes/s of a rank's memory, where that is the host's
+    measured: Measured | None = None  # None: datasheets
+    cores: int | None = None  # of the host, if cores move the bytes; None if a device does
+    fitted: Mapping[str, Machine] = {}  # by collective, each fitted to its own rows
+    yields: bool = False  # in host memory. See Note [gathers yield to reductions]
+    bandwidth: float | None = None  # bytes/s of a rank's memory, if it is the host's
 
     def beside(self, n: int) -> bool:
-        """Whether collectives of n ranks go on while they compute: each with a core of its own."""
+        """Whether n ranks communicate while they compute, which takes a second core per rank."""
         return self.cores is None or self.cores >= 2 * n
 
     def of(self, collective: str) -> Machine:
         return self.fitted.get(collective, self.machine)
 
     def beyond(self, collectives: set[str], n: int, sizes: set[int]) -> list[str]:
-        """In which ways a prediction for these leaves what was measured."""
+        """How a prediction for these goes beyond what was measured, in words."""
         if self.measured is None:
             return ["nothing was measured: datasheet bandwidth, and α is assumed"]
         found, m = [], self.measured
@@ -87,9 +87,9 @@ def network(
     per_node: int | None = None,
     alpha: float | None = None,
 ) -> Network:
-    """`400Gb` (bits/s), `50GB` (bytes/s) or files, whose ranks are where they were.
+    """Parse `400Gb` (bits/s), `50GB` (bytes/s), or .json files, which also fix where ranks are.
 
-    Raises UsageError for anything else, and for what would count for nothing.
+    Raises UsageError for anything else, and for options that would have no effect.
     """
     if given is not None and given.endswith(".json"):
         for option, value in (("--alpha", alpha), ("--per-node", per_node)):
@@ -130,10 +130,13 @@ def network(
 
 
 def from_files(given: str) -> Network:
-    """α β γ fitted to the medians of our built-in algorithms; where some are of buffers in shared
-    memory, to those, since such are the engine's; where some are of other transports, to the first
-    one's. To each collective's own rows, and to all for one that is not there: in shared memory an
-    all_reduce of 4 MiB takes less than the all_gather that its price contains."""
+    """Fit α β γ to the medians of ringdp's built-in algorithms.
+
+    Only the first transport's rows count, and of these only registered buffers if there are any,
+    since the engine's buffers are registered. Each collective is fitted to its own rows: in shared
+    memory an all_reduce of 4 MiB takes less than the all_gather that its price contains. A fit to
+    all rows serves collectives that were not measured.
+    """
     files = names(given)
     reports, named = [read(Path(file)) for file in files], ", ".join(files)
     machines = [f"{r.machine.get('cpu')} of {r.machine.get('cores')} cores" for r in reports]
@@ -168,7 +171,7 @@ def from_files(given: str) -> Network:
 
 
 def _bandwidth(rows: Sequence[Row]) -> float:
-    """Of the slowest of the largest collectives, as if a rank read and wrote each byte once."""
+    """bytes/s of the slowest of the largest collectives, if each byte is read and written once."""
     most = max(r.bytes for r in rows)
     return 2 * most / max(r.p50_us / 1e6 for r in rows if r.bytes == most)
 

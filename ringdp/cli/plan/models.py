@@ -1,7 +1,7 @@
-"""The model that is planned, as units of parameters: by name, by size, or built on the meta device.
+"""The planned model as units of parameters: by name, by size, or built on the meta device.
 
-Named transformers are laid out as they are published, one unit a block; what lies outside the
-blocks (embeddings, the last norm, the head) is the root's.
+Named transformers have their published layout, with one unit per block. Everything outside the
+blocks (embeddings, the last norm, the head) belongs to the root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringdp.parallel.precision import EMPTY, Dtypes, Precision, dtypes, kinds_of
 from ringdp.parallel.units import find_units
 from ringdp.schedule.custom import load, said
 
-DEFAULT_UNITS = 32  # of a model that is but a number of parameters
+DEFAULT_UNITS = 32  # of a model given by its size only
 MOST_PARAMETERS = 10**14
 MOST_UNITS = 1_000
 
@@ -30,7 +30,7 @@ Parameters = tuple[tuple[str, int], ...]  # name, elements
 
 
 class Part(NamedTuple):
-    """A unit: its name ("" for the root), parameters and what they are."""
+    """A unit: its name ("" for the root), its parameters and their dtypes."""
 
     name: str
     parameters: Parameters
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class Model(NamedTuple):
-    """`groups`: units of one module, the root's first."""
+    """`groups` lists the units of each module, the root's first."""
 
     name: str
     parts: tuple[Part, ...]
@@ -57,8 +57,10 @@ class Model(NamedTuple):
         return layout([(p.name, p.parameters) for p in self.parts], ranks)
 
     def scaled(self, elements: int) -> Model:
-        """The same model with about so many elements: each parameter's times one factor, rounded
-        up, so that none loses its last."""
+        """The same model with about `elements` elements.
+
+        All parameters are scaled by one factor and rounded up, so that none becomes empty.
+        """
         old = self.elements
         parts = [
             p._replace(parameters=tuple((n, -(-e * elements // old)) for n, e in p.parameters))
@@ -91,7 +93,7 @@ class Gpt(NamedTuple):
 
 
 class Llama(NamedTuple):
-    """Touvron et al. 2023; `key_value` is the width of keys and of values."""
+    """Touvron et al. 2023; `key_value` is the width of keys and values."""
 
     blocks: int
     width: int
@@ -123,9 +125,9 @@ NAMED: dict[str, Gpt | Llama] = {
 
 
 def read(given: str, precision: Precision) -> Model:
-    """A name, `params=7e9`, `params=7e9/48` (in 48 equal units), or `FILE.py:factory`.
+    """Parse a name, `params=7e9`, `params=7e9/48` (in 48 equal units), or `FILE.py:factory`.
 
-    Raises UsageError for anything else, and where a factory makes no module that can be trained.
+    Raises UsageError for anything else, and if a factory makes no trainable module.
     """
     if given in NAMED:
         shape = NAMED[given]
@@ -141,7 +143,7 @@ def read(given: str, precision: Precision) -> Model:
 
 
 def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
-    """Units as `ringdp.shard` makes them where no unit is given."""
+    """A module's units, as `ringdp.shard` makes them if no unit is given."""
     found = find_units(module, None, kind=kinds_of(module, precision))
     parts, groups = [], dict[nn.Module, list[int]]()
     for index, unit in enumerate(found):

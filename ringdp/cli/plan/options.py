@@ -1,4 +1,4 @@
-"""What `ringdp plan` is asked: its options, as they are typed, and its help."""
+"""The options of `ringdp plan` as typed, and its help."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from ringdp.cli.options import parse_stages
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE
 from ringdp.schedule.cost import CLOSED
 
-UTILISATION = 0.4  # share of its peak that compute reaches
+UTILISATION = 0.4  # share of the peak that compute reaches
 USED = ("all_reduce", "reduce_scatter", "all_gather")
 ALGORITHMS = [a for c, a in CLOSED if c == USED[0] and all((u, a) in CLOSED for u in USED)]
 

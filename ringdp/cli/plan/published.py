@@ -1,14 +1,14 @@
-"""Published figures of what a rank holds, beside what the engine's formula and theirs come to.
+"""Published figures of the bytes that a rank holds, beside their own and the engine's formulas.
 
-ZeRO counts 2Ψ of parameters, 2Ψ of gradients and K = 12 bytes an element for the optimizer (master,
-momentum, variance). That is the engine's formula for parameters at rest in two bytes, with 12 bytes
-of state an element. With Precision(param=bfloat16) the engine holds more: gradients for the
-optimizer in the masters' dtype, and in stage 1 the whole ones in bfloat16 as well.
+ZeRO counts 2Ψ for parameters, 2Ψ for gradients and K = 12 bytes per element for the optimizer
+(master, momentum, variance). This is the engine's formula for parameters of two bytes at rest, with
+12 bytes of state per element. With Precision(param=bfloat16) the engine holds more: it keeps the
+optimizer's gradients in the masters' dtype, and in stage 1 also the whole gradients in bfloat16.
 
-DeepSpeed's estimator has whole parameters and gradients of two bytes each in stage 2 (4Ψ), 16Ψ/n
-with gradients and masters of four bytes, in stage 3 18Ψ/n and 4 bytes an element of the largest
-layer. The engine has two buckets in stage 2, not all gradients; in stage 3 it also keeps 18Ψ/n,
-and has the root, two units and two buckets where DeepSpeed counts one layer.
+DeepSpeed's estimator counts, in stage 2, whole parameters and gradients of two bytes each (4Ψ) and
+16Ψ/n with gradients and masters of four bytes; in stage 3, 18Ψ/n and 4 bytes per element of the
+largest layer. In stage 2 the engine has two buckets instead of all gradients. In stage 3 it also
+keeps 18Ψ/n, but the root, two units and two buckets where DeepSpeed counts one layer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ringdp.parallel.stages import stage_of
 ZERO = "Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 ranks, GB"
 DEEPSPEED = "DeepSpeed, code-docs/source/memory.rst: t5-3b, 2851e6 parameters, 8 ranks, GiB"
 BF16 = Precision(param=torch.bfloat16)
-LARGEST_LAYER = 32_000_000  # elements, as the documentation's example is given
+LARGEST_LAYER = 32_000_000  # elements, as in the documentation's example
 
 
 class Figure(NamedTuple):
-    """`published` as printed there; `theirs` by their formula; `engine` as `ringdp plan` says."""
+    """`published` is as printed there, `theirs` by their formula, `engine` by `ringdp plan`."""
 
     source: str
     stage: int
@@ -55,7 +55,7 @@ def figures() -> list[Figure]:
 
 
 def zeros(model: Model, stage: int, ranks: int) -> int:
-    """ZeRO's count, by the engine's formula."""
+    """ZeRO's count, computed with the engine's formula."""
     at_rest = formula(
         model.layout(ranks),
         model.groups,
@@ -70,7 +70,7 @@ def zeros(model: Model, stage: int, ranks: int) -> int:
 
 
 def states(model: Model, stage: int, ranks: int) -> int:
-    """What the engine holds between steps: without gathered units and buckets."""
+    """Bytes that the engine holds between steps, without gathered units and buckets."""
     found = held(model, stage, ranks)
     return found.parameters + found.gradients + found.optimizer
 

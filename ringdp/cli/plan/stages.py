@@ -1,4 +1,4 @@
-"""What each stage holds, sends and takes, the largest model that fits, and which stage to take."""
+"""Plans stages: bytes held and sent, the step's time, the largest model, and a recommendation."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ringdp.parallel.stages import Keep, stage_of
 from ringdp.schedule.algorithms import Collective
 from ringdp.schedule.cost import closed, seconds
 
-RANK = 0  # the one whose bytes are said: no other owns fewer padding
+RANK = 0  # the rank whose bytes are planned: it owns the least padding
 PER_ELEMENT, PER_PARAMETER = 8, 4  # bytes of Adam's state in torch, in float32
-FLOPS = 2  # of a forward, a parameter and token
+FLOPS = 2  # of a forward, per parameter and token
 MOST_RANKS = 65_536
-ALIKE = 1e-3  # times that differ by less, in proportion, are one: no prediction is that good
-EXACT = 1000  # the largest model is found to one part in so many
+ALIKE = 1e-3  # relative difference below which predicted times count as equal
+EXACT = 1000  # the largest model is found to one part in EXACT
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is for. Tokens are those of one rank in one step."""
+    """What a plan is for. `tokens` is one rank's in one step."""
 
     ranks: int
     tokens: int
     memory: int  # bytes that a rank may hold
-    flops: float  # a second, sustained
+    flops: float  # per second, sustained
     bandwidth: float  # bytes/s of a rank's memory
     network: Network
     algorithm: str = "direct"
@@ -40,13 +40,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One stage. Bytes of one rank, seconds, elements."""
+    """One stage. Bytes are one rank's."""
 
     stage: int
     memory: Memory
     sent: int
     step: Step
-    largest: int  # elements of the largest such model that fits; 0 where none does
+    largest: int  # elements of the largest such model that fits; 0 if none does
     fits: bool
     extrapolated: list[str]
 
@@ -56,8 +56,10 @@ class Row:
 
 
 def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memory:
-    """Bytes of one rank, by the engine's formula and its default look-ahead; `yields` as a
-    `Network` says."""
+    """Bytes of one rank, by the engine's formula with its default prefetching.
+
+    `yields` is as in `Network`.
+    """
     sizes = _gathered(model, stage, ranks)
     return formula(
         model.layout(ranks),
@@ -80,7 +82,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     @cache
     def cost(collective: Collective, size: int) -> float:
         if not size:
-            return 0.0  # it is not called
+            return 0.0  # not called
         among = 0
         if setting.network.cores is not None:  # a step's buffers share the host's caches
             gathers = collective == "all_gather"
@@ -125,7 +127,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
 
 
 def largest(model: Model, stage: int, setting: Setting) -> int:
-    """Elements of the largest model of the same layout, every parameter scaled alike, that fits."""
+    """Elements of the largest model that fits, when all parameters are scaled alike."""
 
     def fits(elements: int) -> bool:
         scaled, yields = model.scaled(elements), setting.network.yields
@@ -141,7 +143,7 @@ def largest(model: Model, stage: int, setting: Setting) -> int:
 
 
 def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
-    """The fastest stage that fits, the lowest of those alike; or how many ranks it would take."""
+    """Name the lowest of the fastest stages that fit, or else the ranks that it would take."""
     fitting = [r for r in rows if r.fits]
     if fitting:
         least_time = min(r.step.total for r in fitting) * (1 + ALIKE)
@@ -165,7 +167,7 @@ def _stages(rows: Sequence[Row]) -> str:
 
 
 def _gathered(model: Model, stage: int, ranks: int) -> list[int]:
-    """Bytes that gathering each unit takes beside what is kept."""
+    """Extra bytes that each unit takes while gathered."""
     if stage_of(stage).parameters is Keep.FULL:
         return [0] * len(model.parts)
     return [w.compute * u.padded for u, w in zip(model.layout(ranks), model.widths, strict=True)]

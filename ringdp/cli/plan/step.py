@@ -1,12 +1,13 @@
-"""How long one step takes: the engine's order of gathers, compute and reductions, on two clocks.
+"""Predicts the time of one step: simulates the engine's gathers, compute and reductions.
 
-One clock computes; the other is the wire, which carries one collective at a time in the order in
-which the engine issues them. Compute waits for the gather of what it uses; a reduction whose bucket
-is not its unit's own waits, once that is full, for the one before; the optimizer waits for all.
-What compute waits for is exposed, the rest of the wire's time is hidden. Where the cores that
-compute also move the bytes, as in shared memory, there is one clock: nothing is hidden.
+There are two clocks. One is compute's; the other is the wire's, which carries one collective at a
+time, in the order in which the engine issues them. Compute waits for the gathers of what it uses. A
+reduction from a shared bucket waits, once the bucket is full, for the reduction before it. The
+optimizer waits for all of them. Time for which compute waits is exposed; the rest of the wire's
+time is hidden. If the cores that compute also move the bytes, as in shared memory, nothing is
+hidden.
 
-Leaves out: kernels that collectives and compute take from one another, the host's time.
+Leaves out the slowdown of kernels by concurrent collectives, and the host's time.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ringdp.parallel.prefetch import Groups
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.schedule.algorithms import Collective
 
-Cost = Callable[[Collective, int], float]  # of a buffer of so many bytes, in s
+Cost = Callable[[Collective, int], float]  # in s, of a buffer of this many bytes
 
 
 class Step(NamedTuple):
-    """Seconds."""
+    """The parts of a step, in seconds."""
 
     compute: float
     communication: float
@@ -34,7 +35,7 @@ class Step(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        return max(self.communication - self.exposed, 0.0)  # their rounding may differ
+        return max(self.communication - self.exposed, 0.0)  # rounding may differ
 
     @property
     def total(self) -> float:
@@ -42,7 +43,7 @@ class Step(NamedTuple):
 
 
 class _Clocks:
-    """Of the computation, `now`, and of the wire."""
+    """The clocks of compute, `now`, and of the wire."""
 
     def __init__(self, *, beside: bool) -> None:
         self.beside = beside
@@ -53,7 +54,7 @@ class _Clocks:
         self.compute += seconds
 
     def send(self, seconds: float) -> float:
-        """When it will have been sent."""
+        """Send after what is on the wire; return when it ends."""
         self.wire = max(self.wire, self.now) + seconds
         self.busy += seconds
         if not self.beside:
@@ -78,8 +79,11 @@ def predict(
     optimizer: float,
     beside: bool = True,
 ) -> Step:
-    """`forward`: s of each unit; a backward takes twice that. `flatten`: s of its gradients,
-    counted as compute. `optimizer`: s of its step. `beside`: whether collectives go on meanwhile.
+    """Simulate one step.
+
+    Times are in s. `forward` has each unit's forward; a backward takes twice as long. `flatten` has
+    the flattening of each unit's gradients, which counts as compute. `beside` says whether
+    collectives run during compute.
     """
     clocks = _Clocks(beside=beside)
     gathered = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
@@ -97,7 +101,7 @@ def predict(
         reduced = clocks.send(cost(stage.reduction, size))
 
     freed = stage.parameters is Keep.SHARD
-    # What is not freed takes no memory to gather, so nothing bounds how far ahead.
+    # Parameters that are never freed take no extra memory, so prefetching has no bound.
     sizes = gathered if freed else [0] * len(units)
     for what, which in iteration(sizes, groups, limit, freed=freed):
         if what == "gather" and stage.gathers:

@@ -1,4 +1,4 @@
-"""The tables of `ringdp plan`, and those of `ringdp plan --published`."""
+"""The tables of `ringdp plan` and `ringdp plan --published`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def show(
 
 
 def terms(machine: Machine) -> str:
-    """α β γ and the rest, in words."""
+    """The terms of the cost model, as text."""
     *each, caches = machine
     units = ("s", "s/B", "s/B", "s/B", "s")
     named = zip(("α", "β", "γ", "bus", "call"), each, units, strict=True)
@@ -90,7 +90,7 @@ def terms(machine: Machine) -> str:
 
 
 def _unit(units: Sequence[Unit], most: float) -> Unit:
-    """The largest of them in which that is at least one, or the last."""
+    """The largest unit in which `most` is at least 1, or the last."""
     return next((unit for unit in units if most >= unit.size), units[-1])
 
 
@@ -101,7 +101,7 @@ def _largest(elements: int) -> str:
 
 
 def show_published(console: Console) -> int:
-    """The published tables, each figure beside both formulas."""
+    """Print published figures, each beside both formulas."""
     for source, group in groupby(figures(), key=lambda f: f.source):
         made = table("stage", "published", "their formula", "ringdp, bf16")
         for f in group:

@@ -1,1 +1,1 @@
-"""`ringdp report`: a trace as one page, which opens from disk and needs nothing else."""
+"""`ringdp report`: renders a trace as one self-contained HTML page."""

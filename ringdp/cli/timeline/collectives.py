@@ -1,8 +1,8 @@
-"""The collectives of a run, each over all its ranks, and what the cost model says of them.
+"""The collectives of a run, matched over all ranks, and the cost model's predictions.
 
-measured   from the last rank's begin to the last one's end
-late       from the first rank's begin to the last one's: somebody came late, or was busy
-predicted  by `schedule.cost`, with the α β γ of a bench's file or of the run's own
+measured   from the last rank's begin to the last rank's end
+late       from the first rank's begin to the last rank's begin: some rank came late
+predicted  by `schedule.cost`, with α β γ from bench files or fitted to the run itself
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key = tuple[str, int]  # communicator, number
 
 
 class Kind(NamedTuple):
-    """What collectives have in common that should take equally long."""
+    """Collectives of one kind should take equally long."""
 
     collective: str
     algorithm: str
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """One collective. `spans`: by rank, its span's event. Times in µs."""
+    """One collective. `spans` has each rank's event. Times are in µs."""
 
     key: Key
     kind: Kind
@@ -39,12 +39,12 @@ class Whole(NamedTuple):
 
     @property
     def begin(self) -> float:
-        """When the first rank began it."""
+        """When the first rank began."""
         return min(float(e["ts"]) for e in self.spans.values())
 
     @property
     def came(self) -> float:
-        """When the last rank began it."""
+        """When the last rank began."""
         return max(float(e["ts"]) for e in self.spans.values())
 
     @property
@@ -65,7 +65,7 @@ def end(event: Event) -> float:
 
 
 def match(run: Run) -> list[Whole]:
-    """In the order in which they began."""
+    """Group the events of each collective, in the order in which the collectives began."""
     sizes = {
         (rank, c["name"]): len(c["ranks"]) or run.ranks
         for rank, part in run.parts.items()
@@ -86,7 +86,7 @@ def match(run: Run) -> list[Whole]:
 
 
 def schedules(run: Run) -> dict[tuple[str, str, int], Schedule]:
-    """What the run's algorithms do, by collective, name and ranks; with root 0 only."""
+    """The run's schedules with root 0, by (collective, algorithm, ranks)."""
     return {
         (s["collective"], s["algorithm"], s["ranks"]): _proved(s)
         for part in run.parts.values()
@@ -113,7 +113,7 @@ def _transfer(numbers: Sequence[int]) -> Transfer:
 
 
 def prices(kinds: Iterable[Kind], told: Mapping[Any, Schedule]) -> dict[Kind, Price]:
-    """Of those that have one."""
+    """The prices of those kinds that have one."""
     found = {}
     for kind in kinds:
         plan = told.get(kind[:3])
@@ -125,7 +125,7 @@ def prices(kinds: Iterable[Kind], told: Mapping[Any, Schedule]) -> dict[Kind, Pr
 
 
 def medians(wholes: Sequence[Whole]) -> dict[Kind, float]:
-    """µs, of those that every rank has ended."""
+    """Median times in µs, of collectives that every rank has finished."""
     times: dict[Kind, list[float]] = {}
     for whole in wholes:
         if len(whole.spans) == whole.kind.ranks:
@@ -134,8 +134,10 @@ def medians(wholes: Sequence[Whole]) -> dict[Kind, float]:
 
 
 def network(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> Network | None:
-    """Of the link that was emulated, where all communicators have the same; else fitted to the run
-    itself, so good for its shape only."""
+    """The emulated link's terms, if all communicators have the same link; else a fit to this run.
+
+    Such a fit only shows which collectives are out of line.
+    """
     comms = [c for part in run.parts.values() for c in part.get("communicators") or ()]
     link = comms[0].get("link") if comms else None
     if link and all(c.get("link") == link for c in comms):
@@ -154,7 +156,7 @@ def network(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> 
 
 
 def predicted(kind: Kind, over: Network | None, priced: Mapping[Kind, Price]) -> float | None:
-    """µs; None where there is no price."""
+    """The predicted time in µs; None if there is no price."""
     if over is None or kind not in priced:
         return None
     return seconds(priced[kind], over.of(kind.collective), kind.bytes) * 1e6

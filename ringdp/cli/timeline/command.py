@@ -1,4 +1,4 @@
-"""`ringdp report`: read a trace, digest it, write the page, and say the main figures."""
+"""`ringdp report`: reads a trace, writes the page, and prints the main figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.errors import UsageError
 
 
 def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
-    """Raises UsageError for bad input, RingdpError where the page cannot be written."""
+    """Return the exit code, 0. Raises UsageError for bad input, RingdpError if writing fails."""
     if bench is not None and not bench.endswith(".json"):
         raise UsageError(f"--network is {bench!r}; allowed: a .json file of `ringdp bench --json`")
     if page.exists() and trace.exists() and page.samefile(trace):

@@ -1,4 +1,4 @@
-"""A trace as the page wants it: names once, numbers in lists, times in µs, to the ns."""
+"""Condenses a trace for the page: each name once, numbers in lists, times in µs with ns digits."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from ringdp.tape.chrome import Event
 
 COMPUTE = ("forward", "backward", "recompute", "step")
 ENGINE = ("gather", "prefetch", "unshard", "free", "reduce", "finish")
-Names = defaultdict[str, int]  # texts as numbers: a new one's is the next
-ADAMS = {"Adam", "AdamW"}  # whose state the formula is of
+Names = defaultdict[str, int]  # numbers each text in order of appearance
+ADAMS = {"Adam", "AdamW"}  # the optimizers that the memory formula describes
 
 
 class Share(NamedTuple):
-    """Of one rank's time, µs.
+    """How one rank spent its time, in µs.
 
     total          from its first span to its last
-    compute        but for waits and what the engine does meanwhile
-    engine         its gathers, frees and reductions, but for waits
-    communication  of collectives that every rank had begun
-    hidden         what of it the rank did not wait for, computing or not
-    late           what it waited for ranks that had not begun
+    compute        without waits and the engine's own work
+    engine         gathers, frees and reductions, without waits
+    communication  collectives, from the moment that every rank has begun them
+    hidden         the part of communication for which the rank did not wait
+    exposed        the part of communication for which it waited
+    late           waits for ranks that had not begun a collective
     """
 
     rank: int
@@ -46,7 +47,7 @@ class Share(NamedTuple):
 
 
 def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str, Any]:
-    """`bench`: files with α β γ, instead of those that `collectives.network` finds."""
+    """`bench` names files with α β γ, to use instead of what `collectives.network` finds."""
     tell("matching collectives")
     wholes = collectives.match(run)
     told = collectives.schedules(run)
@@ -74,7 +75,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
 
 
 def by_rank(run: Run) -> Mapping[int, list[Event]]:
-    """Empty for a rank without events."""
+    """The events of each rank; empty for a rank without any."""
     found = defaultdict[int, list[Event]](list)
     for event in run.events:
         found[event["pid"]].append(event)
@@ -82,7 +83,7 @@ def by_rank(run: Run) -> Mapping[int, list[Event]]:
 
 
 def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Share:
-    """`came`: when the last rank began a collective."""
+    """`came` says when the last rank began each collective."""
     spans = defaultdict[str, list[Interval]](list)
     for e in events:
         if e["ph"] != "X":
@@ -91,7 +92,7 @@ def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Shar
         spans[e["cat"]].append((begin, ended))
         if e["cat"] == "collective":
             last = came[e["args"]["comm"], e["args"]["number"]]
-            # The root of a broadcast is done before: it waits for nobody.
+            # The root of a broadcast may finish before the last rank begins: it waits for nobody.
             spans["all there"].append((last if begin < last < ended else begin, ended))
 
     def of(*categories: str) -> list[Interval]:
@@ -112,7 +113,7 @@ def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Shar
 
 
 def _waits(events: Iterable[Event]) -> list[list[float]]:
-    """When the rank waits."""
+    """The intervals in which the rank waits."""
     waits = union((float(e["ts"]), end(e)) for e in events if e["ph"] == "X" and e["cat"] == "wait")
     return [[_us(begin), _us(ended)] for begin, ended in waits]
 
@@ -127,7 +128,7 @@ def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
             spans.setdefault(lane, []).append(event)
 
     def order(lane: tuple[int, int]) -> tuple[object, ...]:
-        title = titles.get(lane, "")  # numbers follow who came first, which differs by rank
+        title = titles.get(lane, "")  # lane numbers depend on who came first
         return lane[0], title != "main thread", title, lane[1]
 
     for lane in sorted(spans, key=order):
@@ -143,7 +144,7 @@ def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
 
 
 def _where(event: Event, names: Names) -> int:
-    """Where the user called it, as a name; -1: nowhere."""
+    """The user's line that called it, as a number in `names`; -1 if there is none."""
     return names[event["args"]["at"]] if "at" in event["args"] else -1
 
 
@@ -167,7 +168,7 @@ def _collective(whole: Whole, over: Network | None, priced: Mapping[Kind, Price]
 
 
 def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float]]]:
-    """Of every collective: [rank, name, begin, duration, round, piece, waited, bytes]."""
+    """Each collective's chunks: [rank, name, begin, duration, round, piece, waited, bytes]."""
     comms = {
         (rank, c["lane"]): c["name"]
         for rank, part in run.parts.items()
@@ -224,7 +225,7 @@ def _notes(run: Run) -> Iterable[str]:
 def _replays(
     wholes: list[Whole], told: Mapping[Any, Schedule], tell: Callable[[str], None]
 ) -> dict[str, dict[str, str]]:
-    """A page for each algorithm of an all_reduce, by `algorithm on ranks`; or why there is none."""
+    """A replay of each all_reduce algorithm, by `algorithm on ranks`; or why there is none."""
     pages, unplayed = dict[str, str](), dict[str, str]()
     kinds = {w.kind[:3] for w in wholes if w.kind.collective == "all_reduce"}
     for collective, algorithm, ranks in sorted(kinds):

@@ -1,6 +1,6 @@
-"""The page of a report: page/page.html with its scripts and the digest put in, packed.
+"""Builds the page of a report: page/page.html with its scripts and the packed digest.
 
-The digest is JSON, deflated and in base64, which every browser of today unpacks by itself.
+The digest is deflated JSON in base64, which current browsers unpack without a library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trace of ours, read and checked: what is none is refused in one line."""
+"""Reads and checks a trace; anything else is refused in one line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WRITTEN_BY = "allowed: a file of ringdp.trace or of `ringdp train --trace`"
 
 
 class Run(NamedTuple):
-    """A trace: `parts` are what each rank said of itself, by rank."""
+    """A trace. `parts` holds what each rank reported about itself, by rank."""
 
     ranks: int
-    missing: Mapping[str, str]  # why a rank's part is not there
+    missing: Mapping[str, str]  # by rank, why its part is missing
     parts: Mapping[int, Mapping[str, Any]]
     events: list[Event]
 
 
 def read(path: Path) -> Run:
-    """Raises UsageError for whatever is no trace of ours."""
+    """Read a trace. Raises UsageError for any other or damaged file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -50,7 +50,7 @@ def read(path: Path) -> Run:
 
 
 def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
-    """What comes later may rely on all that is before: the first is all that is asked for."""
+    """Yield what is wrong. Later checks rely on earlier ones: only the first finding is valid."""
     yield from misfits(document, {"traceEvents": [dict]}, "it")
     yield from misfits(about, shapes.ABOUT, "ringdp")
     for rank, part in about["parts"].items():
@@ -78,7 +78,7 @@ def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
 
 
 def _parts_beside(path: Path) -> str:
-    """What ranks have left where rank 0 ended before it made one file of it."""
+    """Name the parts that ranks have left behind, if rank 0 ended before merging them."""
     found = sorted(p.name for p in path.parent.glob(f"{path.name}.*.part")) if path.name else []
     if not found:
         return f"; {WRITTEN_BY}"

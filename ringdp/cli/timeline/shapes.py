@@ -1,7 +1,7 @@
-"""What a trace must hold for the report to read it: shapes of JSON, and where a value is another.
+"""The JSON structure that a trace must have for the report, and a check against it.
 
-A shape is a type, a Number with its bounds, [shape] for a list of any length, {key: shape} for an
-object that has at least these keys; a key that ends in "?" may be missing, and its value null.
+A shape is a type, a Number with bounds, [shape] for a list of any length, or {key: shape} for an
+object with at least these keys. A key that ends in "?" may be missing, or its value null.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EVENT: dict[str, Shape] = {  # by phase
     "M": {**NAMED, "tid?": COUNT},
 }
 HELD = ("parameters", "gathered", "gradients", "buckets", "optimizer")
-FORMULA = {"gathered": "gathered_peak"}  # where the formula's name is another
-BYTES: Shape = dict.fromkeys(HELD, COUNT)  # of an engine's counter
+FORMULA = {"gathered": "gathered_peak"}  # where the formula has another name
+BYTES: Shape = dict.fromkeys(HELD, COUNT)  # values of an engine's counter
 ARGS: dict[tuple[str, str], Shape] = {
     ("X", "collective"): COLLECTIVE,
     ("X", "chunk"): CHUNK,
@@ -79,7 +79,7 @@ ABOUT: Shape = {"ranks": RANKS, "missing": dict, "parts": dict}
 
 
 def misfits(value: object, shape: Shape, where: str) -> Iterator[str]:
-    """Where and how `value` is not of that shape, a line each."""
+    """Yield a line for each place where `value` does not have the shape."""
     if isinstance(shape, Number):
         right, kind = _fits(value, shape), "number of its kind"
     else:

@@ -1,4 +1,4 @@
-"""Intervals (begin, end): unions, overlaps, lengths. Lists are in order and disjoint."""
+"""Unions, overlaps and lengths of intervals (begin, end). Lists are sorted and disjoint."""
 
 from __future__ import annotations
 
