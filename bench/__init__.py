@@ -1,4 +1,4 @@
-"""Measurements: `suite` writes them, `readme` makes tables and plots of them."""
+"""Measurements: `suite` and the other benches write them, `readme` renders tables and plots."""
 
 import time
 

@@ -1,22 +1,23 @@
-"""One training step of a GPT under DDP: ours, torch's over gloo, and without communication.
+"""Times a training step of a GPT under DDP: ringdp's, torch's over gloo, and without communication.
 
     python -m bench.ddp_step --json bench/results/ddp_step.json
 
-Ranks are pinned to a core each, and all ways, each a job of its own, take turns (`bench.turns`).
-Alone means that rank 0 trains and the others sleep; apart, that every rank trains for itself at the
-same time, which shows what sharing the machine costs. All use torch.optim.AdamW. All but those of
-`torch` keep memory that is freed, as ranks of ours do by themselves (`ringdp.transport.heap`).
+Each rank is pinned to a core. Each way is a job of its own, and the jobs take turns
+(`bench.turns`). `alone`: rank 0 trains and the others sleep. `apart`: all ranks train at the same
+time, each by itself, which shows the cost of sharing the machine. All use torch.optim.AdamW. All
+but `torch` keep freed memory, as ranks of ringdp always do (`ringdp.transport.heap`).
 
-Then the ranks talk over an emulated link, so slow that all of the gradients' all_reduces, in our
-buckets, take as long as backward computes:
+Then the ranks communicate over an emulated link, which is so slow that the all_reduces of all
+gradients, in ringdp's buckets, take as long as backward computes:
 
-    silent         forward and backward of DDP on every rank alone: all but communication
-    together       the same of the ranks together
+    silent         forward and backward of DDP on every rank alone, without communication
+    together       the same with all ranks together
     communication  the same all_reduces, and nothing else
     exposed = together - silent, of the same round        hidden = communication - exposed
 
-What the emulation takes of the cores that compute, additions included, is `copies`. It counts as
-exposed in `hidden_share`, and not in `without_copies`. Of several starts the middle one is shown.
+`copies` is the CPU time that the emulation takes from the cores that compute, additions included.
+It counts as exposed in `hidden_share`, but not in `without_copies`. Of several starts, the one with
+the median hidden share is shown.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ RANKS, KEPT = 2, ", freed memory kept"
 WAYS = ("alone", "apart", "torch", f"torch{KEPT}", "ringdp", "ringdp, 2 MiB")
 SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
-CAPS = (None, 0.5, 25)  # MiB of a bucket, over the slow link: ours, less, and torch's
+CAPS = (None, 0.5, 25)  # MiB per bucket over the slow link: ringdp's default, smaller, and torch's
 LATENCY = 5e-5  # s, of the slow link
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a slow link leaves to wait for: medians in ms. `bucket_mib`: of DDP's argument; None:
-    the default."""
+    """How much a step waits for a slow link: medians in ms.
+
+    `bucket_mib` is DDP's argument; None means the default.
+    """
 
     bucket_mib: float | None
     mb_per_s: float
@@ -84,7 +87,7 @@ def main() -> None:
 
 
 def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:
-    """Print them, and say all that is written of them."""
+    """Print the results; return what is written to the file."""
     parameters = elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
     for row in steps:
@@ -97,7 +100,7 @@ def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:
 def train(
     way: str, peer: str, wrapped: Callable[[str, gpt.GPT], nn.Module]
 ) -> Callable[[], object]:
-    """A step of that way, on this rank. Freed memory is kept by all but `peer`, as it comes."""
+    """Make one way's step on this rank. All ways but `peer` keep freed memory."""
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
     rank = dist.get_rank()
@@ -117,7 +120,7 @@ def wrapped(way: str, model: gpt.GPT) -> nn.Module:
 
 
 def overlapped(rounds: int) -> list[Overlap]:
-    """One a bucket size."""
+    """Measure the overlap for each bucket size."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     single = ringdp.init().split(rank)
@@ -131,7 +134,7 @@ def overlapped(rounds: int) -> list[Overlap]:
         forward(net).backward()
 
     def over(group: ringdp.Communicator, cap: int | None) -> nn.Module:
-        """Trained enough for its buckets to be in their final order."""
+        """Train until the buckets are in their final order."""
         net = ringdp.DistributedDataParallel(
             copy.deepcopy(model), process_group=group, bucket_cap_mb=cap
         )
@@ -140,7 +143,7 @@ def overlapped(rounds: int) -> list[Overlap]:
         return net
 
     def communicate(net: nn.Module, copies: list[float]) -> None:
-        """`copies`: the seconds of CPU that it takes come here."""
+        """Reduce all buckets; append the CPU seconds to `copies`."""
         start = time.process_time()
         for finish in [bucket.start() for bucket in net.reducer.buckets]:
             finish()
@@ -187,16 +190,16 @@ def slow(
     communicate: Callable[[ringdp.Communicator], Callable[[], object]],
     rounds: int,
 ) -> Link:
-    """Over which communication takes so long; of the bytes sent a rough count will do."""
+    """A link over which communication takes about `seconds`. `sent` is a rough count of bytes."""
     link = Link(LATENCY, sent / seconds)
     ways = {"": communicate(ringdp.init(link=link))}
     (took,) = interleaved(ways, "over a link to try", rounds).values()
-    # The emulation takes time of its own: a faster link makes up for it.
+    # Emulation takes time of its own; a faster link compensates.
     return Link(LATENCY, link.bandwidth * statistics.median(took) / seconds)
 
 
 def typical(starts: Sequence[Overlap]) -> Overlap:
-    """The middle one by its hidden share, or the worse of two."""
+    """The start with the median hidden share, or the worse of two."""
     return sorted(starts, key=lambda start: start.hidden_share)[(len(starts) - 1) // 2]
 
 

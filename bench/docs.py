@@ -1,12 +1,12 @@
-"""Runs the code in docs/ and writes beneath each block what it prints.
+"""Runs the code in docs/ and writes each block's output below it.
 
     python -m bench.docs
 
-A chapter's blocks run from its top to its end, in a directory of their own:
+A chapter's blocks run in order, in a temporary directory:
 
-    ```python          in one namespace for the chapter; after a first line `# NAME.py`, that file
+    ```python          in one namespace per chapter; or, after `# NAME.py`, saved as that file
     ```sh              `ringdp ...`, or `torchrun --nproc-per-node N NAME.py`
-    ```text            what the block above printed, to the letter; of ranks, rank 0's
+    ```text            the exact output of the block above; with several ranks, rank 0's
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"```(python|sh)\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py)")
 
-Launch = Callable[[int, Path], str]  # what rank 0 of so many prints when they run that file
+Launch = Callable[[int, Path], str]  # (ranks, file) -> what rank 0 prints
 
 
 def chapters() -> list[Path]:
@@ -35,7 +35,7 @@ def chapters() -> list[Path]:
 
 
 def render(text: str, launch: Launch) -> str:
-    """The chapter with what its blocks print now. Raises what a block raises."""
+    """The chapter with current outputs. Raises what a block raises."""
     namespace: dict[str, object] = {"__name__": "chapter"}
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
@@ -74,14 +74,14 @@ def _command(line: str, launch: Launch) -> str:
 
 
 def printed(act: Callable[[], object]) -> str:
-    """Trailing blanks aside, which editors take away."""
+    """What `act` prints, without trailing blanks, which editors remove."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         act()
     return "".join(f"{line.rstrip()}\n" for line in said.getvalue().splitlines())
 
 
 def script(path: Path) -> str:
-    """On a rank: run the file as a program, in its directory."""
+    """On a rank: run the file as a program in its directory; return what it prints."""
     before = Path.cwd()
     os.chdir(path.parent)
     try:

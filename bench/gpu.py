@@ -1,14 +1,14 @@
-"""Everything that needs a GPU, in one command of less than ten minutes: `make gpu`.
+"""`make gpu`: all tests and benches that need a GPU, in less than ten minutes.
 
     python -m bench.gpu [--seconds S] [--copy DIR]   tests and benches
     python -m bench.gpu peer F      one part: times the kernels over peer memory, into F
 
-What is wanted most comes first. Every part is processes with a limit of their own, so one that
-hangs costs its own time and what those before it did not need; all together end S seconds after
-this process began. What is known is written to bench/results/<gpu>.json after every part, and all
-that they print goes to build/gpu.log; both are then copied to DIR, where only that is brought home.
-A part whose tests were all skipped counts as not run, and says why; so does one that needs another
-part, which did not pass. Exit code: 0 if all parts passed, 1 if one did not, 2 if there is no GPU.
+The most wanted parts come first. Each part has a time limit, so one that hangs costs only its own
+time and what earlier parts left over. All parts end within S seconds of the start of this process.
+After every part the results so far are written to bench/results/<gpu>.json, and the output is in
+build/gpu.log; both are also copied to DIR. A part counts as skipped, with reasons, if all of its
+tests were skipped or if a part that it needs did not pass. Exit code: 0 if all parts passed, 1 if
+one did not, 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer.kernels import CudaKernels, Launch
 from ringdp.transport.peer.virtual import VirtualRanks
 
-LEAST = 10.0  # s: with less left a part is not begun
+LEAST = 10.0  # s: a part is not begun with less time left
 LOG = ROOT / "build" / "gpu.log"
-# Kernels compile for each dtype and alignment, which several processes do sooner.
+# Kernels compile for each dtype and alignment, which is faster in several processes.
 SIDE_BY_SIDE = ("-n", "8") if find_spec("xdist") else ()
-FEW_THREADS = ("env", "OMP_NUM_THREADS=2")  # in each of them
+FEW_THREADS = ("env", "OMP_NUM_THREADS=2")  # per process
 OPTIONS = ("-vv", "-rs", "--tb=short", "--durations=5", "-m", "gpu")
 PYTEST = (*FEW_THREADS, sys.executable, "-m", "pytest", *OPTIONS)
 MAIN = (sys.executable, "-c", "import sys; from ringdp.cli.main import main; sys.exit(main())")
 PEER_BYTES = (1 << 20, 16 << 20, 64 << 20)  # of a rank's buffer
-ROUNDS = 8  # of which two warm up; 8 ranks' ones come to 8^8, which float32 has exactly
+ROUNDS = 8  # the first two warm up; sums on 8 ranks reach 8^8, which is exact in float32
 PACKAGES = ("ringdp", "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def pytested(name: str, limit: float, *where: str, needs: str = "") -> Part:
-    hangs = f"faulthandler_timeout={limit / 2:.0f}"  # s that a test may take
+    hangs = f"faulthandler_timeout={limit / 2:.0f}"  # s per test
     command = (*PYTEST, "-o", hangs, "--maxfail=25", "--junitxml", "{out}", *where)
     return Part(name, command, limit, tests=True, needs=needs)
 
@@ -63,7 +63,7 @@ def benched(name: str, limit: float, least: str, most: str, *what: str, needs: s
 
 
 OVER_NCCL = ("all_reduce", "--transport", "nccl", "--rounds", "2")
-MEETING = "two processes meet over NCCL"  # for which one GPU stands for two hosts
+MEETING = "two processes meet over NCCL"  # on one GPU, as if on two hosts
 
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 10, tests=False),
@@ -104,14 +104,14 @@ PARTS = (
 
 
 class Timed:
-    """Kernels over peer memory, and how long the last launch took on the GPU."""
+    """Launches kernels over peer memory, and times the last launch on the GPU."""
 
     def __init__(self) -> None:
         self._kernels = CudaKernels()
 
     def launch(self, launch: Launch) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(LAUNCH_CYCLES)  # else the GPU is idle, and the launch is timed with it
+        torch.cuda._sleep(LAUNCH_CYCLES)  # keeps the GPU busy, so that the launch is not timed too
         self._begin.record()
         self._kernels.launch(launch)
         self._end.record()
@@ -123,15 +123,15 @@ class Timed:
 
 
 def peer(file: Path) -> None:
-    """Virtual ranks on one GPU: all bytes go through one memory, so this is no link's speed."""
+    """Time virtual ranks on one GPU. All bytes stay in its memory, so no link is measured."""
     rows, kernels = list[dict[str, object]](), Timed()
     for n, algorithm, size in product((2, 4, 8), ("ring", "direct"), PEER_BYTES):
         row = {"ranks": n, "algorithm": algorithm, "bytes": size}
         try:
             rows.append(row | _timed(n, algorithm, size, kernels))
-        except Exception as e:  # the other rows are worth having
+        except Exception as e:  # keep the other rows
             rows.append(row | {"error": f"{type(e).__name__}: {e}"})
-        write_json(file, rows)  # what comes next may hang
+        write_json(file, rows)  # the next may hang
     if bad := [row for row in rows if row.get("wrong") or "error" in row]:
         sys.exit("\n".join(["wrong elements, or an error:", *map(json.dumps, bad)]))
 
@@ -173,7 +173,7 @@ def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS, copy: Path | N
     outcomes = [Outcome(part.name, "not begun") for part in parts]
     for at, part in enumerate(parts):
         left = until - time.monotonic()
-        spare = left - GRACE - sum(p.limit for p in parts[at:])  # of those before, which took less
+        spare = left - GRACE - sum(p.limit for p in parts[at:])  # what earlier parts did not use
         limit = min(left, part.limit + max(0.0, spare))
         lacks = [o for o in outcomes[:at] if o.name == part.needs and o.state != "passed"]
         if lacks:

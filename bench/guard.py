@@ -1,11 +1,10 @@
-"""What it costs that every call can be explained: an all_reduce with its guard, and without.
+"""Measures the cost of the guard, which makes every call explainable: all_reduce with and without.
 
     python -m bench.guard --json bench/results/guard.json
 
-With: `comm.all_reduce(x)`, as a user calls it. Without: the same call, but for the user's line that
-it looks up. Both take turns in short rounds on two ranks, pinned to a core each. What csrc
-writes into the rank's record cannot be left out of a call, so it is timed by itself (guard.cpp)
-and added:
+With: `comm.all_reduce(x)`, as a user calls it. Without: the same call, which does not look up the
+user's line. Both take turns in short rounds on two ranks, each pinned to a core. What csrc writes
+into the rank's record cannot be left out of a call, so it is timed by itself (guard.cpp) and added:
 
     cost = median over the rounds of (with - without) + record
 """
@@ -27,12 +26,12 @@ from ringdp.cli.files import write_json
 
 RANKS = 2
 BYTES = (4 << 10, 64 << 10, 1 << 20)
-ROUNDS, SECONDS = 200, 0.02  # of each at each length; a round's length
+ROUNDS, SECONDS = 200, 0.02  # rounds of each at each size; length of a round in s
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of the rounds, in µs a call; `more_us`: of a round's with over its without."""
+    """Medians of the rounds, in µs per call; `more_us` is with - without of the same round."""
 
     bytes: int
     with_us: float
@@ -81,7 +80,7 @@ def of_size(comm: ringdp.Communicator, size: int, record: float) -> Row:
 
 
 def seconds(comm: ringdp.Communicator, x: Tensor, calls: int) -> float:
-    """A call's."""
+    """Seconds per call."""
     comm.all_reduce(x)
     start = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Jobs of n ranks that a bench starts itself: one function, run by each of n pinned processes."""
+"""Runs one function in n pinned processes, as the ranks of a job."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ringdp.cli.loopback import environment, loopback_store
 
 
 def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What rank 0's `function(*arguments)` returns; every rank runs it with torchrun's variables.
+    """Run `function(*arguments)` on every rank, with torchrun's variables; return rank 0's result.
 
-    `function` is one of a module's, its arguments can be pickled. A rank that raises ends all, and
-    its error is raised here.
+    `function` must be importable, and its arguments picklable. If a rank raises, all end, and its
+    error is raised here.
     """
     store = loopback_store()
     said: SimpleQueue[Any] = processes.get_context("spawn").SimpleQueue()
     started = processes.spawn(
         _rank, (ranks, store.port, said, function, arguments), nprocs=ranks, join=False
     )
-    while said.empty():  # what is written is read before the ranks end: a pipe holds little
+    while said.empty():  # read before the ranks end: a pipe holds little
         if started.join(timeout=0.1):
             break
     if said.empty():
@@ -44,7 +44,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))  # one each, while there are enough
+    cores = sorted(os.sched_getaffinity(0))  # one per rank, while there are enough
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ |= environment(port, ranks, rank)
     found = function(*arguments)

@@ -1,4 +1,4 @@
-"""The table of kernels: what each must move, and what `make gpu` measured of it."""
+"""The table of kernels: the bytes that each must move, and the results of `make gpu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def table() -> str:
 
 
 def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """GPU and rows of every file of results that has some of kernels."""
+    """The GPU and the rows of each file with results of kernels."""
     for file in sorted(RESULTS.glob("*.json")):
         found = json.loads(file.read_bytes())
         for part in found.get("parts", []) if isinstance(found, dict) else []:
@@ -34,7 +34,7 @@ def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
-    """Of the worst large size."""
+    """The worst figures among large sizes."""
     large = [r for r in rows if r["kernel"] == kernel and r["size"] >= LARGE]
     ours = [r["percent_of_copy"] for r in large if r["way"] == OURS]
     theirs = [r["over_ours"] for r in large if r["over_ours"] is not None]

@@ -1,4 +1,4 @@
-"""One rank's step: what it did and when, lane by lane."""
+"""The spans of one rank's step, by lane."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Something that took from `begin` to `end`, in ms."""
+    """Something that lasted from `begin` to `end`, in ms."""
 
     lane: str
     label: str
@@ -16,7 +16,7 @@ class Span(NamedTuple):
 
 
 def apart(spans: Iterable[Span]) -> list[list[Span]]:
-    """In rows, each span in the first where none before it still lasts."""
+    """Distribute spans over rows without overlap: each goes to the first row that is free."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: s.begin):
         row = next((row for row in rows if row[-1].end <= span.begin), None)

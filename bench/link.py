@@ -1,10 +1,10 @@
-"""Whether collectives over an emulated link take as long as the cost model says.
+"""Checks the cost model: times collectives over an emulated link.
 
     python -m bench.link --json bench/results/link.json
 
-α is the link's latency, β one over its bandwidth; γ is taken as 0, as a host adds faster than this
-link moves. A time is that from the last rank's call to the last rank's return, on the clock that
-all processes of a host share.
+α is the link's latency and β the inverse of its bandwidth; γ is 0, because a host adds faster than
+this link moves bytes. A time runs from the last rank's call to the last rank's return, on the clock
+that all processes of a host share.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RANKS = (2, 3, 4, 5, 6, 7, 8)
 ALGORITHMS = ("ring", "direct")
 SIZES = tuple(1 << k for k in (16, 18, 20, 22, 24))  # bytes
 CALLS = 7
-LEAST_CALLS, LONG = 3, 0.2  # so many of what takes longer than this, in s
+LEAST_CALLS, LONG = 3, 0.2  # calls of what takes longer than LONG s
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """ms of an all_reduce."""
+    """Times of an all_reduce in ms."""
 
     ranks: int
     algorithm: str

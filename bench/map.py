@@ -1,9 +1,9 @@
-"""docs/map.md: every file with the sentence that it begins with, in the order in which to read.
+"""Updates docs/map.md: all files in reading order, each with the first sentence of its docstring.
 
     python -m bench.map
 
-The order, the headings and the prose are the page's own. A line that links to a file gets that
-file's sentence; where the file is gone, so is its line; a file that no line names comes after its
+Order, headings and prose are kept as they are in the page. Each line that links to a file gets the
+file's current sentence. Lines of deleted files are removed; new files are added after their
 neighbours.
 """
 
@@ -25,7 +25,7 @@ def files() -> list[str]:
 
 
 def sentence(path: str) -> str:
-    """The first of the file's docstring, or of the comment at its top."""
+    """The first sentence of the file's docstring, or of its first comment."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".py"):
         said = ast.get_docstring(ast.parse(text)) or ""
@@ -59,7 +59,7 @@ def _line(begins: str, path: str) -> str:
 
 
 def _path(line: str) -> str | None:
-    """Of a line of a room, not of one of the two ways through the rooms, which are numbered."""
+    """The file of a line in a room's list; not of the numbered lines, which are reading paths."""
     match = LINE.match(line)
     return match[2] if match and match[1] == "- " else None
 

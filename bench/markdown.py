@@ -1,4 +1,4 @@
-"""Tables of the pages that show results."""
+"""Makes Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 def markdown(
     heads: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)
 ) -> str:
-    """Columns are flush right, but for those of `left`."""
+    """A table whose columns are flush right, except those in `left`."""
     rule = "|".join("---" if column in left else "---:" for column in range(len(heads)))
     return "\n".join([_row(heads), f"|{rule}|", *map(_row, rows)])
 

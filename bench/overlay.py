@@ -1,11 +1,10 @@
-"""An environment over another one's packages, for machines that can fetch nothing: `make gpu`.
+"""Builds ringdp over another environment's packages, for machines without network: `make gpu`.
 
     PYTHON -m bench.overlay [--copy DIR] [--no-gpu]
 
-builds ringdp into build/overlay with what PYTHON has installed, and runs `bench.gpu` there, unless
-told not to; that is given DIR. pip is asked for ringdp alone and may not use an index, so a package
-that is missing is an error that names it. The environment is one of its own, so PYTHON's stays as
-it is.
+builds ringdp into build/overlay with the packages that PYTHON has installed, then runs `bench.gpu`
+there, with the same DIR. pip installs ringdp alone and uses no index, so a missing package is an
+error that names it. PYTHON's own environment stays unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bench import BEGUN
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "build" / "overlay"
-# s from this process's start to the end of the last part: lent machines end it at 600.
+# s from this process's start to the end of the last part: some machines allow only 600 s.
 SECONDS = 520.0
 BUILD_SECONDS = 240.0
 BUILD = ("pip", "scikit-build-core", "nanobind", "cmake", "ninja")
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def limited(command: list[str], seconds: float) -> tuple[int, str]:
-    """Exit code and output of a command; one that takes longer is killed with all it started."""
+    """Exit code and output of a command. After `seconds` it is killed with all that it started."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -76,12 +75,12 @@ def limited(command: list[str], seconds: float) -> tuple[int, str]:
 
 
 def make(at: Path) -> str:
-    """A virtual environment at `at` that also sees this one's packages. Returns its Python."""
+    """Make a virtual environment that also sees this one's packages; return its Python."""
     venv.create(at, symlinks=True)
     own = sysconfig.get_path("purelib", "venv", vars={"base": str(at), "platbase": str(at)})
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     lines = [f"import site; site.addsitedir({path!r})\n" for path in others]
-    first = Path(own) / "00_below.pth"  # so that our ringdp wins
+    first = Path(own) / "00_below.pth"  # sorts first, so that this ringdp wins
     first.write_text("".join(lines), encoding="utf-8")
     return str(at / "bin" / "python")
 

@@ -1,8 +1,8 @@
-"""One part of a long command: processes with a limit of their own, and what became of them.
+"""Runs one part of a long command within a time limit, and records the outcome.
 
-A part that passes its limit is interrupted, so that tests say how far they came, and killed after
-GRACE seconds with every process that it has started, in whatever session: as their subreaper this
-process becomes the parent of those that outlive theirs.
+A part that exceeds its limit is interrupted, so that tests report how far they came. After GRACE
+seconds it is killed with every process that it has started, in any session: this process is their
+subreaper, so orphans become its children.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from xml.etree import ElementTree
 from ringdp.cli.doctor.job import parents
 
 ROOT = Path(__file__).parent.parent
-TAIL = 6000  # characters of a part's output that are kept
+TAIL = 6000  # characters kept of a part's output
 GRACE = 5.0  # s
 SETTINGS = {
     "NCCL_DEBUG": "WARN",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUNBUFFERED": "1",
-    # gloo asks for this host's name: of a name server that cannot be reached for 10 s, but for this
+    # gloo looks up this host's name, which takes 10 s if the name server is out of reach
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -38,10 +38,10 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 @dataclass(frozen=True)
 class Part:
     name: str
-    command: tuple[str, ...]  # {out}: the file it writes, JUnit's XML or rows as JSON
+    command: tuple[str, ...]  # {out} becomes the file to write: JUnit's XML, or rows as JSON
     limit: float  # s
     tests: bool
-    needs: str = ""  # another part, which passed before it
+    needs: str = ""  # another part, which must have passed
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Outcome:
     passed: int = 0  # tests
     skipped: int = 0
     rows: object = None  # of a bench
-    tail: str = ""  # of what it printed, unless it passed
-    reasons: list[str] = field(default_factory=list)  # for skipping tests, or all of it
+    tail: str = ""  # end of the output, unless it passed
+    reasons: list[str] = field(default_factory=list)  # why tests, or the whole part, were skipped
 
 
 def run(part: Part, limit: float, log: Path) -> Outcome:
-    """All that it prints goes to the end of `log`."""
+    """Run a part; append its output to `log`."""
     begun, others = time.monotonic(), _children()
     _become_subreaper()
     with tempfile.TemporaryDirectory() as folder, log.open("a+", encoding="utf-8") as printed:
@@ -91,7 +91,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
         if part.tests:
             _count(found, out, text)
         elif out.exists():
-            with suppress(json.JSONDecodeError):  # one that was killed may have written half
+            with suppress(json.JSONDecodeError):  # a killed process may have written half
                 found.rows = json.loads(out.read_bytes())
     if found.state == "passed":
         found.tail = ""
@@ -99,7 +99,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
 
 
 def _count(found: Outcome, out: Path, text: str) -> None:
-    """By JUnit's XML, or where pytest was killed by the lines of `pytest -vv`."""
+    """Count tests from JUnit's XML, or from the lines of `pytest -vv` if pytest was killed."""
     failed = len(re.findall(r"\b(?:FAILED|ERROR)\b", text))
     found.passed, found.skipped = len(re.findall(r" PASSED\b", text)), 0
     with suppress(OSError, ElementTree.ParseError):
@@ -118,7 +118,7 @@ def _become_subreaper() -> None:
 
 
 def _kill_children(others: set[int]) -> None:
-    """All but `others`, round by round: killing one makes its children ours."""
+    """Kill all children but `others`, repeatedly: a killed child's children become ours."""
     while children := _children() - others:
         for pid in children:
             with suppress(ProcessLookupError):
@@ -129,5 +129,5 @@ def _kill_children(others: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """Of this process."""
+    """The children of this process."""
     return {pid for pid, parent in parents() if parent == os.getpid()}

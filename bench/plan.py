@@ -1,14 +1,14 @@
-"""What `ringdp plan` predicts beside what runs do, on 2 to 8 ranks of this machine.
+"""Compares the predictions of `ringdp plan` with runs on 2 to 8 ranks of this machine.
 
     python -m bench.plan --json bench/results/plan.json
 
-First every collective is timed, in the engine's buffers and in the background as the engine issues
-it; α β γ and the bus are fitted to every second size of each, the others are predicted. Then a GPT
-is trained in every stage over shared memory, and over an emulated link whose α and β are given. Two
-rates of the device are measured, by ranks that train a copy each and do not talk: flops of a
-forward and backward, bytes/s of the optimizer. Bytes held and sent must be the predicted ones
-exactly; of times the residuals are printed. A time is that from the last rank's begin to the last
-rank's end.
+First every collective is timed as the engine issues it, in registered buffers and in the
+background. α β γ and the bus are fitted to every second size; the other sizes are predicted. Then a
+GPT is trained in every stage, over shared memory and over an emulated link whose α and β are known.
+Ranks that each train a copy, without communication, measure two rates of the device: flop/s of a
+forward and backward, and bytes/s of the optimizer. Bytes held and sent must equal the predictions;
+for times the differences are printed. A time runs from the last rank's begin to the last rank's
+end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from ringdp.schedule.cost import Machine, closed, fit, seconds
 RANKS = (2, 4, 8)
 LINK = ringdp.Link(latency=1e-3, bandwidth=4e8)  # s, bytes/s
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-SIZES = tuple(1 << k for k in range(16, 25))  # bytes; from the first on every second one is fitted
+SIZES = tuple(
+    1 << k for k in range(16, 25)
+)  # bytes; every second one, from the first on, is fitted
 SHAPE = gpt.Shape(context=128, width=256, heads=4, blocks=6)
 ROWS = 1
 MEMORY = "shared memory"
@@ -51,7 +53,7 @@ CALLS, STEPS = 9, 5
 
 @dataclass(frozen=True)
 class Timed:
-    """ms. `fitted`: whether the prediction has seen it."""
+    """Times of a collective in ms. `fitted`: whether the fit used this size."""
 
     ranks: int
     collective: str
@@ -65,8 +67,10 @@ class Timed:
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes of rank 0, and ms of a step. `exposed` and what it is measured as: the step without
-    compute and optimizer."""
+    """Bytes of rank 0, and times of a step in ms.
+
+    `exposed` is the measured step without the predicted compute and optimizer.
+    """
 
     ranks: int
     network: str
@@ -84,7 +88,7 @@ class Run:
 
 
 class Rates(NamedTuple):
-    """s of a forward and backward, and of an optimizer step, of a whole model."""
+    """Seconds of a whole model's forward and backward, and of an optimizer step."""
 
     compute: float
     optimizer: float
@@ -126,7 +130,7 @@ def predicted(machine: Machine, n: int, collective: Collective, size: int) -> fl
 
 
 def timed_collectives() -> dict[Key, list[float]]:
-    """Seconds of every call."""
+    """The seconds of every call."""
     clock = ringdp.init()
     comm, found = clock.duplicate(), {}
     for size in SIZES:
@@ -144,7 +148,7 @@ def timed_collectives() -> dict[Key, list[float]]:
 
 
 def trained(host: dict[str, Machine]) -> list[Run]:
-    """A run for each network and stage, all beside one measure of the rates."""
+    """A run for each network and stage, with rates measured once."""
     clock = ringdp.init()
     model = gpt.build(SHAPE, seed=0)
     rates = measured_rates(clock, model)
@@ -166,7 +170,7 @@ def trained(host: dict[str, Machine]) -> list[Run]:
 
 
 def measured_rates(clock: ringdp.Communicator, model: nn.Module) -> Rates:
-    """All ranks at once, each with a copy of its own."""
+    """Measure the rates on all ranks at once, each with its own copy of the model."""
     net = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(net.parameters())
     both = timed(clock, lambda: forward_backward(net, clock.rank), STEPS)

@@ -1,7 +1,6 @@
-"""Plots of results: busbw by size beside prediction and bound, where algorithms cross over, and a
-rank's step.
+"""Plots results: busbw by size with prediction and bound, crossovers of algorithms, and a step.
 
-Needs matplotlib (the extra `plot`). Files are the same, byte for byte, for the same results.
+Needs matplotlib (the extra `plot`). Equal results give files that are equal byte for byte.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ mpl.rcParams.update({"svg.hashsalt": "ringdp", "svg.fonttype": "none", "font.siz
 INK, GRID = "#333333", "#dddddd"
 OURS = ("#b5179e", "#1d6fd1", "#d9480f", "#2b8a3e", "#6741d9", "#0b7285")
 PEERS = {"gloo": "#adb5bd", "mpich": "#868e96", "openmpi": "#495057"}
-BOUND_FROM = 16 << 10  # bytes: below, the bound counts no latency and would squeeze the rest
+BOUND_FROM = 16 << 10  # bytes: for less the bound, which ignores latency, would squeeze the rest
 INCHES = (7, 4.5)
 LANES = {
     "forward": "#4c78a8",
@@ -31,7 +30,7 @@ LANES = {
     "all_gather": "#f2cf5b",
     "reduce_scatter": "#b279a2",
 }
-LABELLED = 0.007  # of the whole time, from which a bar has room for its label
+LABELLED = 0.007  # share of the whole time from which a bar has room for its label
 SAYS = (
     "ms. Numbers are blocks, 0 is what lies in none. "
     "A collective lasts from when it is issued until it has been waited for."
@@ -40,7 +39,7 @@ Value = Callable[[Row], float | None]
 
 
 def bandwidth(report: Report) -> Figure:
-    """busbw by size: ours measured, predicted and bound, and the peers'."""
+    """busbw by size: ringdp's measured, predicted and bound, and the peers'."""
     rows = report.rows
     first = rows[0]
     figure, axes = _axes(rows, f"{first.collective}, {first.ranks} ranks, {first.dtype}")
@@ -64,7 +63,7 @@ def bandwidth(report: Report) -> Figure:
 
 
 def crossovers(report: Report) -> Figure:
-    """The time of each algorithm over the fastest one's at that size."""
+    """Each algorithm's time over the fastest one's at the same size."""
     rows = report.rows
     first = rows[0]
     best = {size: min(r.p50_us for r in rows if r.bytes == size) for size in _sizes(rows)}
@@ -86,7 +85,7 @@ def crossovers(report: Report) -> Figure:
 
 
 def step(spans: Sequence[Span]) -> Figure:
-    """A lane a kind, a bar a unit, in as many rows as there are at once."""
+    """A step: a lane per kind and a bar per unit, in as many rows as overlap."""
     figure = Figure(figsize=(11, 2.6))
     axes = figure.subplots()
     total, y, places = max(s.end for s in spans), 0.0, []
@@ -145,7 +144,7 @@ def _line(axes: Axes, rows: Sequence[Row], value: Value, **style: object) -> Non
 
 
 def _at(time: Value) -> Value:
-    """busbw if a call took `time` µs."""
+    """The busbw of a call that takes `time` µs."""
     return lambda r: r.busbw * r.p50_us / (time(r) or 1)
 
 
@@ -180,7 +179,7 @@ PLOTS: dict[str, Callable[[Report], Figure]] = {
 
 
 def write() -> None:
-    """results/NAME.svg of results/NAME.json, where that has been measured."""
+    """Write results/NAME.svg for each results/NAME.json that exists."""
     save(step([Span(*span) for span in load("zero_step")["spans"]]), RESULTS / "zero_step.svg")
     for name, make in PLOTS.items():
         results = RESULTS / f"{name}.json"

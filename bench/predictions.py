@@ -1,4 +1,4 @@
-"""Words and tables about what was predicted beside what was measured."""
+"""Text and tables that compare predictions with measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of C++ that a bench compiles when it begins."""
+"""Compiles the C++ programs of benches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 @contextmanager
 def compiled(source: str, *flags: str) -> Iterator[Callable[..., str]]:
-    """Runs the program of a file of this directory with arguments, and returns what it says.
+    """Compile a file of this directory; yield a function that runs it and returns its output.
 
-    Raises CalledProcessError where there is no compiler of C++.
+    Raises CalledProcessError if compiling fails.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
     with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,8 @@
-"""How long the proof of a ring all_reduce takes.
+"""Times the proof of a ring all_reduce.
 
     python -m bench.proof
 
-The aim: under 0.5 s for 64 ranks and under 5 s for 256.
+The goal is under 0.5 s for 64 ranks and under 5 s for 256.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writes what README and docs/speed.md show but nobody types: figures, and the tables of results.
+"""Generates the figures and tables of results in README and docs/speed.md.
 
     python -m bench.readme        # needs matplotlib, the extra `plot`
 
-What stands between `<!-- name -->` and `<!-- /name -->` in a page is what PAGES[page][name] says.
+The text between `<!-- name -->` and `<!-- /name -->` in a page is what PAGES[page][name] returns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def figure() -> str:
 
 
 def best() -> str:
-    """What to begin with: medians of some sizes and steps, and where we gain least."""
+    """The summary: medians of some sizes and steps, and where ringdp's lead is smallest."""
     lines = []
     for size in (4 << 10, 1 << 20, 64 << 20):
         rows = [r for r in read(RESULTS / "all_reduce.json").rows if r.bytes == size]
@@ -88,7 +88,7 @@ def stages() -> str:
 
 
 def ratios() -> str:
-    """Promised and reached, at the worst size of each case."""
+    """Promised and measured ratios, at the worst size of each case."""
     times, places = (median, minimum), (RESULTS, OTHER)
     lines = [
         [
@@ -126,7 +126,7 @@ def _bytes(size: int) -> str:
 
 
 def all_reduce() -> str:
-    """Medians in µs."""
+    """The table of all_reduce: medians in µs."""
     rows = read(RESULTS / "all_reduce.json").rows
     labels = list(dict.fromkeys((r.transport, r.label) for r in rows))
     lines = []
@@ -198,7 +198,7 @@ def _on(results: Path) -> str:
 
 
 def torch_backend() -> str:
-    """Medians in ms, and by how much they differ, from `python -m bench.torch_backend`."""
+    """Medians in ms and their ratios, from `python -m bench.torch_backend`."""
     rows = [backend.Row(**row) for row in load("torch_backend")["rows"]]
     ways = ("ringdp", "gloo", f"gloo{KEPT}")
     lines = []
@@ -215,7 +215,7 @@ def torch_backend() -> str:
 
 
 def ddp_step() -> str:
-    """Milliseconds of a step, and what a slow link leaves, from `python -m bench.ddp_step`."""
+    """Times of a step, and its overlap over a slow link, from `python -m bench.ddp_step`."""
     found = load("ddp_step")
     default = ddp.Overlap(**found["slow_link"][0])
     return (
@@ -229,7 +229,7 @@ def ddp_step() -> str:
 
 
 def zero_step() -> str:
-    """Milliseconds of a step, and what a slow link leaves, from `python -m bench.zero_step`."""
+    """Times of a step, and its overlap over a slow link, from `python -m bench.zero_step`."""
     found = load("zero_step")
     default, drawn = (zero.Overlap(**row) for row in found["slow_link"])
     return (
@@ -292,7 +292,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 def render(page: Path) -> str:
-    """A page as it ought to be."""
+    """The page with all generated parts up to date."""
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- (\w+) -->", text)) == set(PAGES[page]), page
     for name, part in PAGES[page].items():

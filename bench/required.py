@@ -1,7 +1,7 @@
-"""What ringdp promises to be faster by, and what the results of `bench.suite` say of it.
+"""The speedups that ringdp promises, and those that results of `bench.suite` show.
 
-A ratio is the best peer's time over ours at one size, of the same interleaved run; what counts is
-the worst size of a case.
+A ratio is the best peer's time over ringdp's, at one size of the same interleaved run. The worst
+size of a case counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REQUIRED = (
 
 
 class Reached(NamedTuple):
-    """The worst ratio, and the size where it is."""
+    """The worst ratio, and the size at which it occurs."""
 
     ratio: float
     size: int
@@ -58,7 +58,7 @@ def minimum(row: Row) -> float:
 
 
 def reached(required: Required, time: Time, results: Path | None = None) -> Reached | None:
-    """None where the case has not been measured. `results`: of another machine."""
+    """What a case reaches; None if it has not been measured. `results` may be another machine's."""
     file = (results or RESULTS) / f"{required.results}.json"
     rows = read(file).rows if file.exists() else []
     rows = [r for r in rows if required.least <= r.bytes <= required.most]
@@ -66,7 +66,7 @@ def reached(required: Required, time: Time, results: Path | None = None) -> Reac
 
 
 def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
-    """Over every collective, size, dtype and number of ranks measured, private buffers."""
+    """The worst ratio to gloo over everything measured with private buffers."""
     found = [
         _worst(
             [r for r in report.rows if not r.registered and (r.ours or r.transport == "gloo")], time
@@ -78,12 +78,12 @@ def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
 
 def of_suite(results: Path | None = None) -> Iterator[Report]:
     for file in sorted((results or RESULTS).glob("*.json")):
-        if "contenders" in json.loads(file.read_bytes()):  # else another bench has made it
+        if "contenders" in json.loads(file.read_bytes()):  # else another bench's file
             yield read(file)
 
 
 def _worst(rows: list[Row], time: Time) -> Reached | None:
-    """Of ours among them, each beside the best of the others at its size."""
+    """The worst ratio of ringdp's rows, each compared with the best of the others at its size."""
     ratios = (
         Reached(min(others) / time(row), row.bytes)
         for row in rows

@@ -1,4 +1,4 @@
-"""The files in which benches leave what they have measured."""
+"""The files of results, and the command-line options that write them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ringdp.cli.checks import check_writable
 from ringdp.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
-OTHER = RESULTS / "other"  # of another machine
+OTHER = RESULTS / "other"  # another machine's
 
 
 def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Of a bench's arguments: `--json`, and `--rounds` where it has so many by default."""
+    """A bench's parser, with `--json`, and `--rounds` if a default is given."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
     made.add_argument("--json", type=writable)
     if rounds is not None:
@@ -24,7 +24,7 @@ def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
 
 
 def writable(given: str) -> Path:
-    """A file that can be written, which is tried before anything is measured."""
+    """Check that a file can be written, before anything is measured."""
     path = Path(given)
     try:
         check_writable(path)
@@ -40,5 +40,5 @@ def positive(given: str) -> int:
 
 
 def load(name: str) -> Any:
-    """What a bench has left in results/NAME.json."""
+    """The contents of results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_bytes())

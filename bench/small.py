@@ -1,12 +1,12 @@
-"""What a small all_reduce is made of: the exchange alone, and what Python adds around it.
+"""Times the parts of a small all_reduce: the exchange alone, and what Python adds to it.
 
     python -m bench.small --json bench/results/small.json
 
-    exchange    in a loop of C++, on two cores (small.cpp): no Python, no tensor, no caller's line
-    method      a method in C++ that does nothing, called from Python
-    alone       comm.all_reduce(x) on one rank: all of a call but the exchange
+    exchange    a loop in C++ on two cores (small.cpp), without Python, tensors or callers' lines
+    method      a C++ method that does nothing, called from Python
+    alone       comm.all_reduce(x) on one rank: a whole call but for the exchange
 
-With this exchange no call from Python is faster than method + exchange; ours is alone + exchange.
+No call from Python can take less than method + exchange; ringdp's takes alone + exchange.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ringdp.cli.bench.kernels import by_the_clock
 from ringdp.cli.files import write_json
 
 BYTES = (1 << 10, 4 << 10)
-ROUNDS, CALLS = 20, 50_000  # of what Python adds
+ROUNDS, CALLS = 20, 50_000  # of method and alone
 
 
 @dataclass(frozen=True)
 class Small:
-    """In µs; exchanges by bytes, at the median of calls, the rest at the best of the rounds."""
+    """Times in µs: medians of calls for exchanges, by bytes; the best round for the rest."""
 
     exchange_us: dict[str, float]
     method_us: float
@@ -37,7 +37,7 @@ class Small:
 
 
 def measured() -> Small:
-    """Raises CalledProcessError where there is no compiler of C++."""
+    """Raises CalledProcessError if the C++ program does not compile."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     exchanges = exchange_us((cores[0], cores[1 % len(cores)]))

@@ -1,10 +1,10 @@
-"""The comparisons that docs/speed.md reports, one file of bench/results each.
+"""Runs the comparisons that docs/speed.md reports, and writes a file of bench/results for each.
 
     pip install 'ringdp[bench]'
     python -m bench.suite                  # all, some 20 minutes
     python -m bench.suite all_reduce --rounds 4 --max 4M
 
-Nothing else should run meanwhile: each file says how loaded the machine was.
+Nothing else should run meanwhile. Each file records the machine's load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringdp.cli.console import plain
 from ringdp.cli.exits import exit_code
 from ringdp.errors import UsageError
 
-BOTH = None  # our buffers: private, and in shared memory
+BOTH = None  # ringdp's buffers: private, and in shared memory
 EVERY = ",".join(PEERS)
 
 RUNS: dict[str, Options] = {

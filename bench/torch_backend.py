@@ -1,11 +1,11 @@
-"""What torch.distributed costs over our backend and over gloo: a small all_reduce, DDP and FSDP2.
+"""Times torch.distributed over ringdp's backend and over gloo: a small all_reduce, DDP, FSDP2.
 
     python -m bench.torch_backend --json bench/results/torch_backend.json
 
-Each is a job of two ranks, pinned to a core each, and all take turns (`bench.turns`). DDP and FSDP2
-(a unit for each block) train the 13.8M-parameter GPT of `bench.ddp_step`, on rows of its length,
-with AdamW. Nothing: DDP with a hook that leaves every rank its own gradients. All but `gloo` keep
-memory that is freed, as ranks of ours do by themselves (`ringdp.transport.heap`).
+Each case is a job of two ranks, each pinned to a core, and the jobs take turns (`bench.turns`). DDP
+and FSDP2 (a unit per block) train the 13.8M-parameter GPT of `bench.ddp_step`, on the same rows,
+with AdamW. `nothing` is DDP with a hook that leaves each rank its own gradients. All but `gloo`
+keep freed memory, as ranks of ringdp always do (`ringdp.transport.heap`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 from ringdp.transport import heap
 
-NOTHING = "nothing"  # is reduced: less a backend cannot take
+NOTHING = "nothing"  # is reduced: a lower bound for any backend
 SMALL = "all_reduce of 4 KiB"
 CASES = [
     *(("DDP step", backend) for backend in ("gloo", f"gloo{KEPT}", NOTHING, "ringdp")),
@@ -37,13 +37,15 @@ CASES = [
     *((SMALL, backend) for backend in ("gloo", f"gloo{KEPT}", "ringdp")),
 ]
 ELEMENTS = 1024  # float32: 4 KiB
-CALLS = 200  # timed at once: what the first ones find cold, after the other jobs, counts little
+CALLS = 200  # timed at once, so that cold caches after other jobs count little
 
 
 @dataclass(frozen=True)
 class Row:
-    """µs of a call, or of a training step, and how many times as long as gloo's that is: where
-    freed memory is not kept, and where it is."""
+    """Times in µs of a call or a training step.
+
+    `by_gloo` and `by_kept` are ratios to gloo's time, without and with freed memory kept.
+    """
 
     case: str
     backend: str
@@ -74,7 +76,7 @@ def main() -> None:
 
 
 def made(case: str, backend: str) -> Callable[[], object]:
-    """What is timed, on this rank."""
+    """Make the function to time on this rank."""
     dist.init_process_group("ringdp" if backend == "ringdp" else "gloo")
     if backend != "gloo":
         heap.keep()
@@ -92,7 +94,7 @@ def calls(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def keep(_, bucket):  # torch refuses annotations that are strings, as they are in this file
+def keep(_, bucket):  # torch rejects annotations that are strings, as in this file
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -1,11 +1,11 @@
-"""What a trace costs: training steps and small collectives with one running and without, in turn.
+"""Measures the cost of a trace: training steps and small collectives with and without one.
 
     python -m bench.trace --json bench/results/trace.json
 
-Two ranks are pinned to a core each. A round is STEPS steps of every stage with a trace, and as many
-without; a step's time is the slowest rank's. Off, nothing in Python is added to a call: methods of
-the engine are wrapped only while a trace runs. csrc looks at one flag of its thread for each row or
-tile, and at one of the communicator for each call.
+Two ranks are each pinned to a core. A round is STEPS steps of every stage with a trace, and as many
+without. A step's time is the slowest rank's. Without a trace, calls do no extra work in Python: the
+engine's methods are wrapped only while a trace runs. csrc checks one flag of its thread per row or
+tile, and one of the communicator per call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDS, STEPS, CALLS = 14, 4, 2000  # the first round warms up
 
 @dataclass(frozen=True)
 class Row:
-    """Of the slowest rank's times, without a trace and with one."""
+    """The slowest rank's times, without and with a trace."""
 
     name: str
     off_min: float
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def slower(self) -> float:
-        """By which share, at the medians."""
+        """The relative slowdown, by medians."""
         return self.on_median / self.off_median - 1
 
 

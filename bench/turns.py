@@ -1,14 +1,14 @@
-"""Ways to do the same take turns, step by step, so that a slow phase of the machine hits them all.
+"""Lets several ways to do the same take turns, so that a slow phase of the machine hits them all.
 
-A time is the slowest rank's. A ratio is the median of the rounds' ratios, since phases last longer
-than a round; what the medians of all times would say depends on which phase hit which way more.
+A time is the slowest rank's. A ratio is the median of the rounds' ratios: phases last longer than a
+round, and the ratio of medians would depend on which phase hit which way.
 
 Note [a job each]
-    Ways in one process share its heap, and what one of them has left there spares the others page
-    faults. So what users would start by itself is a job of its own (`between_jobs`); the parts of
-    one way may share a process (`interleaved`). How a heap falls out is luck of a start, so each
-    job is started several times. The order of ways is another one in each round: a step may pay
-    for what has come just before it, or gain by it.
+    Ways in one process share its heap, so memory that one has freed spares the others page faults.
+    So what users would start by itself is a job of its own (`between_jobs`); the parts of one way
+    may share a process (`interleaved`). The layout of a heap is a matter of luck, so each job is
+    started several times. The order of ways changes in every round, because a step may gain or lose
+    by what ran just before it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import ringdp
 from bench import jobs
 from ringdp.cli.loopback import HOST, loopback_store
 
-ROUNDS, WARMUPS = 30, 3  # a round is a turn of each
-STARTS = 6  # of each job, with so many rounds each
+ROUNDS, WARMUPS = 30, 3  # a round is one turn of each way
+STARTS = 6  # of each job, each with all rounds
 
 Way = TypeVar("Way", bound=Hashable)
 
@@ -38,8 +38,10 @@ Way = TypeVar("Way", bound=Hashable)
 def interleaved(
     ways: Mapping[Way, Callable[[], object]], what: str, rounds: int = ROUNDS
 ) -> dict[Way, list[float]]:
-    """Seconds of every turn but the warm-ups', over torch.distributed's default group; `what` the
-    turns are of is said while they go on."""
+    """The seconds of each way's turns, over torch.distributed's default group.
+
+    Warm-ups are left out. `what` is the label of the printed progress.
+    """
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for round_ in range(rounds + WARMUPS):
         for way in random.Random(round_).sample(list(ways), len(ways)):
@@ -56,9 +58,10 @@ def interleaved(
 def between_jobs(
     ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int = ROUNDS
 ) -> dict[Way, list[float]]:
-    """The same of ways that are jobs of `ranks` pinned processes: see Note [a job each].
+    """The same for ways that are jobs of `ranks` pinned processes: see Note [a job each].
 
-    In each of them its function, one of a module's, makes what a turn calls, and a process group.
+    Each way's function, which must be importable, runs in its job. It creates a process group, and
+    returns the function that a turn calls.
     """
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for start in range(STARTS):
@@ -81,7 +84,7 @@ def _started(
             for place, make in enumerate(ways.values())
         ]
         ended, _ = wait(found, return_when=FIRST_EXCEPTION)
-        del store  # jobs that wait for a turn after another's error hear of it
+        del store  # so that jobs waiting for a turn notice another's error
         for job in ended:
             job.result()
     return {way: job.result() for way, job in zip(ways, found, strict=True)}
@@ -95,7 +98,7 @@ def _turns(
     port: int,
     what: str,
 ) -> list[float]:
-    """Those of one job. The store says whose turn it is: a key for each that has come."""
+    """The turns of one job. The store has a key for each turn that has begun."""
     store = dist.TCPStore(HOST, port, is_master=False)
     act = make()
     seconds = []
@@ -108,10 +111,10 @@ def _turns(
         act()
         seconds.append(time.perf_counter() - start)
         if order[-1] == place and dist.get_rank() == 0:
-            _progress(what, round_, rounds)  # before another's turn begins
+            _progress(what, round_, rounds)  # before the next turn begins
         if store.add(f"ended {turn}", 1) == dist.get_world_size():
             store.set(f"{turn + 1}", "")
-    store.wait([f"{ways * (rounds + WARMUPS)}"])  # what comes now would disturb others' turns
+    store.wait([f"{ways * (rounds + WARMUPS)}"])  # ending now would disturb others' turns
     return slowest(seconds[WARMUPS:])
 
 
@@ -122,7 +125,7 @@ def _progress(what: str, round_: int, rounds: int) -> None:
 def timed(
     clock: ringdp.Communicator, act: Callable[[], object], times: int, warmups: int = 2
 ) -> list[float]:
-    """Seconds from the last rank's begin to the last rank's end, on the clock of their host."""
+    """Seconds from the last rank's begin to the last rank's end, on their host's clock."""
     found = []
     for _ in range(warmups + times):
         clock.barrier()
@@ -135,12 +138,12 @@ def timed(
 
 
 def ms(says: float, times: Sequence[float]) -> list[float]:
-    """A prediction, and the least, the median and the greatest of what `timed` gives."""
+    """A prediction, and the minimum, median and maximum of `times`, in ms."""
     return [round(1e3 * s, 3) for s in (says, min(times), statistics.median(times), max(times))]
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Of all ranks, for every turn."""
+    """The slowest rank's time of every turn."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     found: list[float] = times.tolist()
@@ -148,18 +151,18 @@ def slowest(seconds: Sequence[float]) -> list[float]:
 
 
 def ratio(way: Sequence[float], other: Sequence[float]) -> float:
-    """How many times as long a turn takes as another way's of the same round."""
+    """The median ratio of two ways' times of the same round."""
     return round(statistics.median(a / b for a, b in zip(way, other, strict=True)), 3)
 
 
 def longer(way: Sequence[float], other: Sequence[float]) -> float:
-    """How many seconds longer."""
+    """The median difference of two ways' times of the same round, in seconds."""
     return statistics.median(a - b for a, b in zip(way, other, strict=True))
 
 
 @dataclass(frozen=True)
 class Row:
-    """ms of a way's turns. `by`: how many times as long as those of other ways."""
+    """Times of a way's turns in ms, and `by`, their ratios to other ways'."""
 
     name: str
     min: float
@@ -169,7 +172,7 @@ class Row:
 
 
 def rows(times: Mapping[str, Sequence[float]], **by: str) -> list[Row]:
-    """`by`: the ways that each is compared with."""
+    """A row per way. `by` names the ways that each is compared with."""
     return [
         Row(way, **spread(seconds, 1e3), by={n: ratio(seconds, times[o]) for n, o in by.items()})
         for way, seconds in times.items()
@@ -177,7 +180,7 @@ def rows(times: Mapping[str, Sequence[float]], **by: str) -> list[Row]:
 
 
 def spread(seconds: Sequence[float], unit: float) -> dict[str, float]:
-    """`unit`: of them in a second."""
+    """Minimum, median and maximum in a unit of which a second has `unit`."""
     times = [unit * s for s in seconds]
     found = {"min": min(times), "median": statistics.median(times), "max": max(times)}
     return {name: round(value, 2) for name, value in found.items()}

@@ -1,18 +1,18 @@
-"""One training step of a GPT under ZeRO-1, 2, 3: ours, FSDP2 over gloo, and one process alone.
+"""Times a training step of a GPT under ZeRO-1, 2, 3: ringdp's, FSDP2 over gloo, and one process.
 
     python -m bench.zero_step --json bench/results/zero_step.json
 
-As in `bench.ddp_step`: all ways, each a job of its own on pinned ranks, take turns; `apart` is
-every rank by itself at the same time. All use torch.optim.AdamW.
+As in `bench.ddp_step`, each way is a job of its own on pinned ranks, and the jobs take turns.
+`apart` is every rank by itself at the same time. All use torch.optim.AdamW.
 
-Then the ranks talk over an emulated link, so slow that all gathers and reductions of a stage 3 step
-take as long as its forward and backward:
+Then the ranks communicate over an emulated link, which is so slow that all gathers and reductions
+of a stage 3 step take as long as its forward and backward:
 
-    silent         forward and backward of stage 3 on every rank alone: all but communication
-    together       the same of the ranks together
+    silent         forward and backward of stage 3 on every rank alone, without communication
+    together       the same with all ranks together
     communication  the same gathers and reductions one after the other, and nothing else
-    edges          of these what nothing can hide: the first two gathers, of the root and the first
-                   block, before anything computes, and the root's reduction, after everything has
+    edges          the part that cannot be hidden: the first two gathers (of the root and the first
+                   block), before any compute, and the root's reduction, after all compute
     exposed = together - silent, of the same round        hidden = communication - exposed
     hidden share = hidden / (communication - edges)
 """
@@ -69,8 +69,8 @@ def wrapped(way: str, model: gpt.GPT) -> nn.Module:
 
 
 class Recorder:
-    """Stands before a communicator: when each collective was issued, and when it had been waited
-    for; and how long the rank waited."""
+    """Wraps a communicator. For each collective it records the span from issue to the end of the
+    wait, and the wait itself."""
 
     def __init__(self, comm: ringdp.Communicator, spans: list[Span]) -> None:
         self.comm, self.spans, self.size = comm, spans, comm.size
@@ -101,8 +101,10 @@ class _Waited:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a slow link leaves to wait for: medians in ms. `ahead`: blocks that may be gathered
-    before their use; one is the default."""
+    """How much a step waits for a slow link: medians in ms.
+
+    `ahead` is the number of blocks that may be gathered before their use; one is the default.
+    """
 
     ahead: int
     mb_per_s: float
@@ -122,7 +124,7 @@ class Overlap:
 
 
 def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
-    """One for each of AHEAD, and one step's spans at the last."""
+    """Measure the overlap for each of AHEAD, and record one step's spans with the last."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     single = ringdp.init().split(rank)
@@ -205,7 +207,7 @@ def edges(engine: ringdp.Engine) -> None:
 
 
 def recorded(net: Any, engine: Any, step: Callable[[], None]) -> list[Span]:
-    """One step's spans, in ms from its begin."""
+    """The spans of one step, in ms from its begin."""
     spans: list[Span] = []
     began: dict[tuple[str, int], float] = {}
     gathering, reducing = engine.gathering, engine.reducing
