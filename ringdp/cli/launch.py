@@ -1,30 +1,29 @@
-"""Starts ranks through torch's elastic launcher, and leaves none behind.
+"""Starts ranks on this host, and leaves none behind.
 
     start ──► running ──► every rank returned            results, in rank order
                  ├──────► a rank raised or died          RankError, its traceback
                  └──────► SIGINT, SIGTERM, …             SignalError
 
-It adds what a person at a terminal needs: events while the ranks run, the first failure in time
-order (the launcher orders by whole seconds, so a rank that merely lost its peer can come first),
-silence, and nothing left in /tmp. Ranks also start fast: they are forked from one process that has
-already imported what they need.
+Ranks are forked from one process that has already imported what they need, so they start fast. Each
+has a pipe to this process, for events, and for its result or its failure.
 """
 
-import logging
 import os
 import signal
 import tempfile
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
+from ringdp.cli.loopback import environment, loopback_store
 from ringdp.errors import PeerLost, RingdpError
 
 Job = TypeVar("Job")
@@ -33,9 +32,10 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 Emit = Callable[[Any], None]
 
-LAST_WORDS = 0.5  # s that a rank has, once asked to end, to say that it has lost a peer
-LONGEST = 60  # bytes of a directory below which sockets lie, whose paths have at most 107
-_LAUNCHER_HANDLES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+LAST_WORDS = 0.5  # s for a rank that is asked to end to report that it has lost a peer
+GRACE = 30.0  # s until ranks that are asked to end are killed
+LONGEST = 60  # bytes of a directory's path for sockets, whose own paths have at most 107
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MODULES = ["__main__", "torch._dynamo"]  # optimizers import the latter when they are made
 
 
@@ -60,8 +60,12 @@ class SignalError(RingdpError):
 
 
 @dataclass(frozen=True)
+class _Returned:
+    result: Any
+
+
+@dataclass(frozen=True)
 class _Failure:
-    rank: int
     lost_peer: bool  # a consequence of another rank's failure, not a cause
     at: float  # s on the monotonic clock, which all processes of a machine share
     traceback: str
@@ -83,68 +87,91 @@ def launch(
 ) -> list[Result]:
     """Run `entry(job, emit)` in `ranks` processes with torchrun's environment.
 
-    `on_event` is called on another thread with the events of all ranks as they come. Returns what
-    each rank returned. Raises RankError or SignalError once every rank has ended, and likewise
-    whatever `on_event` raises; a rank then ends when it sends its next event.
+    `on_event` is called with the events of all ranks as they come. Returns what each rank returned.
+    Raises RankError, SignalError, or what `on_event` raises, once every rank has ended.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from ringdp.cli.loopback import register
-
-    _silence_launcher()
     warm_up(entry)
-    pipes = [get_context("forkserver").Pipe(duplex=False) for _ in range(ranks)]
-    inbox = _Inbox([reader for reader, _ in pipes], on_event)
-    with tempfile.TemporaryDirectory(prefix="ringdp-") as logs:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=register(),
-            local_addr="127.0.0.1",
-            start_method="forkserver",
-            max_restarts=0,
-            monitor_interval=0.05,  # s
-        )
+    store, context = loopback_store(), get_context("forkserver")
+    pipes: dict[Connection, int] = {}
+    processes: list[ForkServerProcess] = []
+    with signals_raised():
         try:
-            with _interrupts_held():
-                start = elastic_launch(config, _rank_main)
-                results: dict[int, Result] = start(entry, job, [writer for _, writer in pipes])
-        except SignalException as interrupt:
-            raise SignalError(interrupt.sigval) from None
-        except KeyboardInterrupt:
-            raise SignalError(signal.SIGINT) from None
-        except ChildFailedError as error:
-            inbox.close([writer for _, writer in pipes])
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            if -signal.SIGINT in codes.values() and not inbox.failures:
-                raise SignalError(signal.SIGINT) from None
-            raise inbox.error or RankError(_explain(inbox.failures, codes)) from None
+            for rank in range(ranks):
+                reader, writer = context.Pipe(duplex=False)
+                environ = environment(store.port, ranks, rank)
+                process = context.Process(target=_rank_main, args=(entry, job, writer, environ))
+                process.start()
+                processes.append(process)
+                pipes[reader] = rank
+                writer.close()
+            return _results(pipes, processes, on_event)
         finally:
-            inbox.close([writer for _, writer in pipes])
-    if inbox.error is not None:
-        raise inbox.error
-    return [results[rank] for rank in range(ranks)]
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            for reader in pipes:
+                reader.close()
 
 
-def _rank_main(entry: Entry[Job, Result], job: Job, pipes: Sequence[Connection]) -> Result:
+def _results(
+    pipes: dict[Connection, int],
+    processes: Sequence[ForkServerProcess],
+    on_event: Callable[[Any], None],
+) -> list[Any]:
+    """Read all pipes to their ends. Once a rank has failed, ask the others to end."""
+    results: dict[int, Any] = {}
+    failures: dict[int, _Failure] = {}
+    codes: dict[int, int] = {}  # of ranks that ended otherwise, before any was asked to
+    waiting, deadline = dict(pipes), 0.0  # 0: no rank was asked to end
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()) if deadline else None)
+        for pipe in [p for p in waiting if p in ready]:
+            rank = waiting[pipe]
+            try:
+                event = pipe.recv()
+            except (EOFError, OSError):  # OSError: it was killed while it sent
+                del waiting[pipe]
+                processes[rank].join()
+                code = processes[rank].exitcode or 0
+                if not deadline and (code or rank not in results):
+                    codes[rank] = code
+                continue
+            if isinstance(event, _Failure):
+                failures[rank] = event
+            elif isinstance(event, _Returned):
+                results[rank] = event.result
+            else:
+                on_event(event)
+        if deadline and not ready:
+            break
+        if not deadline and (failures or codes):
+            deadline = time.monotonic() + GRACE
+            for process in processes:
+                process.terminate()
+    if not deadline:
+        return [results[rank] for rank in range(len(processes))]
+    if -signal.SIGINT in codes.values() and not failures:  # Ctrl-C reached a rank first
+        raise SignalError(signal.SIGINT)
+    raise RankError(_explain(failures, codes))
+
+
+def _rank_main(
+    entry: Entry[Job, Result], job: Job, pipe: Connection, environ: dict[str, str]
+) -> None:
     """Runs in each rank."""
+    os.environ |= environ
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     # From here on an interrupt ends the rank at once, even during a wait in C++.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, _end_soon)
-    rank = int(os.environ["RANK"])
     try:
-        return entry(job, pipes[rank].send)
+        pipe.send(_Returned(entry(job, pipe.send)))
     except Exception as error:
         lost = isinstance(error, PeerLost)
         try:
-            pipes[rank].send(_Failure(rank, lost, time.monotonic(), traceback.format_exc()))
+            pipe.send(_Failure(lost, time.monotonic(), traceback.format_exc()))
         finally:  # even if nobody listens any more
             # No destructors: a communicator whose peers are gone must not hold this process.
             os._exit(1)
@@ -165,18 +192,17 @@ def _end_soon(signum: int, frame: object) -> None:
     timer.start()
 
 
-def _explain(failures: Sequence[_Failure], codes: dict[int, int]) -> str:
+def _explain(failures: dict[int, _Failure], codes: dict[int, int]) -> str:
     """The cause first and in full, then one line from each other rank.
 
     A killed rank says nothing. It is the cause if all ranks that reported had lost a peer.
     """
-    spoke = {failure.rank for failure in failures}
-    killed = [_death(rank, code) for rank, code in sorted(codes.items()) if rank not in spoke]
+    killed = [_death(rank, code) for rank, code in sorted(codes.items()) if rank not in failures]
     if not failures:
         return "\n".join(killed)
-    first, *others = sorted(failures, key=lambda failure: (failure.lost_peer, failure.at))
-    lines = [first.traceback.rstrip(), f"ringdp: rank {first.rank} raised; every rank has ended"]
-    lines += [f"rank {one.rank}: {one.traceback.splitlines()[-1]}" for one in others]
+    (rank, first), *others = sorted(failures.items(), key=lambda f: (f[1].lost_peer, f[1].at))
+    lines = [first.traceback.rstrip(), f"ringdp: rank {rank} raised; every rank has ended"]
+    lines += [f"rank {rank}: {other.traceback.splitlines()[-1]}" for rank, other in others]
     return "\n".join(killed + lines if first.lost_peer else lines)
 
 
@@ -212,69 +238,17 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Block SIGINT in this thread, and restore the handlers that the launcher replaces.
+def signals_raised() -> Iterator[None]:
+    """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end."""
 
-    The signal then reaches another thread (the inbox's), and Python still runs the launcher's
-    handler in the main thread.
-    """
-    handlers = {signum: signal.getsignal(signum) for signum in _LAUNCHER_HANDLES}
-    with _interrupts_blocked():
-        try:
-            yield
-        finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
+    def end(signum: int, frame: FrameType | None) -> None:
+        for other in ENDING:
+            signal.signal(other, signal.SIG_IGN)
+        raise SignalError(signum)
 
-
-def _silence_launcher() -> None:
-    """Hide its warnings ("Closing process … via signal SIGTERM"), which precede our explanation."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-class _Inbox:
-    """A thread that reads the ranks' pipes.
-
-    There is one pipe per rank and no lock, because a killed rank could keep a lock. If `on_event`
-    raises, the thread ends and keeps the exception in `error`; ranks then write to closed pipes.
-    """
-
-    def __init__(self, readers: list[Connection], on_event: Callable[[Any], None]) -> None:
-        self.failures: list[_Failure] = []
-        self.error: BaseException | None = None
-        self._readers = readers
-        self._on_event = on_event
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self, writers: list[Connection]) -> None:
-        """Read what is left: pipes end once our writing ends are closed and the ranks are gone."""
-        for writer in writers:
-            writer.close()
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        try:
-            self._read()
-        except BaseException as error:  # rich raises SystemExit if nobody reads our output
-            self.error = error
-        finally:
-            for reader in self._readers:
-                reader.close()
-
-    def _read(self) -> None:
-        open_pipes = list(self._readers)
-        while open_pipes:
-            for pipe in wait(open_pipes):
-                assert isinstance(pipe, Connection)
-                try:
-                    event = pipe.recv()
-                except (EOFError, OSError):  # OSError: it was killed while it sent
-                    open_pipes.remove(pipe)
-                    continue
-                if isinstance(event, _Failure):
-                    self.failures.append(event)
-                else:
-                    self._on_event(event)
+    before = {signum: signal.signal(signum, end) for signum in ENDING}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

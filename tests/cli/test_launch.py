@@ -27,6 +27,7 @@ from tests.cli.misbehaving import (
     killed,
     killed_then_peer_lost,
     killed_while_it_talks,
+    leaves,
     raises,
     raises_then_peer_lost,
 )
@@ -93,7 +94,6 @@ def told(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]) -> 
     assert exit_code(lambda: run(OPTIONS, Console(), entry=entry)) == 1
     out, stderr = capfd.readouterr()
     assert all(has_ended(int(pid)) for pid in re.findall(r"pid (\d+)", out))
-    assert "elastic" not in stderr
     return stderr
 
 
@@ -108,6 +108,10 @@ def test_the_cause_comes_first(
 
 def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert told(killed, capfd) == "ringdp: rank 1 was killed by SIGKILL; every rank has ended\n"
+
+
+def test_a_rank_that_ends_without_a_result_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(leaves, capfd) == "ringdp: rank 1 exited with 0; every rank has ended\n"
 
 
 def test_a_lost_peer_is_explained(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.cli.loopback import register
 from ringdp.comm.guard import Guard
 from ringdp.transport.base import FailureKind
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
@@ -200,7 +199,9 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
     """By what torchrun calls, whose ranks are forked here."""
     config = LaunchConfig(
         *(1, 1, 2),  # nodes, at least and at most, of so many ranks
-        rdzv_backend=register(),
+        run_id="again",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
         logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
         local_addr="127.0.0.1",
         max_restarts=1,

@@ -5,11 +5,8 @@ The file is written after every size, so that an aborted run keeps the sizes tha
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,16 +18,15 @@ from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
 from ringdp.cli.console import say, say_written
 from ringdp.cli.files import write_json
-from ringdp.cli.launch import SignalError
+from ringdp.cli.launch import signals_raised
 
 BAR = 14  # characters
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bench(options: Options, console: Console) -> int:
     """Return the exit code: 0 if every result is right, 1 if not."""
     check(options)
-    with _signals_raised():
+    with signals_raised():
         report = watch(options, console, partial(write_json, options.json))
     show(console, report, options)
     say_written(console, options.json)
@@ -59,20 +55,3 @@ def watch(options: Options, console: Console, keep: Callable[[Report], None]) ->
             progress.update(bar, description=says, completed=step.done, total=1)
 
         return measure(options, update, keep)
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        for other in ENDING:
-            signal.signal(other, signal.SIG_IGN)
-        raise SignalError(signum)
-
-    before = {signum: signal.signal(signum, end) for signum in ENDING}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
