@@ -88,7 +88,7 @@ def main() -> None:
 
 def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:
     """Print the results; return what is written to the file."""
-    parameters = elements(gpt.build(SHAPE, seed=0))
+    parameters = gpt.elements(gpt.build(SHAPE, seed=0))
     print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
     for row in steps:
         print(row)
@@ -153,7 +153,7 @@ def overlapped(rounds: int) -> list[Overlap]:
     alone = {"forward": lambda: forward(local), "both": lambda: both(local)}
     compute = interleaved(alone, "without a link", rounds)
     backward = statistics.median(compute["both"]) - statistics.median(compute["forward"])
-    sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * elements(model)
+    sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * gpt.elements(model)
     link = slow(sent, backward, lambda comm: partial(communicate, over(comm, None), []), rounds)
     steps: dict[str, Callable[[], object]] = {"silent": partial(both, over(single, None))}
     copies: dict[float | None, list[float]] = {cap: [] for cap in CAPS}
@@ -203,13 +203,9 @@ def typical(starts: Sequence[Overlap]) -> Overlap:
     return sorted(starts, key=lambda start: start.hidden_share)[(len(starts) - 1) // 2]
 
 
-def elements(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def batch(rank: int) -> torch.Tensor:
+def batch(rank: int, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
     seed = torch.Generator().manual_seed(rank)
-    return torch.randint(gpt.VOCABULARY, (ROWS, TOKENS + 1), generator=seed)
+    return torch.randint(gpt.VOCABULARY, (rows, tokens + 1), generator=seed)
 
 
 def stepper(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:

@@ -24,6 +24,7 @@ from torch import nn
 
 import ringdp
 from bench import jobs
+from bench.ddp_step import batch
 from bench.results import parser, positive
 from bench.turns import ms, timed
 from ringdp.cli import gpt
@@ -179,10 +180,8 @@ def measured_rates(clock: ringdp.Communicator, model: nn.Module) -> Rates:
 
 
 def forward_backward(net: nn.Module, rank: int) -> None:
-    seed = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(gpt.VOCABULARY, (ROWS, SHAPE.context + 1), generator=seed)
     net.zero_grad()
-    gpt.next_byte_loss(net, tokens).backward()
+    gpt.next_byte_loss(net, batch(rank, ROWS, SHAPE.context)).backward()
 
 
 def one(

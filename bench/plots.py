@@ -111,13 +111,8 @@ def step(spans: Sequence[Span]) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path, **kwargs: float) -> None:
-    figure.savefig(
-        path,
-        bbox_inches="tight",
-        metadata={"Date": None} if path.suffix == ".svg" else {},
-        **kwargs,
-    )
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def _axes(rows: Sequence[Row], title: str) -> tuple[Figure, Axes]:

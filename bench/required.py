@@ -57,15 +57,15 @@ def minimum(row: Row) -> float:
     return row.min_us
 
 
-def reached(required: Required, time: Time, results: Path | None = None) -> Reached | None:
+def reached(required: Required, time: Time, results: Path = RESULTS) -> Reached | None:
     """What a case reaches; None if it has not been measured. `results` may be another machine's."""
-    file = (results or RESULTS) / f"{required.results}.json"
+    file = results / f"{required.results}.json"
     rows = read(file).rows if file.exists() else []
     rows = [r for r in rows if required.least <= r.bytes <= required.most]
     return _worst([r for r in rows if not r.ours or r.registered == required.registered], time)
 
 
-def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
+def beside_gloo(time: Time, results: Path = RESULTS) -> Reached | None:
     """The worst ratio to gloo over everything measured with private buffers."""
     found = [
         _worst(
@@ -76,8 +76,8 @@ def beside_gloo(time: Time, results: Path | None = None) -> Reached | None:
     return min((f for f in found if f is not None), default=None)
 
 
-def of_suite(results: Path | None = None) -> Iterator[Report]:
-    for file in sorted((results or RESULTS).glob("*.json")):
+def of_suite(results: Path = RESULTS) -> Iterator[Report]:
+    for file in sorted(results.glob("*.json")):
         if "contenders" in json.loads(file.read_bytes()):  # else another bench's file
             yield read(file)
 

@@ -20,7 +20,7 @@ import torch
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import stepper
+from bench.ddp_step import batch, stepper
 from bench.results import parser
 from ringdp.cli import gpt
 from ringdp.cli.files import write_json
@@ -69,7 +69,7 @@ def measured(rounds: int) -> list[Row]:
 def sharded(stage: int, comm: ringdp.Communicator) -> Callable[[], object]:
     model = gpt.build(SHAPE, seed=0)
     ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
-    return stepper(model, torch.randint(gpt.VOCABULARY, (ROWS, SHAPE.context + 1)))
+    return stepper(model, batch(comm.rank, ROWS, SHAPE.context))
 
 
 def calls(comm: ringdp.Communicator, tensor: torch.Tensor) -> None:

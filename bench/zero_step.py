@@ -33,7 +33,7 @@ from torch import nn
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import KEPT, RANKS, SHAPE, batch, elements, median_ms, report, slow, train
+from bench.ddp_step import KEPT, RANKS, SHAPE, batch, median_ms, report, slow, train
 from bench.lanes import Span
 from bench.results import parser
 from bench.torch_backend import fsdp2
@@ -129,7 +129,7 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
     rank = dist.get_rank()
     single = ringdp.init().split(rank)
     model, tokens = gpt.build(SHAPE, seed=0), batch(rank)
-    block = 4 * max(sum(p.numel() for p in b.parameters()) for b in model.blocks)
+    block = 4 * max(map(gpt.elements, model.blocks))
 
     def both(net: nn.Module) -> None:
         net.zero_grad()
@@ -145,7 +145,7 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
     silent, _ = over(single, 1)
     compute = interleaved({"silent": lambda: both(silent)}, "without a link", rounds)["silent"]
     ranks = dist.get_world_size()
-    sent = 3 * 4 * elements(model) * (ranks - 1) / ranks
+    sent = 3 * 4 * gpt.elements(model) * (ranks - 1) / ranks
     link = slow(
         sent,
         statistics.median(compute),

@@ -28,25 +28,24 @@ ROWS = [
 
 
 @pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(required, "RESULTS", tmp_path)
+def results(tmp_path: Path) -> Path:
     write_json(tmp_path / "all_reduce.json", Report({}, {}, ROWS))
     return tmp_path
 
 
 def test_the_worst_size_of_the_range_against_the_best_peer(results: Path) -> None:
     case = Required("case", "all_reduce", False, K, 4 * K, 1.8)
-    assert reached(case, median) == (2.0, 4 * K)
-    assert reached(case._replace(registered=True), median) == (6.0, K)
-    assert reached(case, minimum) == (45.0, 4 * K)  # 90 over 2
-    assert reached(case._replace(results="other"), median) is None
-    assert reached(case._replace(least=K << 10, most=K << 10), median) is None
+    assert reached(case, median, results) == (2.0, 4 * K)
+    assert reached(case._replace(registered=True), median, results) == (6.0, K)
+    assert reached(case, minimum, results) == (45.0, 4 * K)  # 90 over 2
+    assert reached(case._replace(results="other"), median, results) is None
+    assert reached(case._replace(least=K << 10, most=K << 10), median, results) is None
 
 
 def test_gloo_is_compared_over_all_files(results: Path) -> None:
-    assert beside_gloo(median) == (30.0, 4 * K)
+    assert beside_gloo(median, results) == (30.0, 4 * K)
     write_json(results / "other.json", Report({}, {}, [row(p50_us=5.0), peer("gloo", 4.0)]))
-    assert beside_gloo(median) == (0.8, 1 << 20)
+    assert beside_gloo(median, results) == (0.8, 1 << 20)
 
 
 def test_every_requirement_is_measured_by_the_suite() -> None:

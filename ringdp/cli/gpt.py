@@ -82,6 +82,11 @@ def build(shape: Shape, seed: int) -> GPT:
     return model
 
 
+def elements(model: nn.Module) -> int:
+    """Of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def next_byte_loss(model: nn.Module, rows: Tensor) -> Tensor:
     """Mean cross entropy in nats of predicting each byte from those before it.
 

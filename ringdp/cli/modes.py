@@ -80,7 +80,7 @@ def run_mode(mode: str, options: Options, learned: Text, emit: Emit) -> ModeRun:
     Naive mode also copies tokens, outputs and the outputs' gradients.
     """
     n, model = options.ranks, gpt.GPT(gpt.Shape(options.context))
-    elements = sum(p.numel() for p in model.parameters())
+    elements = gpt.elements(model)
     size = 4 * elements
     if mode == "naive":
         rows = options.global_batch * options.context * (n - 1) // n

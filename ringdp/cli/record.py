@@ -3,7 +3,7 @@
 Bytes are per rank. `memory` and `memory_formula` both have the keys of MEMORY.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,18 @@ MEMORY = Memory._fields
 class Record:
     """A run: of one stage on one rank, or (stage None) of the single process."""
 
-    stage: int | None
-    ranks: int
     parameters: int  # elements of the whole model
     loss: tuple[float, ...]  # mean over the global batch, one per step
     seconds: tuple[float, ...]  # one per step, including the first
     tokens_per_step: int  # of the global batch
     digest: str  # of the bits of all final parameters
     sample: bytes  # what the trained model writes
-    memory: dict[str, int]
-    memory_formula: dict[str, int]
-    sent: int  # bytes per step
-    sent_formula: int
+    stage: int | None = None
+    ranks: int = 1
+    memory: dict[str, int] = field(default_factory=dict)
+    memory_formula: dict[str, int] = field(default_factory=dict)
+    sent: int = 0  # bytes per step
+    sent_formula: int = 0
 
     def milliseconds(self, percentile: float) -> float:
         return float(np.percentile(self.seconds, percentile)) * 1e3

@@ -48,18 +48,12 @@ def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     done = train("single", model, optimizer, data, options, emit)
     return Record(
-        stage=None,
-        ranks=1,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=gpt.elements(model),
         loss=done.loss,
         seconds=done.seconds,
         tokens_per_step=options.global_batch * options.context,
         digest=parameter_digest(model),
         sample=_sample(model, options),
-        memory={},
-        memory_formula={},
-        sent=0,
-        sent_formula=0,
     )
 
 
@@ -87,7 +81,7 @@ def _run_stage(
     emit: Callable[[Progress], None],
 ) -> Record:
     model = gpt.build(gpt.Shape(options.context), options.seed).to(comm.device)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = gpt.elements(model)
     engine = ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from ringdp import Communicator
 from ringdp.cli.doctor import packages, report
-from ringdp.cli.doctor.check import Check
+from ringdp.cli.doctor.host import Check
 from ringdp.cli.doctor.job import family
 from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main

@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-
-from ringdp.cli.doctor.check import Check
+from typing import NamedTuple
 
 MIB = 1 << 20
+
+
+class Check(NamedTuple):
+    """`advice` says what to do, if anything. ringdp cannot run without what is `needed`."""
+
+    what: str
+    found: str
+    well: bool
+    needed: bool = False
+    advice: str = ""
 
 
 def python() -> Check:

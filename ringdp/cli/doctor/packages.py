@@ -10,7 +10,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from ringdp.cli.doctor.check import Check
+from ringdp.cli.doctor.host import Check
 from ringdp.transport.nccl.library import INSTALL
 from ringdp.transport.peer.kernels import FATBIN
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from ringdp.cli.console import folding, put
-from ringdp.cli.doctor.check import Check
-from ringdp.cli.doctor.host import HOST
+from ringdp.cli.doctor.host import HOST, Check
 from ringdp.cli.doctor.packages import PACKAGES
 
 

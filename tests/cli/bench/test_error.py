@@ -76,8 +76,6 @@ def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "says"),
     [
         (["--ranks", "4"], "--ranks is for what is timed; bench error takes --algorithm and"),
-        (["--peer", "gloo"], "--peer is for what is timed"),
-        (["--rounds", "3"], "--rounds is for what is timed"),
         (["--algorithm", ""], "--algorithm is empty; allowed"),
         (["--algorithm", "fast"], "fast"),
         (["--json", "/no/f"], "--json: cannot write /no/f"),

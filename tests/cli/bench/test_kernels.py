@@ -17,9 +17,6 @@ from ringdp.kernels import __all__ as kernels
 
 REFUSED = {
     "ranks": (["--ranks", "4"], "--ranks is for collectives; bench kernels takes --min"),
-    "dtype": (["--dtype", "bfloat16"], "--dtype is for collectives"),
-    "algorithm": (["--algorithm", "ring"], "--algorithm is for collectives"),
-    "peer": (["--peer", "gloo"], "--peer is for collectives"),
     "min": (["--min", "3"], "--min is 3; allowed"),
     "json": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
 }

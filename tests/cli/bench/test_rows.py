@@ -74,7 +74,10 @@ def test_a_file_gives_back_its_report(tmp_path: Path) -> None:
     assert read(tmp_path / "r.json") == report
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "no", '{"rows": [{}], "machine": {}}'])
+OTHERS = ["[]", "{}", "no", "[" * 200_000, '{"rows": 3}', '{"rows": [{}], "machine": {}}']
+
+
+@pytest.mark.parametrize("text", OTHERS, ids=lambda text: text[:8])
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="holds no results"):

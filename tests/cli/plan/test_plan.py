@@ -172,15 +172,6 @@ def test_a_small_model_is_shown_in_small_units(capsys):
     assert "µs predicted" in shown
 
 
-def test_a_narrow_terminal_cuts_off_no_number(monkeypatch, capsys):
-    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1")):
-        monkeypatch.setenv(name, value)
-    assert main(["plan", "--model", "params=7e9", "--ranks", "8"]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" in shown, "as on a terminal"
-    assert "…" not in shown
-
-
 @pytest.mark.parametrize(("given", "size"), [("80GB", 80e9), ("80g", 80e9), ("80GiB", 80 << 30)])
 def test_memory_is_counted_as_it_is_shown(given, size, capsys):
     """In powers of 1000, but for GiB."""
