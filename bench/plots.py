@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullLocator
 
-from bench.lanes import Span, apart
 from bench.results import RESULTS, load
+from bench.zero_step import Span, apart
 from ringdp.cli.bench.rows import Report, Row, read
 
 mpl.rcParams.update({"svg.hashsalt": "ringdp", "svg.fonttype": "none", "font.size": 10.5})

@@ -19,12 +19,10 @@ from bench import turns
 from bench import zero_step as zero
 from bench.ddp_step import KEPT
 from bench.guard import Row
-from bench.kernel_table import table as kernels
-from bench.markdown import markdown
-from bench.predictions import error, link, plan
 from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, of_suite, reached
 from bench.results import OTHER, RESULTS, load
 from bench.small import Small
+from bench.tables import error, kernels, link, markdown, plan
 from ringdp.cli.bench.rows import read
 from ringdp.cli.record import MEMORY
 from ringdp.schedule import schedule, svg

@@ -22,10 +22,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from torch import nn
 import ringdp
 from bench import jobs
 from bench.ddp_step import KEPT, RANKS, SHAPE, batch, median_ms, report, slow, train
-from bench.lanes import Span
 from bench.results import parser
 from bench.torch_backend import fsdp2
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
@@ -66,6 +65,27 @@ def wrapped(way: str, model: gpt.GPT) -> nn.Module:
 
 
 # ---- over a slow link
+
+
+class Span(NamedTuple):
+    """Something that lasted from `begin` to `end`, in ms."""
+
+    lane: str
+    label: str
+    begin: float
+    end: float
+
+
+def apart(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute spans over rows without overlap: each goes to the first row that is free."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: s.begin):
+        row = next((row for row in rows if row[-1].end <= span.begin), None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows
 
 
 class Recorder:

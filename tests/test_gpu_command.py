@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, kernel_table, overlay
+from bench import gpu, overlay, tables
 from bench import part as part_module
 from bench.gpu import PYTEST, main
 from bench.part import Outcome, Part, run
@@ -317,8 +317,8 @@ def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPa
 def test_the_table_of_kernels_shows_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_table, "RESULTS", tmp_path)
-    assert kernel_table.table().count("no GPU figure was measured") == len(CASES)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.kernels().count("no GPU figure was measured") == len(CASES)
     (tmp_path / "other.json").write_text("[]", encoding="utf-8")  # as train.json, a list
     common = {"kernel": "flatten", "bytes": 0, "min_us": 1.0, "p50_us": 1.0, "gb_s": 1.0}
     common["roof"] = 1 << 30
@@ -340,7 +340,7 @@ def test_the_table_of_kernels_shows_what_was_measured(
     file.write_text(
         json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]}), encoding="utf-8"
     )
-    shown = kernel_table.table()
+    shown = tables.kernels()
     assert "a GPU, % of a copy (× best of torch)" in shown
     assert "| flatten | 8 | 95 (1.25) |" in shown
     assert "| fold | 36 | not measured |" in shown

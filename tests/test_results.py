@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import predictions, required
-from bench.lanes import Span, apart
+from bench import required, tables
 from bench.required import Required, beside_gloo, median, minimum, reached
+from bench.zero_step import Span, apart
 from ringdp.cli.bench.rows import Report
 from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
@@ -142,7 +142,7 @@ def test_a_step_is_drawn_with_its_labels_along_a_time() -> None:
 
 def test_the_cost_model_holds_over_an_emulated_link() -> None:
     """Less than 10 % off at the median of every case: sizes, algorithms, 2 to 8 ranks."""
-    rows = predictions.link_rows()
+    rows = tables.link_rows()
     cases = {(r.ranks, r.algorithm, r.bytes) for r in rows}
     assert cases == {
         (n, a, 1 << k) for n in range(2, 9) for a in ("ring", "direct") for k in range(16, 25, 2)
@@ -152,7 +152,7 @@ def test_the_cost_model_holds_over_an_emulated_link() -> None:
 
 def test_plans_of_every_stage_were_checked_against_runs() -> None:
     """Bytes to the byte. Times are only shown: docs/speed.md says by how much they are off."""
-    runs = predictions.plan_runs()
+    runs = tables.plan_runs()
     assert {(r.ranks, r.network, r.stage) for r in runs} == {
         (n, network, stage)
         for n in (2, 4, 8)
