@@ -83,7 +83,7 @@ def build(shape: Shape, seed: int) -> GPT:
 
 
 def elements(model: nn.Module) -> int:
-    """Of all parameters."""
+    """The number of elements of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -143,7 +143,7 @@ def _results(
                 results[rank] = event.result
             else:
                 on_event(event)
-        if deadline and not ready:
+        if deadline and time.monotonic() >= deadline:
             break
         if not deadline and (failures or codes):
             deadline = time.monotonic() + GRACE

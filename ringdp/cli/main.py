@@ -47,7 +47,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def ringdp(
     version: Annotated[
-        bool, typer.Option("--version", help="print it", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     """Collectives and data-parallel training (DDP, ZeRO-1/2/3) from scratch."""
@@ -79,43 +79,45 @@ _command(
     "bench",
     BenchOptions,
     _bench,
-    says="time a collective beside other libraries, or our kernels",
+    says="time a collective beside other libraries, or ringdp's kernels",
 )
 _command(
     "plan",
     PlanOptions,
     planning.plan,
-    says="what a run will hold, send and take, and what fits",
+    says="predict what a run holds, sends and takes, and what fits",
 )
 
 
 @app.command(short_help="make one page of a trace")
 def report(
-    trace: Annotated[Path, typer.Argument(help="of ringdp.trace or `ringdp train --trace`")],
+    trace: Annotated[Path, typer.Argument(help="a file of ringdp.trace or `ringdp train --trace`")],
     html: Annotated[Path, typer.Option(help="write the page here")],
     network: Annotated[
         str | None,
-        typer.Option(help="a bench's .json files, with commas, for α β γ; else fitted to the run"),
+        typer.Option(
+            help=".json files of `ringdp bench` for α β γ, with commas; else fitted to the run"
+        ),
     ] = None,
 ) -> int:
     """Make one page of a trace: timeline, memory, predicted and measured collectives, replays."""
     return timeline.report(trace, html, network, plain())
 
 
-@app.command(short_help="what works here; or what the ranks of a running job do")
+@app.command(short_help="check what works here; or show what a job's ranks do")
 def doctor(
     pid: Annotated[
-        int | None, typer.Option(help="print what the ranks do, of the job of this rank's process")
+        int | None, typer.Option(help="show what the ranks do, in the job of this rank's process")
     ] = None,
     job: Annotated[
         str | None,
         typer.Option(
-            help="the same of all ranks below this process, or of this torchrun --rdzv-id"
+            help="the same for all ranks below this process, or of this torchrun --rdzv-id"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> int:
-    """Say what is installed and works here; or what the ranks of a running job do, and wait for."""
+    """Check what is installed and works here; or show what the ranks of a running job do."""
     if (pid is not None) + (job is not None) + json > 1:
         raise UsageError("doctor takes one of --pid, --job and --json")
     console = plain()

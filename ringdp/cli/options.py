@@ -34,7 +34,7 @@ class Options:
     transport: Annotated[
         str, Option(help=f"how the ranks of a stage exchange bytes: {', '.join(OURS)}")
     ] = "shm"
-    steps: Annotated[int, Option(help="optimizer steps of every run")] = 120
+    steps: Annotated[int, Option(help="optimizer steps of each run")] = 120
     seed: Annotated[int, Option(help="fixes the model and the batches")] = 0
     batch: Annotated[
         int | None,
@@ -43,13 +43,14 @@ class Options:
         ),
     ] = None
     context: Annotated[int, Option(help="bytes of a row")] = 64
-    learning_rate: Annotated[float, Option(help="AdamW's")] = 1e-3
+    learning_rate: Annotated[float, Option(help="learning rate of AdamW")] = 1e-3
     text: Annotated[
-        Path | None, Option(help="file or directory to learn; else the standard library's sources")
+        Path | None,
+        Option(help="file or directory to learn; by default the standard library's sources"),
     ] = None
-    json: Annotated[Path | None, Option(help="write what was measured here")] = None
+    json: Annotated[Path | None, Option(help="write the results here")] = None
     trace: Annotated[
-        Path | None, Option(help="write what every rank does and when here: see `ringdp report`")
+        Path | None, Option(help="write a trace of all ranks here, for `ringdp report`")
     ] = None
     reference: Annotated[bool, Option(help="also train in one process and compare")] = True
     sample: Annotated[bool, Option(help="let the trained model write a line")] = True

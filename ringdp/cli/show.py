@@ -45,16 +45,16 @@ class Options:
         "all_reduce"
     )
     ranks: Annotated[int, Option(help="ranks that take part")] = 4
-    svg: Annotated[Path | None, Option(help="draw every round here")] = None
+    svg: Annotated[Path | None, Option(help="write a drawing of all rounds here")] = None
     html: Annotated[Path | None, Option(help="write a page that replays it here")] = None
-    program: Annotated[int | None, Option(help="also print this rank's rows, plain and fused")] = (
-        None
-    )
+    program: Annotated[
+        int | None, Option(help="also print this rank's program, plain and fused")
+    ] = None
     cost: Annotated[bool, Option("--cost", help="also print what it costs")] = False
     alpha: Annotated[float, Option(help="s per message")] = 1e-5
     beta: Annotated[float, Option(help="s per byte moved")] = 1e-10
     gamma: Annotated[float, Option(help="s per byte reduced")] = 2.5e-11
-    bus: Annotated[float, Option(help="s per byte through what all ranks share")] = 0.0
+    bus: Annotated[float, Option(help="s per byte through the bus that all ranks share")] = 0.0
     everything: Annotated[bool, Option("--list", help="list the algorithms")] = False
 
     @property

@@ -32,25 +32,25 @@ class Options:
     collective: Annotated[str, Argument(help=", ".join(MEASURED))]
     ranks: Annotated[int, Option(help="processes of each contender")] = 2
     min: Annotated[str, Option(help="smallest buffer in bytes, as in 1K")] = "1K"
-    max: Annotated[str, Option(help="largest")] = "64M"
-    factor: Annotated[int, Option(help="from one size to the next")] = 4
+    max: Annotated[str, Option(help="largest buffer")] = "64M"
+    factor: Annotated[int, Option(help="ratio of one size to the one before")] = 4
     dtype: Annotated[str, Option(help=", ".join(DTYPES))] = "float32"
     op: Annotated[str, Option(help=", ".join(FOLDS))] = "sum"
     algorithm: Annotated[
-        str, Option(help="auto, names that show --list lists, FILE.py:function; with commas")
+        str, Option(help="auto, names of `ringdp show --list`, or FILE.py:function; with commas")
     ] = "auto"
     transport: Annotated[
-        str, Option(help=f"how ours exchange bytes: {', '.join(OURS)}; with commas")
+        str, Option(help=f"how ringdp exchanges bytes: {', '.join(OURS)}; with commas")
     ] = "shm"
     registered: Annotated[
         bool | None,  # None: both kinds of buffers
-        Option("--registered", help="our inputs lie in shared memory (comm.empty)"),
+        Option("--registered", help="ringdp's inputs lie in shared memory (comm.empty)"),
     ] = False
     peer: Annotated[
         str, Option(help=f"also time some of {','.join((*peers.PEERS, gpus.TORCHS))}")
     ] = ""
-    rounds: Annotated[int, Option(help="of each contender, interleaved")] = 10
-    json: Annotated[Path | None, Option(help="write rows and machine here")] = None
+    rounds: Annotated[int, Option(help="rounds of each contender, interleaved")] = 10
+    json: Annotated[Path | None, Option(help="write the results here")] = None
 
     @property
     def least(self) -> int:

@@ -17,7 +17,7 @@ ALGORITHMS = [a for c, a in CLOSED if c == USED[0] and all((u, a) in CLOSED for 
 
 @dataclass(frozen=True)
 class Options:
-    """Say before a run what each stage holds and sends, how long a step takes, and what fits."""
+    """Predict what each stage holds and sends, how long a step takes, and what fits."""
 
     model: Annotated[
         str,
@@ -31,30 +31,30 @@ class Options:
         None
     )
     stage: Annotated[str, Option(help="all, or some of 0,1,2,3")] = "all"
-    precision: Annotated[str, Option(help="of compute: fp32, bf16, fp16")] = "bf16"
+    precision: Annotated[str, Option(help="of compute: fp32, bf16 or fp16")] = "bf16"
     reduce: Annotated[
-        str | None, Option(help="of reductions: the same; as compute if not given")
+        str | None, Option(help="of reductions, likewise; that of compute if not given")
     ] = None
     network: Annotated[
         str | None,
         Option(
-            help="of a rank between nodes, a second: 400Gb (bits, the default) or 50GB (bytes); or "
-            ".json files of ringdp bench --json, with commas"
+            help="a rank's rate between nodes: 400Gb (bits/s, the default) or 50GB (bytes/s); or "
+            ".json files of `ringdp bench`, with commas"
         ),
     ] = None
     batch: Annotated[int, Option(help="rows of one rank in a step")] = 1
     context: Annotated[int, Option(help="tokens of a row")] = 1024
-    device: Annotated[str, Option(help=f"{', '.join(DEVICES)}: by datasheet")] = "h100"
+    device: Annotated[str, Option(help=f"by datasheet: {', '.join(DEVICES)}")] = "h100"
     utilisation: Annotated[
         float | None,
         Option(help=f"share of its peak that compute reaches; {UTILISATION} if not given"),
     ] = None
     flops: Annotated[
-        float | None, Option(help="that a rank sustains a second, instead of that share")
+        float | None, Option(help="flop/s that a rank sustains, instead of --utilisation")
     ] = None
     memory: Annotated[
         str | None,
-        Option(help="most that a rank may hold, as in 80GB or 80GiB; else the device's"),
+        Option(help="most that a rank may hold, as in 80GB or 80GiB; by default the device's"),
     ] = None
     alpha: Annotated[
         float | None, Option(help="s per message on a named network; 1e-5 if not given")
@@ -64,7 +64,7 @@ class Options:
     )
     json: Annotated[Path | None, Option(help="write the plan here")] = None
     published: Annotated[
-        bool, Option("--published", help="instead, published figures beside the formulas")
+        bool, Option("--published", help="show published figures beside the formulas instead")
     ] = False
 
     @property

@@ -27,7 +27,7 @@ function choose(i) {
   drawChunks();
 }
 
-// The last of those that move most.
+// The index of the last collective that moves the most bytes.
 const largest = () =>
   data.collectives.reduce((best, c, i, all) => (c.bytes >= all[best].bytes ? i : best), 0);
 
@@ -90,7 +90,7 @@ function tellChunk(i) {
     (waited ? `, of which it waited ${us(waited)} for a peer.` : ".");
 }
 
-// In the order in which they began.
+// Walk through the chunks in the order in which they began.
 function walkChunks(by) {
   const spans = data.chunks[chosen], order = spans.map((_, i) => i).sort((a, b) => spans[a][2] - spans[b][2]);
   const place = Math.max(0, Math.min(order.length - 1, order.indexOf(walked) + by));
@@ -102,7 +102,7 @@ function walkChunks(by) {
   drawChunks();
 }
 
-// The round that the latest rank is in at that moment, shown in the algorithm's own replay.
+// Show in the replay the round that the slowest rank has reached at that moment.
 function follow(moment) {
   const begun = data.chunks[chosen].filter((s) => s[2] <= moment);
   const latest = new Map(begun.map((s) => [s[0], s[4]]));

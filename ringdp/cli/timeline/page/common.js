@@ -1,5 +1,5 @@
 "use strict";
-// What all sections share: the data, colors, tables, canvases.
+// Shared by all sections: the data, colors, tables, canvases.
 const byId = (id) => document.getElementById(id);
 const COLORS = { // by category: hue and lightness
   forward: [250, .6], recompute: [250, .8], backward: [300, .55], step: [145, .6],
@@ -31,7 +31,7 @@ let picked = null; // lane and index of the span that keys have come to
 const TIMES = [[1, "µs"], [1e3, "ms"], [1e6, "s"]];
 const SIZES = [[1, "B"], [1e3, "kB"], [1e6, "MB"], [1e9, "GB"]];
 
-// Those of 1, 2, 5, 10, 20 ... that lie between.
+// The round numbers (1, 2, 5, 10, 20, ...) from low to high.
 function rounded(low, high, digits = [1, 2, 5]) {
   const found = [];
   for (let decade = 10 ** Math.floor(Math.log10(low)); decade <= high; decade *= 10) {
@@ -40,7 +40,7 @@ function rounded(low, high, digits = [1, 2, 5]) {
   return found;
 }
 
-// At most `most` + 1 values at equal distances, and what to write beside each.
+// At most `most` + 1 equidistant values, each with its label.
 function ticks(low, high, most, units) {
   const least = (high - low) / most, by = rounded(least, 10 * least)[0];
   const [unit, name] = units.findLast(([size]) => size <= high) ?? units[0];
@@ -52,7 +52,7 @@ function ticks(low, high, most, units) {
   return found;
 }
 
-// The place in a list from which on `holds` does.
+// The first index from which on `holds` is true; binary search.
 function firstOf(list, holds) {
   let low = 0, high = list.length;
   while (low < high) {
@@ -87,7 +87,7 @@ function table(id, head, lines, pick) {
   });
 }
 
-// The first cell of each line, by a color.
+// Mark the first cell of each line with a color.
 function mark(id, colors) {
   byId(id).querySelectorAll("tbody td:first-child").forEach((cell, i) => {
     cell.style.boxShadow = `inset 4px 0 ${colors[i]}`;
@@ -95,7 +95,7 @@ function mark(id, colors) {
   });
 }
 
-// A canvas's keys; with Ctrl or the command key they are the browser's.
+// Handle a canvas's keys. With Ctrl or the command key they are left to the browser.
 function onKeys(id, acts) {
   byId(id).addEventListener("keydown", (e) => {
     if (!acts[e.key] || e.ctrlKey || e.metaKey) return;
@@ -104,7 +104,7 @@ function onKeys(id, acts) {
   });
 }
 
-// Within a box, and cut off where that ends.
+// Draw text clipped to a box.
 function label(g, text, x, y, width, height) {
   g.save();
   g.beginPath();
@@ -114,7 +114,7 @@ function label(g, text, x, y, width, height) {
   g.restore();
 }
 
-// A canvas as wide as its place, and a context in CSS pixels.
+// Size a canvas to its place; return a context in CSS pixels, and the width.
 function surface(id, height) {
   const canvas = byId(id), width = canvas.clientWidth, scale = devicePixelRatio || 1;
   canvas.style.height = `${height}px`;

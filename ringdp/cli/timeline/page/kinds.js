@@ -1,4 +1,4 @@
-// Collectives of a kind: predicted and measured.
+// Predicted and measured times of each kind of collective.
 let kinds = [];
 
 function groupKinds() {

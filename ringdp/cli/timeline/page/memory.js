@@ -1,17 +1,17 @@
-// Bytes by category over time, and the formula.
+// Bytes by category over time, beside the formula.
 function drawMemory() {
   const one = data.memory[byId("engine").selectedIndex];
   const [g, wide] = surface("memory", one ? 240 : 1);
   if (!one) return;
   const left = 60, width = wide - left, height = 220; // of the area
   const { points, formula } = one, sum = (list) => list.reduce((a, b) => a + b, 0);
-  const most_of = (of) => points.reduce((a, p) => Math.max(a, of(p)), 0);
-  const held = Object.keys(MEMORY), peaks = held.map((_, c) => most_of((p) => p[c + 1]));
-  // Buckets count with what they add to gathered units at the worst moment: so says the formula.
+  const mostOf = (of) => points.reduce((a, p) => Math.max(a, of(p)), 0);
+  const held = Object.keys(MEMORY), peaks = held.map((_, c) => mostOf((p) => p[c + 1]));
+  // As in the formula, the peak of buckets is what they add to the peak of gathered units.
   const [gathered, buckets] = ["gathered", "buckets"].map((name) => held.indexOf(name));
-  peaks[buckets] = most_of((p) => p[gathered + 1] + p[buckets + 1]) - peaks[gathered];
+  peaks[buckets] = mostOf((p) => p[gathered + 1] + p[buckets + 1]) - peaks[gathered];
   const allowed = sum(formula.map((b, c) => b ?? peaks[c]));
-  const most = Math.max(allowed, most_of((p) => sum(p.slice(1)))) * 1.06 || 1;
+  const most = Math.max(allowed, mostOf((p) => sum(p.slice(1)))) * 1.06 || 1;
   const begin = points[0][0], end = Math.max(points.at(-1)[0], begin + 1);
   const x = (t) => left + ((t - begin) / (end - begin)) * width;
   const y = (b) => height - (b / most) * height;

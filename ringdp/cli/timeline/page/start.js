@@ -1,4 +1,4 @@
-// Unpacks the data, fills in the page, and listens.
+// Unpacks the data, fills in the page, and attaches the event listeners.
 function drawAll() {
   drawTimeline();
   drawMemory();

@@ -1,7 +1,7 @@
-// The timeline: lanes of every rank, zoomed and moved.
+// The timeline: every rank's lanes, with zooming and panning.
 const LANE = 20;
 
-// Once: where each lane lies, and how deep its spans nest.
+// Called once: compute each lane's place and the nesting depth of its spans.
 function layOut() {
   let y = 0;
   let rank = null;
@@ -26,7 +26,7 @@ function layOut() {
   tall = y;
 }
 
-// Of a collective what its rank waited for, as [begin, end].
+// The intervals [begin, end] of a collective for which its rank waited.
 function* exposed(rank, begin, end) {
   const all = data.waits[rank];
   for (let i = firstOf(all, (wait) => wait[1] > begin); i < all.length && all[i][0] < end; i++) {
@@ -34,7 +34,7 @@ function* exposed(rank, begin, end) {
   }
 }
 
-// The spans of a lane that show, by place: spans are in order of their begin.
+// The indices of a lane's visible spans; spans are sorted by begin.
 function* shown(lane) {
   const low = firstOf(lane.spans, (span) => span[2] >= view[0] - lane.longest);
   for (let i = low; i < lane.spans.length && lane.spans[i][2] <= view[1]; i++) yield i;
@@ -119,7 +119,7 @@ function pick(found) {
   } else drawTimeline();
 }
 
-// To the next span of the lane (across = 0), or to the one of the next lane at about this time.
+// Go to the next span of the lane (across = 0), or to one of the next lane at about this time.
 function walk(along, across) {
   const lanes = rows.filter((row) => row.lane).map((row) => row.lane);
   if (!picked) return pick(lanes.length ? [lanes[0], [...shown(lanes[0])][0] ?? 0] : null);
@@ -152,7 +152,7 @@ function zoom(factor, at = (view[0] + view[1]) / 2) {
 
 const move = (share) => show(...view.map((t) => t + share * (view[1] - view[0])));
 
-// From one optimizer step to the next: rank by rank they are alike, so the first rank's count.
+// Show from one optimizer step to the next. Ranks are alike, so the first rank's steps count.
 function nextStep() {
   const rank = data.lanes[0]?.rank, ends = [];
   for (const lane of data.lanes) {
