@@ -1,1 +1,1 @@
-"""How a program is executed: one room a wire."""
+"""HOW a program is executed: one package for each wire."""

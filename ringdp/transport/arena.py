@@ -1,11 +1,11 @@
 """Tensors in memory that all ranks of a host have mapped: peers read and write them in place.
 
-One sparse anonymous file, mapped whole by every rank; rank r allocates in the r-th part of it.
-Memory is taken when a tensor is made, and used again when its last view is gone.
+The arena is one sparse anonymous file, which every rank maps whole; rank r allocates in the r-th
+part. A tensor's memory is committed when it is made, and reused when its last view is gone.
 
 Note [the collector comes at any time]
-    What is collected may be found while this very thread allocates. So the end of a tensor takes no
-    lock and changes no table: it puts its memory down, and whoever allocates next picks it up.
+    Garbage collection may run while this very thread allocates. So a tensor's finalizer takes no
+    lock and changes no table: it appends its memory to a list, which the next allocation frees.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch import Tensor
 from ringdp.errors import CommunicationError
 
 ALIGNMENT = 64  # bytes: tensors share no cache line
-VIRTUAL = 1 << 44  # bytes of address space that an arena may ask for
+VIRTUAL = 1 << 44  # most bytes of address space for one arena
 
 
 def arena_bytes(ranks: int) -> int:
-    """Address space for `ranks` ranks: as much as there is memory, for each of them."""
+    """Return the arena's address space: for each rank, as much as the host has memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory, VIRTUAL // ranks) // mmap.PAGESIZE * mmap.PAGESIZE * ranks
 
 
 class Arena:
-    """One rank's view of the whole arena, and the allocator of its part."""
+    """One rank's mapping of the whole arena, and the allocator of its part."""
 
     def __init__(self, fd: int, rank: int, ranks: int) -> None:
-        """Maps `fd`, of `arena_bytes(ranks)` bytes, and keeps a duplicate of it."""
+        """Map `fd`, of `arena_bytes(ranks)` bytes, and keep a duplicate of it."""
         self.bytes = arena_bytes(ranks)
         if (found := os.fstat(fd).st_size) != self.bytes:
             raise CommunicationError(f"the shared arena has {found} bytes instead of {self.bytes}")
@@ -48,26 +48,28 @@ class Arena:
         weakref.finalize(self, os.close, self._fd)
         self.address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
         self._part = part = self.bytes // ranks
-        self._free = [(rank * part, (rank + 1) * part)]  # [begin, end), sorted, apart
-        self._back: list[tuple[int, int]] = []  # of them, those whose tensor has gone since
+        self._free = [(rank * part, (rank + 1) * part)]  # [begin, end), sorted, disjoint
+        self._returned: list[tuple[int, int]] = []  # by finalizers, not yet in `_free`
         self._held: deque[tuple[Callable[[], bool], list[torch.UntypedStorage]]] = deque()
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor. Raises CommunicationError where memory is short."""
+        """Return an uninitialised tensor. Raises CommunicationError if memory is short."""
         used = prod(shape) * dtype.itemsize
         size = max(1, -(-used // ALIGNMENT)) * ALIGNMENT
         begin = self._take(size)
-        block = np.frombuffer(self._map, np.uint8, used, begin)  # torch keeps it for the storage
+        block = np.frombuffer(self._map, np.uint8, used, begin)  # the tensor's storage keeps it
         # See Note [the collector comes at any time].
-        weakref.finalize(block, self._back.append, (begin, begin + size)).atexit = False
+        weakref.finalize(block, self._returned.append, (begin, begin + size)).atexit = False
         if used == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(block).view(dtype).view(shape)
 
     def hold(self, used: Iterable[object], until: Callable[[], bool]) -> None:
-        """Keep those storages among `used` that lie here, `until()`: a failed call's, to which a
-        rank that is late may still write. See Note [the collector comes at any time].
+        """Keep the storages among `used` that lie in the arena alive until `until()` is true.
+
+        They belong to a failed call, and a late rank may still write to them. Takes no lock: see
+        Note [the collector comes at any time].
         """
         within = range(self.address, self.address + self.bytes)
         storages = [x for x in used if isinstance(x, torch.UntypedStorage)]
@@ -79,7 +81,7 @@ class Arena:
             self._join()
             for i, (begin, end) in enumerate(self._free):
                 if end - begin >= size:
-                    try:  # out of memory is an error here, not a SIGBUS later
+                    try:  # so that out of memory is an error here and not a SIGBUS later
                         os.posix_fallocate(self._fd, begin, size)
                     except OSError as e:
                         why = f"no memory for {size:,} shared bytes: {e.strerror}"
@@ -93,14 +95,14 @@ class Arena:
         )
 
     def _join(self) -> None:
-        """Make what has come back free again."""
+        """Move what is no longer held, and what finalizers returned, to `_free`, and merge it."""
         for _ in range(len(self._held)):
             until, storages = self._held.popleft()
             if not until():
                 self._held.append((until, storages))
             del storages
-        while self._back:
-            insort(self._free, self._back.pop())
+        while self._returned:
+            insort(self._free, self._returned.pop())
         joined: list[tuple[int, int]] = []
         for begin, end in self._free:
             if joined and joined[-1][1] == begin:

@@ -1,7 +1,7 @@
-"""HOW a program is executed: what every transport does, and what they share.
+"""The interface of every transport, which says HOW a program is executed, and its shared types.
 
-A transport runs one rank's program on a flat buffer, in place. It is told sizes and dtypes here,
-so that programs need not know them.
+A transport runs one rank's program on a flat buffer, in place. Sizes and dtypes enter here, so
+programs do not depend on them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ringdp.transport.bounds import Bounds
 from ringdp.transport.records import Call, Observed
 from ringdp.transport.tape import Tape
 
-Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: no floats
+Op = Literal["sum", "prod", "min", "max", "band", "bor", "bxor"]  # the last three: not for floats
 OPS: tuple[Op, ...] = get_args(Op)
-ReduceOp = Literal[Op, "avg"]  # what users say; of rows, see `Run`
+ReduceOp = Literal[Op, "avg"]  # `Run` says what "avg" means to a program
 REDUCE_OPS: tuple[ReduceOp, ...] = (*OPS, "avg")
 
 DTYPES = (
@@ -39,14 +39,15 @@ DTYPES = (
 )
 
 
-# What an `Exchange` may be, in csrc's order.
+# The collectives that an `Exchange` can run, in csrc's order.
 Direct = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 DIRECT: tuple[Direct, ...] = get_args(Direct)
-HELD_BACK = ("all_reduce", "reduce_scatter", "all_gather")  # over a link: see csrc/link.hpp
+# Exchanges whose end is delayed over an emulated link: see Note [held back] in csrc/link.hpp.
+HELD_BACK = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class FailureKind(Enum):
-    """Why a program did not end (csrc's enum Failure)."""
+    """Why a program did not finish (csrc's enum Failure)."""
 
     LOST = 1
     TIMEOUT = 2
@@ -56,16 +57,17 @@ class FailureKind(Enum):
     DAMAGED = 6
 
 
-MESSAGE = (1 << 64) - 1  # for a number: of a message between two ranks
-Stamp = tuple[int, int, int]  # of a message: number and digest of its collective, its bytes
+MESSAGE = (1 << 64) - 1  # stands for the collective's number in the stamp of a send or recv
+Stamp = tuple[int, int, int]  # of a message: its collective's number and digest, its bytes
 NOTHING: Stamp = (0, 0, 0)
 
 
 class Failure(NamedTuple):
-    """`rank` is the one at fault, or for a timeout or an abort the one that gave up.
+    """Why this communicator failed.
 
-    `reporter` is the rank that found it. The stamps are those of a message that is none of ours,
-    zeros where no message told of the failure.
+    `rank` is the rank at fault, or the one that gave up if this is a timeout or an abort.
+    `reporter` is the rank that found the failure. `expected` and `found` are the stamps of a
+    mismatched message, or zeros if no message revealed the failure.
     """
 
     kind: FailureKind
@@ -73,28 +75,29 @@ class Failure(NamedTuple):
     reporter: int
     expected: Stamp = NOTHING
     found: Stamp = NOTHING
-    why: str = ""  # in the words of the library that failed
+    why: str = ""  # the error text of the library that failed
 
 
 class Link(NamedTuple):
-    """A network that a host transport emulates: messages arrive late, over one port a rank.
+    """A network that a host transport emulates by delivering messages late, one port per rank.
 
-    The cost model's α and 1/β: what a rank sends another in one round of a collective takes its
-    port for `latency` and for its bytes. Copies into and out of messages take the ranks' cores; a
-    direct one of HELD_BACK makes none: but for its end, which is late, it is that without a link.
+    `latency` is α and `bandwidth` is 1/β of the cost model. What a rank sends to one peer in one
+    round of a collective occupies its port for the latency plus the time of its bytes. Copying
+    messages in and out takes CPU time of the ranks. A direct collective of HELD_BACK has no such
+    copies: it runs as it does without a link, but ends late.
     """
 
-    latency: float  # s a message
+    latency: float  # s per message
     bandwidth: float  # bytes/s
 
 
 class Run(NamedTuple):
-    """A program, in place on a buffer with those bounds of chunks.
+    """A program to run in place on a buffer whose chunks have these bounds.
 
-    An `op` of "avg" is the sum, but what is rounded, sums of 16-bit floats, is divided before: for
-    programs that round whole sums only. Whoever asks divides the others.
+    With `op` "avg" the transport sums. It divides sums of 16-bit floats before it rounds them, so
+    the program must round complete sums only; the caller divides all other dtypes.
 
-    Two ranks must agree on the lengths of the chunks that one sends the other, and on no others.
+    Two ranks must agree on the lengths of the chunks that they exchange, and on no others.
     """
 
     program: Program
@@ -102,50 +105,50 @@ class Run(NamedTuple):
     dtype: torch.dtype
     op: ReduceOp
     kind: int
-    elements: int  # of the collective, for those who look on
+    elements: int  # of the collective, for its record
 
 
 class Exchange(NamedTuple):
-    """A collective in the transport's own way. `shards`: bounds, in the whole."""
+    """A collective to run by the transport's own algorithm. `shards`: their bounds in `whole`."""
 
     collective: Direct
     shards: Bounds
     dtype: torch.dtype
     op: ReduceOp
     kind: int
-    root: int | None = None  # the only one to receive an all_gather, or to send in an all_to_all
+    root: int | None = None  # the only receiver of an all_gather, or sender of an all_to_all
 
 
 class Prepared(Protocol):
-    """A collective of one kind, length and dtype, on buffers (1-D, contiguous) that it keeps alive.
+    """A collective of fixed kind, length and dtype, to be started on 1-D contiguous buffers.
 
-    A program has one buffer, `whole`. Else `part` is the input of an all_gather, None in an
-    all_reduce, else the output: of an all_to_all, a piece from every rank that sends, each as long
-    as this rank's shard; and `whole` is None where this rank has none.
+    A program has one buffer, `whole`. In an exchange, `part` is the input of an all_gather, None
+    for an all_reduce, and otherwise the output; an all_to_all's output holds one piece from every
+    sending rank, each as long as this rank's shard. `whole` is None if this rank has none.
 
-    What it, and messages, use is kept alive until they have ended: the caller may be gone by then,
-    and where Ctrl-C comes it may never see the ticket.
-    What is begun gets a number, in one step: Ctrl-C comes before or after it. The number, and a
-    digest of the call's kind and of all before, go with every message: a receiver that expects
-    others fails (MISMATCH). After a failure, of this rank or reported by another, none ends any
-    more.
+    The transport keeps the buffers of collectives and messages alive until they end: the caller
+    may return first, and after Ctrl-C it may never see the ticket.
+    Starting a collective assigns its number atomically with respect to Ctrl-C. Every message
+    carries the number and a digest of this call's kind and all earlier ones; a receiver that
+    expects others fails (MISMATCH). After a failure, found here or reported by another rank, no
+    collective ends any more.
     """
 
     def start(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int:
-        """Begin it in the background. Returns a ticket for `wait`."""
+        """Start it in the background. Returns a ticket for `wait`."""
         ...
 
     def run(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int:
-        """Begin it and work on it for a while. Returns 0 if it has ended, else a ticket."""
+        """Start it and work on it for a while. Returns 0 if it has ended, else a ticket."""
         ...
 
 
-# A call and its buffers, whole and part; returns a ticket.
+# Issues a call on its buffers, whole and part; returns a ticket.
 Issue = Callable[[Call, Tensor | None, Tensor | None], int]
 
 
 class Issued:
-    """`Prepared` where nothing can be: every start is issued anew."""
+    """A `Prepared` for transports that prepare nothing: it issues every start anew."""
 
     def __init__(self, transport: Transport, issue: Issue, kind: int, elements: int) -> None:
         self._transport, self._issue, self._kind, self._elements = transport, issue, kind, elements
@@ -158,113 +161,124 @@ class Issued:
 
 
 class Transport(Observed, Protocol):
-    """Runs what it has prepared one after the other, in the order in which that is started."""
+    """Runs prepared collectives one after the other, in the order in which they are started."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are that it moves best."""
+        """The device of the tensors that it moves best."""
         ...
 
     @property
     def link(self) -> Link | None:
-        """The network that it emulates."""
+        """The network that it emulates, if any."""
         ...
 
     @property
     def tape(self) -> Tape | None:
-        """Where it keeps what it does while it is traced; None where it does not."""
+        """What records its work while it is traced; None if it cannot be traced."""
         ...
 
     @property
     def depth(self) -> float | None:
-        """Slots of a channel: a program must need no more (`schedule.fifo_depth`). None: it runs a
-        round at a time, and wants programs as `project` makes them."""
+        """Slots of a channel, an upper bound on what a program needs (`schedule.fifo_depth`).
+
+        None: it runs a round at a time, and takes programs as `project` makes them, unfused.
+        """
         ...
 
     @property
     def issued(self) -> int:
-        """How many collectives have been begun: the number of the next."""
+        """How many collectives have been started, which is the number of the next."""
         ...
 
     def prepare(self, what: Run | Exchange) -> Prepared:
-        """An exchange is by the algorithm `own`: that of `direct` has the bits of its program, and
-        where it averages 16-bit floats, those of one rounding."""
+        """Prepare a program, or an exchange by the algorithm `own`.
+
+        A direct exchange has the bits of the `direct` program; an average of 16-bit floats is
+        rounded once.
+        """
         ...
 
     timeout: float
-    """Seconds that a collective may last from its start. Who waits for it counts them; the
-    transport where it goes on when nobody does."""
+    """Seconds that a collective may last from its start. The waiting caller enforces it, or the
+    transport, where collectives progress without a waiting caller."""
 
     def check(self, buffer: Tensor) -> None:
-        """Raise UsageError for a tensor that this transport does not move."""
+        """Raises UsageError if this transport cannot move the tensor."""
         ...
 
     @property
     def own(self) -> str | None:
-        """The algorithm of its exchanges, if there are any; over a `link` those of HELD_BACK."""
+        """The algorithm of its exchanges, or None if it has none. Over a `link` it exchanges only
+        HELD_BACK."""
         ...
 
     @property
     def ready(self) -> Ready | None:
-        """The calls that have been made before, for a second one to be short (csrc/ready.hpp); None
-        where there are none to be remembered."""
+        """The cache of earlier calls that makes repeated ones fast (csrc/ready.hpp), or None."""
         ...
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
-        """Send `buffer` (1-D, contiguous), and return a ticket for `wait`.
+        """Send `buffer` (1-D, contiguous). Returns a ticket for `wait`.
 
-        It may wait for the receiver, who must expect as many bytes of that `kind` (or: MISMATCH),
-        whose bits from 24 on are a tag: of what one rank sends another under one tag, the first
-        sent is the first received.
+        It may block until the receiver arrives, which must expect the same number of bytes and the
+        same `kind` (else MISMATCH). Bits 24 and up of `kind` are a tag; messages between two ranks
+        under one tag arrive in order.
         """
         ...
 
     def receive(
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
     ) -> int:
-        """The same for a message from `sender`, None: from anybody. `source`: one int64 that will
-        be who sent it."""
+        """Receive a message from `sender`, or from any rank if None. Returns a ticket for `wait`.
+
+        `source` is one int64, which is set to the sender's rank.
+        """
         ...
 
     def release(self) -> None:
-        """Keep no longer what has ended has used."""
+        """Release the buffers of what has ended."""
         ...
 
     @property
     def arena(self) -> Arena | None: ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in memory that this transport moves best."""
+        """Return an uninitialised tensor in the memory that this transport moves best."""
         ...
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        """Whether that program ended within `timeout` seconds; False soon after a failure."""
+        """Return whether that program or message ended within `timeout` seconds; False soon after
+        a failure."""
         ...
 
     def failure(self) -> Failure | None: ...
 
     def fail(self, kind: FailureKind, rank: int) -> None:
-        """Tell the other ranks that `rank` is at fault, or that it gives up."""
+        """Report to all ranks that `rank` is at fault, or that this rank (`rank`) gives up."""
         ...
 
     def survey(self) -> Observed:
-        """What all ranks do, as far as it can be found out; it may take half a second. What the
-        transport itself says of a rank costs nothing, and is None where it would have to ask."""
+        """Return what all ranks are doing, as far as it can be found out, in up to half a second.
+
+        The transport's own `record`, `call` and `message` are immediate, and None for a rank that
+        would have to be asked.
+        """
         ...
 
     def tell(self, call: Call | None) -> None:
-        """Let all see that this rank waits for a send or recv; None: no more."""
+        """Publish the send or recv that this rank waits for; None: it no longer waits."""
         ...
 
     def sent_bytes(self) -> int:
-        """Payload bytes sent to other ranks so far."""
+        """Return the payload bytes sent to other ranks so far."""
         ...
 
     def await_device(self) -> None:
-        """Return once a device has done all that was issued there, or something has failed."""
+        """Wait until the device has finished all issued work, or something has failed."""
         ...
 
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
 """Where the pieces of a buffer begin and end: the ranks' shards, and a program's chunks.
 
-Bounds are of pieces that lie one behind the other: piece p is [bounds[p], bounds[p+1]).
+Pieces are contiguous: piece p is [bounds[p], bounds[p+1]).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 
-MOST = 256  # that are remembered
+MOST = 256  # cached results per function
 Bounds = tuple[int, ...]
 
 
@@ -21,17 +21,17 @@ def bounds_of(sizes: Iterable[int]) -> Bounds:
 
 
 def shard_bounds(elements: int, ranks: int) -> Bounds:
-    """Of a shard for each rank; the first are larger by one."""
+    """Return the bounds of one shard per rank. The first `elements % ranks` are larger by one."""
     return bounds_of(_cut(elements, ranks))
 
 
 @lru_cache(maxsize=MOST)
 def chunk_bounds(elements: int, program: Program) -> Bounds:
-    """Of the program's chunks.
+    """Return the bounds of the program's chunks.
 
-    Where every rank owns equally many chunks, the buffer is first cut into a shard for each rank
-    and the shards into chunks, so that a shard is the same whatever the algorithm; else it is cut
-    into chunks at once. Pieces of a cut differ by one element at most, the first being the larger.
+    If every rank owns equally many chunks, the buffer is first cut into one shard per rank and
+    each shard into chunks, so that shards do not depend on the algorithm. Otherwise the buffer is
+    cut into chunks directly. Pieces of one cut differ by at most one element, larger ones first.
     """
     shards = program.ranks if program.chunks % program.ranks == 0 else 1
     return uneven_bounds(tuple(_cut(elements, shards)), program)
@@ -39,8 +39,11 @@ def chunk_bounds(elements: int, program: Program) -> Bounds:
 
 @lru_cache(maxsize=MOST)
 def uneven_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
-    """The same for shards of these sizes. Raises UsageError where chunks that the program needs to
-    be equally long are not: on every rank, before anything moves."""
+    """Return the bounds of the program's chunks for shards of these sizes.
+
+    Raises UsageError, on every rank and before anything moves, if chunks that the program needs to
+    be equally long are not.
+    """
     sizes = [size for shard in shards for size in _cut(shard, program.chunks // len(shards))]
     for a, b in program.alike:
         if sizes[a] != sizes[b]:
@@ -53,24 +56,24 @@ def uneven_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
 
 @lru_cache(maxsize=MOST)
 def own_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
-    """The same without the chunks that this rank neither owns nor touches: they get no room."""
+    """Like `uneven_bounds`, but chunks that this rank neither owns nor touches are empty."""
     each = program.chunks // program.ranks
-    mine = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
+    kept = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
     whole = enumerate(pairwise(uneven_bounds(shards, program)))
-    return bounds_of(end - begin if c in mine else 0 for c, (begin, end) in whole)
+    return bounds_of(end - begin if c in kept else 0 for c, (begin, end) in whole)
 
 
 def own_part(bounds: Bounds, program: Program) -> slice:
-    """Where this rank's shard lies in a buffer with `own_bounds`."""
+    """Return this rank's shard of a buffer with `own_bounds`."""
     each = program.chunks // program.ranks
     return slice(bounds[program.rank * each], bounds[(program.rank + 1) * each])
 
 
 def pair_bounds(rank: int, sent: Sequence[int], received: Sequence[int]) -> Bounds:
-    """Of an all_to_all_v, whose chunk s * n + d goes from rank s to rank d.
+    """Return the bounds of an all_to_all_v, whose chunk s * n + d goes from rank s to rank d.
 
-    The buffer of `rank` has what ranks 0 ... rank - 1 send it, what it sends to ranks 0 ... n - 1,
-    and what ranks rank + 1 ... n - 1 send it, one behind the other.
+    The buffer of `rank` holds, in this order, what it receives from ranks 0 ... rank - 1, what it
+    sends to ranks 0 ... n - 1, and what it receives from ranks rank + 1 ... n - 1.
     """
     n = len(sent)
     sizes = [0] * (n * n)

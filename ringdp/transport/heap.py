@@ -1,11 +1,11 @@
-"""What a training step frees is kept by its process, for the next step.
+"""Makes the process keep the memory that a training step frees, for the next step.
 
-glibc hands free memory at the heap's end back to the system, from where it comes again as a page
-fault for each 4 KiB. How many a step has is luck, of what happens to lie at the heap's end; what
-they take, `python -m bench.ddp_step` shows. torch's CUDA allocator keeps what is freed as well.
+glibc returns free memory at the end of the heap to the system; using it again costs one page fault
+per 4 KiB. How many a step has depends on what happens to lie there; `python -m bench.ddp_step`
+measures their cost. torch's CUDA allocator keeps freed memory, too.
 
-Blocks from 32 MiB on come from the system each time, and go back, whatever is asked; and when 2 GiB
-are free at the heap's end, all of that goes. `malloc_trim(0)` of glibc gives back what is kept.
+Two limits stay: blocks from 32 MiB up are always mapped and unmapped, and once 2 GiB are free at
+the end of the heap, glibc returns them. `malloc_trim(0)` returns what is kept.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import os
 from functools import cache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-AT_THE_END = 2**31 - 1  # bytes: as many as mallopt's int holds
-LARGEST = 32 << 20  # bytes of a block: as many as glibc comes to by itself, and allows
+TRIM_THRESHOLD = 2**31 - 1  # bytes free at the heap's end: the most that mallopt's int holds
+MMAP_THRESHOLD = 32 << 20  # bytes of a block: the most that glibc allows, or reaches by itself
 SETTINGS = ("TRIM_THRESHOLD_", "TOP_PAD_", "MMAP_THRESHOLD_", "MMAP_MAX_")  # after MALLOC_
 
 
 @cache
 def keep() -> None:
-    """From now on; not where the environment tells glibc's malloc what to do, or there is none."""
+    """Keep freed memory from now on, unless the environment configures glibc's malloc or the
+    C library is not glibc."""
     decided = any(f"MALLOC_{name}" in os.environ for name in SETTINGS)
     if decided or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGEST)
-        mallopt(M_TRIM_THRESHOLD, AT_THE_END)
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)

@@ -1,8 +1,8 @@
-"""What a rank does and did last, as its peers and `ringdp doctor` read it, even while it is stuck.
+"""What each rank is doing and did last, readable by its peers and `ringdp doctor` even in a hang.
 
-csrc/record.hpp writes it: numbers, and text of a fixed size. Whatever else another process wrote
-there, reading it here gives numbers and so many bytes, or nothing. Where ranks share no memory they
-tell it one another: see `store.status`.
+csrc/record.hpp writes the records: numbers, and text of a fixed size. Whatever another process has
+written there, a read gives numbers and that many bytes, or nothing. Ranks without shared memory
+exchange the same facts through a store: see `store.status`.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from ringdp._core import CALLS as CALLS  # how many calls a rank remembers
 from ringdp._core import SITE_BYTES as SITE_BYTES
 from ringdp._core import Records
 
-CLOSED = -1  # for a pid: the rank has closed its communicator
-ELSEWHERE = -2  # for a pid: the process cannot be seen from here, as on another host
-SILENT = -1  # for begun and finished: the rank was asked, and has not answered
+CLOSED = -1  # as a pid: the rank has closed its communicator
+ELSEWHERE = -2  # as a pid: the process is not visible from here, for instance on another host
+SILENT = -1  # as begun and finished: the rank was asked and has not answered
 
 
 # One collective as a rank called it: its number, its fingerprint (comm/call.py), its elements, and
-# the user's file:line in SITE_BYTES bytes, zeros at the end. Plain: a named tuple costs 0.2 µs.
+# the user's file:line in SITE_BYTES bytes, padded with zeros. Not a NamedTuple, which costs 0.2 µs.
 Call = tuple[int, int, int, bytes]
 
 
 class RankRecord(NamedTuple):
-    """`begun` and `finished` count collectives; the one between them is under way."""
+    """What one rank is doing. `begun` and `finished` count collectives; one between is running."""
 
     pid: int  # 0: not attached yet; CLOSED; ELSEWHERE
     begun: int
     finished: int
-    round: int  # of the collective under way, or -1
+    round: int  # of the running collective, or -1
     waits_for: int  # a rank, or -1
-    seconds: float  # since it began, or since the last one finished
+    seconds: float  # since the running collective began, or since the last one finished
 
 
 class Observed(Protocol):
-    """Where all ranks' records are read: in shared memory, from outside the job, or by asking."""
+    """Read access to all ranks' records: in shared memory, from outside the job, or by asking."""
 
     @property
     def ranks(self) -> int: ...
     def record(self, rank: int) -> RankRecord | None:
-        """What that rank does; None where it cannot be seen from here."""
+        """Return that rank's record; None if it cannot be seen from here."""
         ...
 
     def call(self, rank: int, number: int) -> Call | None:
-        """That rank's call of collective `number`, unless it has not called it, or forgot it."""
+        """Return that rank's call of collective `number`; None if not yet made or forgotten."""
         ...
 
     def message(self, rank: int) -> Call | None:
-        """The send or recv that that rank has told to wait for."""
+        """Return the send or recv that that rank says it waits for."""
         ...
 
 
@@ -59,14 +59,14 @@ def read_record(records: Records, rank: int) -> RankRecord:
     return RankRecord(pid, begun, finished, round_, waits_for, max(0.0, seconds))
 
 
-def said(call: Call) -> str:
-    """As text, for a store."""
+def format_call(call: Call) -> str:
+    """Return the call as text for a store."""
     number, kind, elements, site = call
     return f"{number} {kind} {elements} {site.hex()}"
 
 
-def heard(text: str) -> Call | None:
-    """None for what makes no sense."""
+def parse_call(text: str) -> Call | None:
+    """Return the call, or None if the text is malformed."""
     try:
         number, kind, elements, site = text.split()
         call = int(number), int(kind), int(elements), bytes.fromhex(site)

@@ -1,8 +1,8 @@
-"""Methods whose second calls stay in C++, since small messages take a microsecond.
+"""Communicator methods whose repeated calls stay in C++, as small messages take a microsecond.
 
-A call like one before (op, root, tag, algorithm, dtype and length the same, its tensors flat
-buffers) is found, numbered, told the user's line and run (with async_op: begun) by csrc/ready.hpp.
-Every other one goes to the method, so that Python alone says what it means.
+If a call repeats an earlier one (same op, root, tag, algorithm, dtype and length, tensors that are
+flat buffers), csrc/ready.hpp looks it up, numbers it, records the user's line and runs it (starts
+it, with async_op). Every other call goes to the Python method, which alone defines the semantics.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ringdp._core import SLICE as SLICE  # s that one waits until Python looks for Ctrl-C
+from ringdp._core import SLICE as SLICE  # s that a call waits in C++ between checks for Ctrl-C
 from ringdp._core import Repeated
 
 METHODS = (  # in csrc's order
@@ -28,6 +28,6 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def repeated(method: F) -> F:
-    """For a method of Communicator."""
+    """Decorate a method of Communicator."""
     made: F = Repeated(METHODS.index(method.__name__), method)  # type: ignore[assignment]
     return made

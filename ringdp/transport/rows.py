@@ -1,7 +1,7 @@
-"""What one row of a program does to a rank's buffer, in torch: who waits for whom is not said here.
+"""What one row of a program does to a rank's buffer, in torch; the transport moves the messages.
 
-16-bit floats: a chunk of float16 or bfloat16 that is reduced into is float32 until its value is
-read: sent, copied or added elsewhere, or at the end; then it is rounded. csrc does the same.
+A float16 or bfloat16 chunk that is reduced into is held in float32, and rounded when its value is
+read: sent, copied, added elsewhere, or at the end. csrc does the same (its Note [one rounding]).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringdp.transport.base import ReduceOp
 
 
 def _minimum(a: Tensor, b: Tensor) -> Tensor:
-    """torch's, but -0.0 < 0.0: which of them torch returns depends on where they lie in memory."""
+    """Like torch's, but with -0.0 < 0.0: which torch returns depends on their place in memory."""
     return torch.where(a == b, torch.where(torch.signbit(a), a, b), torch.minimum(a, b))
 
 
@@ -26,7 +26,7 @@ def _maximum(a: Tensor, b: Tensor) -> Tensor:
 
 COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
-    "avg": torch.add,  # and where it is rounded `divided`
+    "avg": torch.add,  # `divided` where it is rounded
     "prod": torch.mul,
     "min": _minimum,
     "max": _maximum,
@@ -37,28 +37,27 @@ COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Unequal(Exception):
-    """What should go into a chunk is not as long as the chunk: a peer meant another length."""
+    """A value differs in length from its destination chunk: a peer assumed another length."""
 
 
 class Rows:
-    """The chunks of one rank while its program runs."""
+    """One rank's chunks while its program runs."""
 
     def __init__(
         self, program: Program, buffer: Tensor, bounds: Sequence[int], op: ReduceOp
     ) -> None:
-        """`bounds`: chunk c is [bounds[c], bounds[c+1])."""
         self._op, self._ranks = op, program.ranks
         self._own = range(program.chunks)
         self._chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in self._own}
         self._sums: dict[int, Tensor] = {}  # 16-bit chunks that are being summed, in float32
 
     def room(self, row: Row) -> int | None:
-        """Elements that the row's message must have; None: any number, as scratch takes."""
+        """Return the elements that the row's message must have; None: any, as in scratch."""
         free = row.dst_chunk not in self._own and not row.flags & REDUCE
         return None if free else self._chunks[row.dst_chunk].numel()
 
     def run(self, row: Row, received: Tensor | None) -> Tensor | None:
-        """Do what the row says to what it has received, if it receives; return what it sends."""
+        """Run the row on the value it `received`, if any. Returns the value to send, if any."""
         value = self._read(row.src_chunk) if received is None else received
         if row.flags and self.room(row) not in (None, value.numel()):
             raise Unequal
@@ -74,7 +73,7 @@ class Rows:
         return sent
 
     def end(self) -> None:
-        """After the last row."""
+        """Round the sums that are left, after the last row."""
         for chunk in self._own:
             self._read(chunk)
 
@@ -103,7 +102,7 @@ class Rows:
 
 
 def divided(total: Tensor, by: int) -> Tensor:
-    """By a tensor: by a number a GPU would multiply with 1/by."""
+    """Return total / by. `by` becomes a tensor: on a GPU, torch multiplies by 1/number instead."""
     return total / torch.full((), by, dtype=total.dtype, device=total.device)
 
 

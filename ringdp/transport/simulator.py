@@ -1,8 +1,8 @@
-"""All ranks in one process: the bit-exact oracle of every other transport.
+"""All ranks simulated in one process: the bit-exact oracle of every other transport.
 
-It runs the programs' rows in order over FIFO channels of bounded depth, a row at a time, one rank
-after the other. The order of additions is the program's, so another transport that accumulates in
-the same dtype gives the same bits, and tests compare with `==`.
+It runs the programs' rows in order over FIFO channels of bounded depth, taking turns rank by rank,
+one row at a time. The program fixes the order of additions, so a transport that accumulates in the
+same dtype gives the same bits, and tests compare with `==`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def simulate(
 ) -> None:
     """Run one program per rank on one flat buffer per rank, in place.
 
-    `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`. Raises UsageError
-    where a rank's program or buffer is missing, or buffers differ in length without bounds, and
-    ScheduleError, naming each rank's row, if the programs stall at this FIFO depth.
+    `bounds` are each rank's chunk bounds, by default those of `chunk_bounds`. Raises UsageError if
+    a rank's program or buffer is missing, or if buffers differ in length and no bounds are given.
+    Raises ScheduleError, naming each rank's row, if the programs stall at this FIFO depth.
     """
     n = programs[0].ranks if programs else 0
     if not len(programs) == len(buffers) == n:
@@ -75,7 +75,7 @@ class _Rank:
         return self.left[0]
 
     def advance(self) -> bool:
-        """Run the next row if its message is there and its slot is free; say whether it ran."""
+        """Run the next row if its message is there and its slot is free. Returns whether it ran."""
         if self.done:
             return False
         row, rank = self.row, self.program.rank

@@ -1,4 +1,4 @@
-"""What csrc's tapes say (csrc/tape.hpp), as tuples: collectives, their rows and tiles, waits."""
+"""Decodes csrc's trace tapes (csrc/tape.hpp): collectives, their rows and tiles, and waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ringdp._core import CALL_CELLS
 
-ENTRIES = 1 << 15  # room of one tape: some 0.3 s of tiles of 64 KiB until it is emptied
+ENTRIES = 1 << 15  # capacity of a tape: about 0.3 s of 64 KiB tiles between reads
 WHAT = ("row", "lay out", "read", "fold", "take", "collect", "wait", "call", "failed")
 _WAIT, _CALL, _FAILED = (WHAT.index(name) for name in ("wait", "call", "failed"))
 _CELL = 64  # bytes
@@ -17,7 +17,7 @@ _MORE = struct.Struct("5Q152s")
 
 
 class Chunk(NamedTuple):
-    """A row of a program on one slab of its chunks, or a step on one tile; times in ns."""
+    """One row of a program on one slab, or one step of an exchange on one tile; times in ns."""
 
     number: int  # of its collective
     what: str
@@ -29,29 +29,29 @@ class Chunk(NamedTuple):
     to: int
     src: int
     dst: int
-    piece: int  # which slab or tile
-    waited: int  # for peers
+    piece: int  # index of the slab or tile
+    waited: int  # of that time, for peers
 
 
 class Ran(NamedTuple):
-    """A collective on one rank, from its first to its last step; times in ns."""
+    """One collective on one rank, from its first to its last step; times in ns."""
 
     number: int
     elements: int
     kind: int
     site: bytes
-    issued: int  # 0: before the trace
+    issued: int  # 0: before tracing began
     begin: int
     end: int
-    waited: int  # of it for peers
+    waited: int  # of that time, for peers
     ticket: int
-    rows: int  # address of its program's rows; 0 for the transport's own way
+    rows: int  # address of its program's rows; 0 for an exchange
     background: bool
     ended: bool  # False: it failed
 
 
 class Waited(NamedTuple):
-    """A thread waited for a collective."""
+    """One wait of a thread for a collective; times in ns."""
 
     ticket: int
     thread: int
@@ -60,7 +60,7 @@ class Waited(NamedTuple):
 
 
 class Tape(Protocol):
-    """Where a transport keeps what it does while it is traced: csrc's Progress."""
+    """A transport's recorder of traced work: csrc's Progress."""
 
     def trace(self, entries: int, /) -> None: ...
     def untrace(self) -> None: ...
@@ -68,7 +68,7 @@ class Tape(Protocol):
 
 
 def read(tape: bytes) -> Iterator[Chunk | Ran | Waited]:
-    """In the order in which they ended: the chunks of a collective come before it."""
+    """Yield the entries in the order in which they ended: a collective comes after its chunks."""
     at = 0
     while at < len(tape):
         begin, end, number, size, what, round_, sender, to, src, dst, piece, waited = (

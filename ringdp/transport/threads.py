@@ -1,17 +1,16 @@
-"""Threads that wait outside Python, which must be back before the interpreter is gone.
+"""Background threads that block outside Python and must return before the interpreter is gone.
 
-One that comes back later finds nothing to come back to, and std::terminate ends the process with
-SIGABRT, after all has gone well. So at exit everything that such threads wait for ends first. A
-user's thread, if it is a daemon, is one of them while it waits, and until it has ended with the
-error that this brings it.
+If one returns later, std::terminate ends the process with SIGABRT although everything went well.
+So at exit, everything that such threads wait for is ended first. This includes a user's daemon
+thread while it waits in a call, and until the error that ends this wait has ended the thread.
 
 Note [Ctrl-C comes after any call]
-    Python runs a signal's handler, on the main thread, as a function begins, as a loop goes on, and
-    as a call of C returns, but not between two assignments. So whatever counts as begun is what one
-    call of C puts into a thread's queue, with nothing but assignments before it. And who waits
-    holds no lock that Python code takes, as a Condition or a Future does: what is interrupted after
-    it was taken, and before anybody is to give it back, leaves all others waiting. A lock of C's in
-    a `with` is safe.
+    Python runs signal handlers on the main thread: when a function starts, when a loop repeats, and
+    when a C call returns, but not between two assignments. So a job counts as started when one C
+    call puts it into a thread's queue, and only assignments come just before that call. A waiting
+    thread holds no lock that Python code acquires, as Condition and Future do: an interrupt between
+    acquiring it and entering the block that releases it would leave all others waiting for ever. A
+    C lock in a `with` is safe.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from weakref import WeakSet
 
 import torch
 
-PATIENCE = 1.0  # seconds for all threads; who is late waits for what cannot come any more
+PATIENCE = 1.0  # seconds at exit for all threads together; a late one waits for a lost event
 T = TypeVar("T")
 
 
 class Ending(Protocol):
     def end(self) -> None:
-        """Make whoever waits in this object come back, with an error. Called at exit."""
+        """Make every thread that waits in this object return with an error. Called at exit."""
 
 
 _endings: WeakSet[Ending] = WeakSet()
 _threads: WeakSet[threading.Thread] = WeakSet()
-_waits = set[int]()  # threads
+_waits = set[int]()  # ids of the user's threads that wait in a call
 
 
 class _Waiting:
-    """For what a user's thread waits for."""
+    """Context manager around a user's thread's waits."""
 
     def __enter__(self) -> None:
         _waits.add(threading.get_ident())
@@ -59,33 +58,33 @@ WAITING = _Waiting()
 
 
 class Queue:
-    """A thread that does one job after the other, in the order in which they are put."""
+    """A thread that runs jobs one after the other, in the order in which they are put."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        # C's. What a job raises is shown, and ends no other.
+        # A C call. An exception in a job is printed and does not affect other jobs.
         self.put: Callable[[Callable[[], object]], None] = self._jobs.put
         at_exit(self)
         spawn(self._loop, name)
 
     def end(self) -> None:
-        """Once all that were put have been done. Also see `Ending`."""
+        """End the thread after all jobs that have been put. See also `Ending`."""
         self._jobs.put(None)
 
-    @torch.inference_mode()  # in which a job may write to whatever tensor there is
+    @torch.inference_mode()  # so that a job may write to any tensor, inference tensors included
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
             except BaseException:
-                threading.excepthook(  # under no name, which would keep all that the job held
+                threading.excepthook(  # not bound to a name, which would keep the job's objects
                     threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
                 )
             del job  # and the buffers that it holds
 
 
 class Bell:
-    """Rung where something has changed: see Note [Ctrl-C comes after any call]."""
+    """A condition variable without a Python lock: see Note [Ctrl-C comes after any call]."""
 
     def __init__(self) -> None:
         self._waiting: deque[threading.Lock] = deque()
@@ -96,20 +95,20 @@ class Bell:
                 self._waiting.popleft().release()
 
     def wait_for(self, holds: Callable[[], object], timeout: float | None = None) -> None:
-        """Until it holds, which is asked again at each ring; at most so many seconds."""
+        """Return when `holds()` is true, or after `timeout` seconds. Each ring rechecks it."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not holds() and (left := until - time.monotonic()) > 0:
             rung = threading.Lock()
             rung.acquire()
             self._waiting.append(rung)
-            if not holds():  # it may do since, and have been rung
+            if not holds():  # it may have become true, and the bell rung, before the append
                 rung.acquire(timeout=min(left, threading.TIMEOUT_MAX))
             with suppress(ValueError):
                 self._waiting.remove(rung)
 
 
 class Answer(Generic[T]):
-    """What a thread finds out, or the error that it ends in, for who waits: see the same Note."""
+    """A future without a Python lock: see Note [Ctrl-C comes after any call]."""
 
     wanted = True
 
@@ -117,14 +116,14 @@ class Answer(Generic[T]):
         self._found: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
 
     def find(self, act: Callable[[], T]) -> None:
-        """On the thread."""
+        """Set the result, or the exception, of `act()`. Called on the thread that finds it."""
         try:
             self._found.put((act(),))
         except BaseException as e:
             self._found.put(e)
 
     def get(self, seconds: float) -> T:
-        """Once. Raises queue.Empty where it does not come within that time."""
+        """Return the result, once. Raises its exception, or queue.Empty after `seconds`."""
         found = self._found.get(timeout=seconds)
         if isinstance(found, BaseException):
             raise found
@@ -132,7 +131,7 @@ class Answer(Generic[T]):
 
 
 def complete(end: weakref.finalize[..., Any]) -> None:
-    """Call it. Where Ctrl-C ends it half-way, it is called again: here, or as it would be."""
+    """Call a finalizer such that, if Ctrl-C interrupts it, it stays armed and can run again."""
     if there := end.peek():
         _, act, args, _ = there
         act(*args)
@@ -144,7 +143,7 @@ def at_exit(ending: Ending) -> None:
 
 
 def spawn(run: Callable[[], None], name: str) -> threading.Thread:
-    """A thread that does not keep the process from its end, and is gone before the interpreter."""
+    """Start a daemon thread, which does not keep the process alive and is joined at exit."""
     thread = threading.Thread(target=run, daemon=True, name=name)
     _threads.add(thread)
     thread.start()
@@ -163,7 +162,7 @@ def _end() -> None:
 
 
 def join(threads: list[threading.Thread]) -> None:
-    """Wait for them, together at most PATIENCE."""
+    """Wait for the threads, at most PATIENCE in total."""
     until = time.monotonic() + PATIENCE
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))

@@ -14,7 +14,7 @@ from torch.distributed import DistStoreError, HashStore
 
 from ringdp.errors import CollectiveTimeout, CommunicationError
 from ringdp.transport.base import FailureKind
-from ringdp.transport.c10d.shutdown import until_it_ends
+from ringdp.transport.c10d.shutdown import watch_for_end
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
 from ringdp.transport.store.failures import Failures
 from ringdp.transport.store.handshake import Handshake
@@ -115,7 +115,7 @@ class Cut:
 
 def test_a_loss_is_told_though_the_store_is_silent_for_a_while(asking, stopped: Stopped):
     failures = Failures(asking(stopped), 0, 2, lambda: True)
-    sees = Thread(target=until_it_ends, args=(Cut(), failures, 1))
+    sees = Thread(target=watch_for_end, args=(Cut(), failures, 1))
     sees.start()
     sees.join(1.5 * PATIENCE)
     stopped.goes_on.set()

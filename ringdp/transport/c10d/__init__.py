@@ -1,1 +1,1 @@
-"""Any torch.distributed group as a transport: gloo, between hosts too."""
+"""The transport over any torch.distributed group, such as gloo between hosts."""

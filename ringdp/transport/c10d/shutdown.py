@@ -1,7 +1,8 @@
-"""How a rank over gloo ends its part in a group, and how it sees that another has.
+"""How a rank over gloo leaves its group, and how it notices that another rank has left or died.
 
-A rank that ends says so in the store before its connections go: who sees them go without that word
-has lost it. Gloo's waits have an end of their own only when the group's has come.
+A rank that closes records it in the store before it drops its connections; if they drop without
+that record, its peers count it as lost. A gloo wait cannot be cancelled: it ends only with the
+group's connections.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from ringdp.transport.store.status import StatusBoard
 SHORTEST = timedelta(milliseconds=1)
 
 
-def until_it_ends(group: wire.Group, failures: Failures, rank: int) -> None:
+def watch_for_end(group: wire.Group, failures: Failures, rank: int) -> None:
+    """Wait until that rank's connection drops, and report the rank as LOST unless it has closed."""
     try:
         group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
     except RuntimeError:
-        with suppress(DistError):  # the store has gone too: who waits will see it
+        with suppress(DistError):  # the store has gone too, which waiting threads will notice
             while failures.failure is None:
-                with suppress(StoreSilent):  # it is asked again
+                with suppress(StoreSilent):  # ask again
                     if not failures.left(rank):
                         failures.fail(FailureKind.LOST, rank)
                     return
@@ -49,6 +51,7 @@ def retire(
     sending: WeakSet[threading.Thread],
     process: int,
 ) -> None:
+    """End this rank's part: publish its last status, then end its threads and connections."""
     if os.getpid() != process:
         return
     with suppress(DistError):
@@ -57,19 +60,19 @@ def retire(
     for queue in queues:
         queue.end()
     store.end()
-    with suppress(RuntimeError):  # at exit no thread can be started, and who ends there cuts itself
-        threads.spawn(partial(_cut_then, group, list(sending)), "ringdp-c10d")
+    with suppress(RuntimeError):  # at exit no thread starts, and C10dTransport.end cuts by itself
+        threads.spawn(partial(_cut_after, group, list(sending)), "ringdp-c10d")
 
 
-def _cut_then(group: wire.Group, sending: list[threading.Thread]) -> None:
-    """Once that has been sent."""
+def _cut_after(group: wire.Group, sending: list[threading.Thread]) -> None:
+    """Cut the connections once these threads have sent their messages."""
     for thread in sending:
         thread.join()
     cut(group)
 
 
 def cut(group: wire.Group) -> None:
-    """End all waits of this rank's, and its connections: gloo does where one wait has timed out."""
+    """End all waits and connections of this rank, which gloo does once one wait has timed out."""
     if group.size() > 1:
         with suppress(RuntimeError):
             neighbour = (group.rank() + 1) % group.size()
@@ -77,7 +80,7 @@ def cut(group: wire.Group) -> None:
 
 
 def hold(parts: list[wire.Pending]) -> None:
-    """Until they have been sent; if that fails, it is the receiver's loss."""
+    """Keep a message alive until it has been sent. If sending fails, only the receiver notices."""
     with suppress(RuntimeError):
         for part in parts:
             part.wait(wire.LONG)

@@ -1,10 +1,9 @@
-"""Programs over any torch.distributed group: gloo between hosts, for instance.
+"""The transport over any torch.distributed group, such as gloo between hosts.
 
-A thread runs the rows in order, another begins the messages. What either sends goes out beside
-them, so it waits only for what it receives. Failures go through the group's store: a dead rank is
-seen by those that wait for it, since its connections end, and soon by all. What closes, is
-collected while nothing is under way, or is there at exit, ends what its threads wait for, and its
-connections: see `shutdown`.
+One thread runs the rows in order and another starts the messages. Both send asynchronously, so they
+wait only for what they receive. Failures go through the group's store: ranks that wait for a dead
+rank see its connections drop, and all others soon read of it. A transport that is closed, collected
+while idle, or alive at exit ends its threads' waits and its connections: see `shutdown`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from ringdp.transport.base import (
     Stamp,
 )
 from ringdp.transport.c10d import wire
-from ringdp.transport.c10d.shutdown import cut, hold, retire, until_it_ends
+from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
 from ringdp.transport.c10d.wire import COLLECTIVE, rest_tag, tag_of
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
@@ -48,7 +47,7 @@ from ringdp.transport.store.failures import Failures, somebody
 from ringdp.transport.store.processes import check_process
 from ringdp.transport.store.status import Reporting, listen
 
-SHORT = 64 << 10  # bytes of a message that its sender does not wait for, as in shared memory
+SHORT = 64 << 10  # bytes up to which a send does not wait for its receiver, as in shared memory
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
 
 
@@ -57,11 +56,11 @@ class _Job(NamedTuple):
     run: Run
     buffer: Tensor
     call: Call
-    digest: int  # of its kind and those of all before it
+    digest: int  # of the kinds of this collective and all before it
 
 
 class Failed(Exception):
-    """Of a kind, by a rank; with what was expected and found if it was a message, or why."""
+    """A failure of `kind` by `rank`. `stamps`: (expected, found) of a mismatched message."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Failed(Exception):
 class C10dTransport(Reporting):
     """One rank's end of a group. See `Transport`."""
 
-    depth: float | None = math.inf  # what is sent waits in memory
+    depth: float | None = math.inf  # sent messages wait in memory
     own: str | None = None
     timeout = math.inf
     device = torch.device("cpu")
@@ -84,17 +83,17 @@ class C10dTransport(Reporting):
     arena: Arena | None = None
 
     def __init__(self, store: Store, group: wire.Group) -> None:
-        """`store` and `group` are for this transport alone."""
+        """`store` and `group` must not be used by anything else."""
         super().__init__(store, group.rank(), group.size())
         self._group, self._process = group, os.getpid()
         self._tickets, self._rests = count(1), count()
         self._digest, self._sent = 1, 0
-        self._open = dict[int, None]()  # tickets of what has not ended
+        self._open = dict[int, None]()  # tickets of collectives and messages that have not ended
         self._watched = False
-        self._jobs, self._letters = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
-        self._sending: WeakSet[threading.Thread] = WeakSet()  # what nobody waits for
-        # Runs at `close`, or when the transport is collected, which idle threads do not keep.
-        ends = self._failures, self._status, self._store, (self._jobs, self._letters)
+        self._jobs, self._messages = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
+        self._sending: WeakSet[threading.Thread] = WeakSet()  # sends that no caller waits for
+        # Runs at `close` or when the transport is collected; idle threads do not keep it alive.
+        ends = self._failures, self._status, self._store, (self._jobs, self._messages)
         self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
         self._stop.atexit = False
         threads.at_exit(self)
@@ -105,7 +104,7 @@ class C10dTransport(Reporting):
         return self._status.begun
 
     def prepare(self, what: Run | Exchange) -> Prepared:
-        assert isinstance(what, Run), "a transport without a way of its own exchanges nothing"
+        assert isinstance(what, Run), "a transport without its own algorithm runs only programs"
         return Issued(self, partial(self._start, what), what.kind, what.elements)
 
     def _start(self, run: Run, call: Call, whole: Tensor | None, _: Tensor | None) -> int:
@@ -117,7 +116,7 @@ class C10dTransport(Reporting):
     def _hand_over(
         self, queue: threads.Queue, act: Callable[[], None], ticket: int, call: Call, digest: int
     ) -> int:
-        """A collective to the thread that runs it."""
+        """Queue a collective for the thread that runs it. Returns its ticket."""
         put, job = queue.put, partial(attempt, self._failures, act)
         board, number, called = self._status, call[0], (call, time.monotonic())
         # See Note [Ctrl-C comes after any call] in threads.py.
@@ -129,8 +128,8 @@ class C10dTransport(Reporting):
         return ticket
 
     def _post(self, act: Callable[[], None], ticket: int) -> int:
-        """The same for a message, in the order of the calls."""
-        put, job = self._letters.put, partial(attempt, self._failures, act)
+        """Queue a message for the thread that starts messages in call order. Returns its ticket."""
+        put, job = self._messages.put, partial(attempt, self._failures, act)
         self._open[ticket] = None
         put(job)
         return ticket
@@ -192,7 +191,7 @@ class C10dTransport(Reporting):
         check_process(self._process)
 
     def release(self) -> None:
-        """Nothing: jobs hold what they need."""
+        """Do nothing: jobs hold their buffers."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -202,7 +201,7 @@ class C10dTransport(Reporting):
             lambda: ticket not in self._open or self._failures.failure, timeout
         )
         if ticket in self._open and self._failures.failure is None and timeout > 0:
-            self._letters.put(self._watch)
+            self._messages.put(self._watch)
         return ticket not in self._open
 
     def failure(self) -> Failure | None:
@@ -215,30 +214,30 @@ class C10dTransport(Reporting):
         return self._sent
 
     def await_device(self) -> None:
-        """There is none."""
+        """Return at once: there is no device."""
 
     def close(self) -> None:
         threads.complete(self._stop)
 
     def end(self) -> None:
         """See `Ending`."""
-        C10dTransport.close(self)  # at exit nobody waits for a device
+        C10dTransport.close(self)  # not a subclass's, which waits for a device
         if os.getpid() == self._process:
             threads.join(list(self._sending))
             cut(self._group)
 
-    # --- on threads of its own
+    # --- on its threads
 
     def _spawn(self, act: Callable[[], None]) -> threading.Thread:
         return threads.spawn(partial(attempt, self._failures, act), "ringdp-c10d")
 
     def _digested(self, kind: int) -> int:
-        """Of that collective's kind, if it is the next, and those of all before it."""
+        """Return the digest of all collectives so far and a next one of that kind."""
         return (self._digest ^ kind) * GOLDEN % (1 << 62)
 
     def _run(self, job: _Job) -> None:
         if self._failures.failure is not None:
-            return  # after which none ends
+            return  # after a failure, no collective ends
         run = job.run
         rows = Rows(run.program, job.buffer, run.bounds, run.op)
         sends: list[tuple[wire.Pending, int, int]] = []
@@ -282,7 +281,7 @@ class C10dTransport(Reporting):
 
     @contextmanager
     def _talking(self, peer: int) -> Iterator[None]:
-        """An error in the block means that `peer`, or -1: somebody, has gone."""
+        """Turn an error in the block into the loss of `peer`, or of some rank if it is -1."""
         try:
             yield
         except RuntimeError as e:
@@ -293,7 +292,8 @@ class C10dTransport(Reporting):
             part.wait(wire.LONG)
 
     def _watch(self) -> None:
-        """Look after every rank from now on: who waits for one hears of no other's death."""
+        """Watch the connections of all ranks from now on. A receive notices only its own sender's
+        death."""
         if self._watched:
             return
         self._watched = True
@@ -302,7 +302,7 @@ class C10dTransport(Reporting):
                 self._look_after_rank(rank)
 
     def _look_after_rank(self, rank: int) -> None:
-        self._spawn(partial(until_it_ends, self._group, self._failures, rank))
+        self._spawn(partial(watch_for_end, self._group, self._failures, rank))
 
     def _busy(self) -> bool:
         return bool(self._open)
@@ -315,11 +315,11 @@ class C10dTransport(Reporting):
 
 
 def attempt(failures: Failures, act: Callable[[], None]) -> None:
-    """What ends it by an error has failed for all."""
+    """Run `act`; report an error in it as a failure of the communicator, on all ranks."""
     try:
         act()
     except Failed as e:
         failures.fail(*e.told)
     except BaseException:
-        failures.fail(FailureKind.ABORTED, failures.rank)  # else all would wait for it
+        failures.fail(FailureKind.ABORTED, failures.rank)  # or the others would wait for ever
         raise

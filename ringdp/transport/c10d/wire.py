@@ -1,10 +1,10 @@
-"""Messages over a torch.distributed group, in two parts, of which the first has a fixed length:
+"""Messages over a torch.distributed group: a first part of fixed length, then the rest.
 
-    HEAD bytes: number, kind or digest, length (int64 each) | the payload's first INLINE bytes
-    the rest of the payload, if there is any
+    first   HEAD bytes: number, kind or digest, length (int64 each) | first INLINE payload bytes
+    rest    the rest of the payload, if there is any
 
-A backend may abort the process where a message is longer than the buffer that waits for it (gloo
-does). So a length is checked before a buffer is given to the rest.
+If a message is longer than the buffer posted for it, a backend may abort the process, as gloo does.
+So the receiver checks the length in the first part before it posts a buffer for the rest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from ringdp.transport.store.client import StoreSilent
 from ringdp.transport.store.handshake import Handshake
 
 HEAD, INLINE = 24, 1000  # bytes
-# A backend's tags have 31 bits: collectives', two without messages, users', long rests'.
+# A backend's tags have 31 bits: for collectives; two that carry no messages, which only notice the
+# end of a peer, and cut connections; from USERS on for users' tags; from RESTS on for long rests.
 COLLECTIVE, ENDS, CUT, USERS, RESTS = 0, 1, 2, 3, 1 << 30
 TAGS = RESTS - USERS
-LONG = timedelta(days=365)  # who waits here has a timeout of its own
+LONG = timedelta(days=365)  # callers enforce timeouts of their own
 
 
 class Pending(Protocol):
@@ -38,7 +39,7 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """What it takes of a torch.distributed group, or of a backend."""
+    """The methods used of a torch.distributed group or backend."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -48,9 +49,9 @@ class Group(Protocol):
 
 
 def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> Group:
-    """A group, which uses the store while it is made. Collective.
+    """Make a gloo group of all ranks, which meet through `store`. Collective.
 
-    Raises CommunicationError where the ranks do not meet.
+    Raises CommunicationError if the ranks do not meet.
     """
     handshake.together("here")
     try:
@@ -69,7 +70,7 @@ def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> Group:
 def send(
     group: Group, payload: Tensor, to: int, stamp: Stamp, tag: int, rest_tag: int
 ) -> list[Pending]:
-    """Begin to send a buffer, which may be changed at once."""
+    """Start sending `payload`, which is copied and may be changed at once."""
     number, kind, _ = stamp
     data = as_bytes(payload)
     first = torch.zeros(HEAD + INLINE, dtype=torch.uint8)
@@ -82,10 +83,10 @@ def send(
 
 
 class Incoming:
-    """A message that is waited for."""
+    """A message that is being received."""
 
     def __init__(self, group: Group, sender: int, tag: int) -> None:
-        """`sender` -1: anybody."""
+        """Post the receive of the first part from `sender`, or from any rank if it is -1."""
         self._group, self._first = group, torch.empty(HEAD + INLINE, dtype=torch.uint8)
         if sender < 0:
             self.first = group.recv_anysource([self._first], tag)
@@ -94,14 +95,14 @@ class Incoming:
 
     @property
     def stamp(self) -> Stamp:
-        """Once the first part is here."""
+        """The message's stamp, valid once the first part has arrived."""
         number, kind, length = self._first[:HEAD].clone().view(torch.int64).tolist()
         return number, kind, length
 
     def take(
         self, into: Tensor, sender: int, rest_tag: int, wait: Callable[[Pending], None]
     ) -> None:
-        """Fill a buffer, which must be as long as the stamp says."""
+        """Receive the payload into a buffer, which must be as long as the stamp says."""
         data = as_bytes(into)
         data[:INLINE] = self._first[HEAD : HEAD + len(data)]
         if len(data) > INLINE:
@@ -109,12 +110,12 @@ class Incoming:
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
-    dense = buffer.as_strided((buffer.numel(),), (1,))  # which a single element need not be
+    dense = buffer.as_strided((buffer.numel(),), (1,))  # a single element may have another stride
     return dense.view(torch.uint8)
 
 
 def tag_of(kind: int) -> int:
-    """A user's, from a message's kind. Raises UsageError for one that has no room."""
+    """Return the backend's tag for a kind of message. Raises UsageError if its tag is too large."""
     tag = kind >> 24
     if tag >= TAGS:
         raise UsageError(f"tag is {tag}; over torch.distributed tags are 0..{TAGS - 1}")
@@ -122,5 +123,5 @@ def tag_of(kind: int) -> int:
 
 
 def rest_tag(number: int) -> int:
-    """Of the second part of that message."""
+    """Return the backend's tag for the second part of that message."""
     return RESTS + number % (1 << 30)

@@ -1,1 +1,1 @@
-"""Shared memory as a transport: csrc/ runs the programs of the ranks of one host."""
+"""The shared-memory transport: csrc/ runs the programs of the ranks of one host."""

@@ -1,9 +1,9 @@
-"""The anonymous files that the ranks of one host share, and how they come to them.
+"""The anonymous files that the ranks of one host share, and how each rank opens them.
 
-Rank 0 makes them (memfd) and says through the store where their descriptors are; the others open
-them by way of /proc, which lets in the same user only. They never have a name, so nothing is left
-in shared memory after any exit, kill -9 included. A process forked from a rank has the arena alone,
-for tensors of its parent's may lie there, and keeps that for as long as it lives.
+Rank 0 creates them (memfd) and publishes their descriptors through the store; the others open them
+through /proc, which admits only the same user. The files never have a name, so no exit, not even
+kill -9, leaves anything in shared memory. A process forked from a rank keeps only the arena, where
+tensors of its parent may lie, for as long as it lives.
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ from typing import NamedTuple
 from ringdp.errors import CommunicationError
 from ringdp.transport.store.handshake import Handshake
 
-# Nobody may cut a file short that others have mapped: they would die of a SIGBUS.
+# Truncating a file that others have mapped would kill them with SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 ONE_HOST = ". The ranks must run on one host, as one user, and see each other's processes"
 
 
 class Address(NamedTuple):
-    """Where rank 0's files are, as sent through the store."""
+    """Rank 0's process and the descriptors of its files, as published through the store."""
 
     pid: int
     token: int
     segment: int
     mail: int
-    arena: int = -1  # there is one already
+    arena: int = -1  # -1: the ranks share an arena already
 
 
 def create(name: str, size: int, *, reserve: bool) -> int:
+    """Return a new sealed file of `size` bytes; `reserve` commits its memory.
+
+    Raises CommunicationError if memory or descriptors are short.
+    """
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with ExitStack() as until_whole:
             until_whole.callback(os.close, fd)
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, size)
-            if reserve:  # out of memory is an error here, not a SIGBUS later
+            if reserve:  # so that out of memory is an error here and not a SIGBUS later
                 os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             until_whole.pop_all()
@@ -52,7 +56,7 @@ def create(name: str, size: int, *, reserve: bool) -> int:
 
 
 def advice(error: Exception, otherwise: str = "") -> str:
-    """What to do where descriptors are short."""
+    """Return what to do if `error` says that descriptors are short, `otherwise` if not."""
     if os.strerror(errno.EMFILE) not in str(error):
         return otherwise
     return (
@@ -62,7 +66,8 @@ def advice(error: Exception, otherwise: str = "") -> str:
 
 
 def open_other(pid: int, fd: int, rank: int = 0) -> int:
-    """That file of `rank`. Raises CommunicationError."""
+    """Open that descriptor of `rank`'s process. Raises CommunicationError if it cannot be opened
+    or is not a file of ours."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -70,7 +75,7 @@ def open_other(pid: int, fd: int, rank: int = 0) -> int:
         raise CommunicationError(
             f"cannot open rank {rank}'s shared memory at {path} ({e.strerror}){advice(e, ONE_HOST)}"
         ) from e
-    # A store that others can write to may name a file that is not that rank's.
+    # Others may be able to write to the store, and may have named a file that is not that rank's.
     try:
         seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
     except OSError:  # not a memfd
@@ -81,15 +86,16 @@ def open_other(pid: int, fd: int, rank: int = 0) -> int:
     return opened
 
 
-def ask(handshake: Handshake) -> Address:
-    said = handshake.heard("segment", 0)
+def read_address(handshake: Handshake) -> Address:
+    """Return the address that rank 0 publishes. Raises CommunicationError if it is malformed."""
+    text = handshake.heard("segment", 0)
     try:
-        address = Address(*map(int, said.split()))
-        address.token.to_bytes(8)  # of which csrc makes a number
+        address = Address(*map(int, text.split()))
+        address.token.to_bytes(8)  # it must fit csrc's uint64
         return address
     except (TypeError, ValueError, OverflowError) as e:
-        raise CommunicationError(f"rank 0's shared memory cannot be at {said!r}") from e
+        raise CommunicationError(f"rank 0's shared memory cannot be at {text!r}") from e
 
 
-def answer(handshake: Handshake, address: Address) -> None:
+def publish_address(handshake: Handshake, address: Address) -> None:
     handshake.say("segment", " ".join(map(str, address)))

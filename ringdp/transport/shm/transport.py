@@ -1,7 +1,7 @@
-"""Shared memory between the ranks of one host: the transport where there is no GPU.
+"""The transport over shared memory between the ranks of one host, the default without a GPU.
 
-csrc runs the programs on a progress thread without the GIL. How the ranks come to the same memory,
-and how nothing is left of it, is in `files`.
+csrc runs the programs without the GIL, on the waiting thread or a progress thread. `files` says how
+the ranks share memory, and why none is left behind.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ from ringdp.transport.base import (
     Run,
 )
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
-from ringdp.transport.shm.files import Address, advice, answer, ask, create, open_other
-from ringdp.transport.shm.room import Room, room_for
+from ringdp.transport.shm.fifo import FifoShape, fifo_shape
+from ringdp.transport.shm.files import (
+    Address,
+    advice,
+    create,
+    open_other,
+    publish_address,
+    read_address,
+)
 from ringdp.transport.shm.watch import NAME
 from ringdp.transport.store.handshake import Handshake
 from ringdp.transport.store.processes import check_process
@@ -55,73 +62,74 @@ class ShmTransport:
     ) -> None:
         """Collective: returns once all ranks have attached.
 
-        `arena`: that of another transport over the same ranks. `link`: a network to emulate.
+        `arena` is the arena of another transport over the same ranks, to share. `link` is a network
+        to emulate.
         """
         self.rank, self.ranks, self.link = handshake.rank, handshake.ranks, link
-        room = room_for(self.ranks, link)
-        self.depth = room.depth
-        kept = self._attach(handshake, room, arena)
+        shape = fifo_shape(self.ranks, link)
+        self.depth = shape.depth
+        segment = self._attach(handshake, shape, arena)
         self._process = os.getpid()
-        # Ticket -> what csrc holds pointers into, set there. A Work may be dropped before its end.
+        # Ticket -> the objects whose memory csrc uses; csrc adds them. A Work may be dropped early.
         self.kept: dict[int, Any] = {}
-        self.messages: dict[int, Any] = {}  # the same; their tickets are negative
+        self.messages: dict[int, Any] = {}  # the same for messages, whose tickets are negative
         # Runs at `close`, when the transport is collected, or at exit, whichever comes first.
         self._stop = weakref.finalize(
             self,
             _stop,
-            *(self._mail, self._core, self.arena, self.kept, self.messages, self._process, kept),
+            *(self._mail, self._core, self.arena, self.kept, self.messages, self._process, segment),
         )
         _all.add(self)
         threads.at_exit(self)
 
-    def _attach(self, handshake: Handshake, room: Room, arena: Arena | None) -> FileIO:
-        """Collective. Returns what keeps the segment's file open."""
+    def _attach(self, handshake: Handshake, shape: FifoShape, arena: Arena | None) -> FileIO:
+        """Create or open the files and map them, on all ranks. Returns the open segment's file."""
         rank, ranks = self.rank, self.ranks
         with ExitStack() as until_attached:
 
-            def held(fd: int) -> int:
+            def owned(fd: int) -> int:
                 until_attached.callback(os.close, fd)
                 return fd
 
             if rank == 0:
-                shape = ranks, room.slots, room.slab
-                files = [held(create(NAME, _core.segment_size(*shape), reserve=True))]
-                mail = _core.mailbox_size(*shape)
-                files += [held(create("ringdp-mail", mail, reserve=False))]
+                sizes = ranks, shape.slots, shape.slab
+                files = [owned(create(NAME, _core.segment_size(*sizes), reserve=True))]
+                mail = _core.mailbox_size(*sizes)
+                files += [owned(create("ringdp-mail", mail, reserve=False))]
                 if arena is None:
-                    files += [held(create("ringdp-arena", arena_bytes(ranks), reserve=False))]
+                    files += [owned(create("ringdp-arena", arena_bytes(ranks), reserve=False))]
                 address = Address(os.getpid(), secrets.randbits(63), *files)
             else:
-                address = ask(handshake)
-                pid, _, *theirs = address
-                files = [held(open_other(pid, fd)) for fd in theirs[: 3 if arena is None else 2]]
-            self._map(files, address.token, room, arena)
+                address = read_address(handshake)
+                pid, _, *fds = address
+                files = [owned(open_other(pid, fd)) for fd in fds[: 3 if arena is None else 2]]
+            self._map(files, address.token, shape, arena)
             if rank == 0:
-                answer(handshake, address)
+                publish_address(handshake, address)
             handshake.together("attached")
             try:
                 with _translated(rank):
                     self._core.connect()
                     return FileIO(dup(files[0]), "r+")
-            except BaseException:  # the others have gone on
+            except BaseException:  # the others have gone on without this rank
                 self._core.fail(FailureKind.ABORTED.value, rank)
                 raise
 
-    def _map(self, files: list[int], token: int, room: Room, arena: Arena | None) -> None:
+    def _map(self, files: list[int], token: int, shape: FifoShape, arena: Arena | None) -> None:
         with _translated(self.rank):
             self.arena = arena or Arena(files[2], self.rank, self.ranks)
             self._core = _core.Progress(
                 files[0],
                 self.rank,
                 self.ranks,
-                room.slots,
-                room.slab,
+                shape.slots,
+                shape.slab,
                 token,
                 self.arena.address,
                 self.arena.bytes,
                 self.link.latency if self.link else 0.0,
                 self.link.bandwidth if self.link else 0.0,
-                room.stride,
+                shape.stride,
             )
             self.tape = self._core
             table = Tensor.__dlpack_c_exchange_api__  # see csrc/tensors.hpp
@@ -162,7 +170,7 @@ class ShmTransport:
         )
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._check_process()  # the parent's next tensor would lie there too
+        self._check_process()  # a forked child would allocate the same memory as its parent
         return self.arena.empty(shape, dtype)
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
@@ -234,7 +242,7 @@ class ShmTransport:
         return int(self._core.sent_bytes())
 
     def await_device(self) -> None:
-        """There is none."""
+        """Return at once: there is no device."""
 
     def close(self) -> None:
         self.ready.forget()
@@ -243,14 +251,14 @@ class ShmTransport:
     end = close  # see `Ending`
 
     def check(self, buffer: Tensor) -> None:
-        """Raise UsageError for a tensor that shared memory does not move, or in a forked child."""
+        """Raises UsageError if the tensor is not on the CPU, or in a forked child."""
         if buffer.device.type != "cpu":
             raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
         self._check_process()
 
     @property
     def _forked(self) -> bool:
-        """Whether this is a child of its process, which has neither the threads nor the memory."""
+        """Whether this is a forked child, which has neither the threads nor the shared memory."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
@@ -260,7 +268,7 @@ class ShmTransport:
         finished = self._core.finished()
         for ticket in list(self.kept):
             if ticket > finished:
-                break  # so are those behind it
+                break  # collectives end in order
             self.kept.pop(ticket, None)
         for ticket in self._mail.ended():
             self.messages.pop(ticket, None)
@@ -272,7 +280,7 @@ def _translated(rank: int) -> Iterator[None]:
         yield
     except CommunicationError:
         raise
-    except (OSError, RuntimeError) as e:  # csrc's: a header or a size that is not ours, no memory
+    except (OSError, RuntimeError) as e:  # from csrc: a foreign header or size, or no memory
         raise CommunicationError(
             f"rank {rank} cannot use rank 0's shared memory: {e}{advice(e)}"
         ) from e
@@ -288,7 +296,7 @@ def _stop(
     segment: FileIO,
 ) -> None:
     segment.close()
-    if os.getpid() == process:  # a fork has neither the threads nor the memory
+    if os.getpid() == process:  # a forked child has neither the threads nor the memory
         mail.close()
         core.close()
         finished = core.finished()
@@ -298,13 +306,15 @@ def _stop(
     messages.clear()
 
 
-def _forget() -> None:
-    """In a forked child: what is ready would use memory that it does not have. It may outlive the
-    rank, whose memory then goes all the same."""
+def _abandon_all() -> None:
+    """Close all transports in a forked child, which has not mapped their memory.
+
+    Closing their files frees the memory when the rank ends, even if the child outlives it.
+    """
     for transport in list(_all):
         transport.close()
-        _core.abandon(transport._mail, transport._core)  # also of one that was closed before
+        _core.abandon(transport._mail, transport._core)  # even if it was closed before the fork
 
 
 _all: WeakSet[ShmTransport] = WeakSet()
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,7 +1,8 @@
-"""A job's segments seen from outside it: which ones a process holds, and a read-only view of each.
+"""A running job's segments, found and read from outside it, for `ringdp doctor`.
 
-A rank keeps its segment's descriptor open as long as its communicator lives; the kernel lets the
-same user open it through /proc. Nothing here can disturb the job, and nothing it wrote is trusted.
+A rank keeps its segment's descriptor open while its communicator lives, and the kernel lets the
+same user open it through /proc. The view is read-only, so it cannot disturb the job, and it trusts
+nothing that the job wrote.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from ringdp.errors import CommunicationError
 from ringdp.transport.base import FailureKind
 from ringdp.transport.records import Call, RankRecord, read_record
 
-NAME = "ringdp"  # of a segment's file, see /proc/PID/fd
+NAME = "ringdp"  # of a segment's memfd, as /proc/PID/fd shows it
 
 
 class Watched:
-    """One segment: its ranks' records. Raises CommunicationError if it is not one, or damaged."""
+    """The ranks' records in one segment. See `Observed`."""
 
     def __init__(self, path: Path) -> None:
+        """Raises CommunicationError if `path` cannot be opened, or is not an intact segment."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as e:
@@ -43,14 +45,14 @@ class Watched:
         return self._watch.message(rank)
 
     def failure(self) -> tuple[FailureKind, int] | None:
-        """What ended it, and the rank at fault, or that gave up."""
+        """Return the communicator's failure and the rank at fault or that gave up, if any."""
         kind, rank = self._watch.failed
         known = kind in [k.value for k in FailureKind] and 0 <= rank < self.ranks
         return (FailureKind(kind), rank) if known else None
 
 
 def segments(pids: list[int]) -> list[Path]:
-    """Where those processes hold segments open, each segment once, the oldest first.
+    """Return a /proc path for each segment that those processes hold open, the oldest first.
 
     Raises PermissionError for a process of another user.
     """

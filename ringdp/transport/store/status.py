@@ -34,8 +34,8 @@ from ringdp.transport.records import (
     Call,
     Observed,
     RankRecord,
-    heard,
-    said,
+    format_call,
+    parse_call,
 )
 from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.failures import LOOK, Failures
@@ -247,8 +247,8 @@ def _texts(ranks: Iterable[int], store: Store) -> dict[int, str]:
 def written(asked: int, state: State) -> str:
     pid, begun, finished, round_, waits_for, seconds = state.record
     numbers = asked, int(pid == CLOSED), begun, finished, round_, waits_for, int(1000 * seconds)
-    lines = [" ".join(map(str, numbers)), said(state.message) if state.message else ""]
-    return "\n".join(lines + [said(call) for call in state.calls.values()])
+    lines = [" ".join(map(str, numbers)), format_call(state.message) if state.message else ""]
+    return "\n".join(lines + [format_call(call) for call in state.calls.values()])
 
 
 def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
@@ -262,6 +262,6 @@ def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
     places = -1 <= round_ < 1 << 31 and -1 <= waits_for < ranks
     if not (len(text) <= LONGEST and at >= asked and sizes and places):
         return None
-    known = [call for line in calls if (call := heard(line))]
+    known = [call for line in calls if (call := parse_call(line))]
     record = RankRecord(CLOSED if closed else pid, begun, finished, round_, waits_for, ms / 1000)
-    return State(record, heard(message), {c[0]: c for c in known if c[0] < begun + AHEAD})
+    return State(record, parse_call(message), {c[0]: c for c in known if c[0] < begun + AHEAD})
