@@ -148,7 +148,7 @@ def test_a_rank_refuses_an_address_where_there_is_none(there, said):
 def test_a_failure_in_the_store_that_makes_no_sense_is_no_ranks_fault():
     store = saying(address(1, 2, 3))
     store.set("failed", "1 7")
-    with pytest.raises(CommunicationError, match="what its store says makes no sense") as error:
+    with pytest.raises(CommunicationError, match="its store holds a malformed failure") as error:
         joined(store, 1, 2)
     assert error.type is CommunicationError
 

@@ -1,1 +1,1 @@
-"""What ranks without a common memory tell one another: through a store."""
+"""What ranks without shared memory exchange through a store."""

@@ -1,8 +1,7 @@
-"""A store that may give no answer, asked by a thread, so that who asks need not wait for ever.
+"""A store accessed from a thread, so that a caller can time out when the store does not answer.
 
-Where whoever serves a TCPStore is stopped, its calls end when that goes on: the store's timeout
-does not count (torch 2.13: for check, get, add, wait, clone and a new TCPStore), and no signal is
-seen meanwhile.
+If the process that serves a TCPStore is stopped, calls block until it resumes: they ignore the
+store's timeout (torch 2.13: check, get, add, wait, clone and a new TCPStore) and handle no signal.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ringdp.transport import threads
 
 PATIENCE = 1.0  # seconds: an answer takes less than a millisecond
 T = TypeVar("T")
-Asked = tuple[Callable[[Store], Any], threads.Answer[Any]]
+Request = tuple[Callable[[Store], Any], threads.Answer[Any]]
 
 
 class StoreSilent(DistError):
-    """The store has given no answer, and may yet."""
+    """The store has not answered in time, and may yet."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
@@ -37,33 +36,36 @@ class StoreSilent(DistError):
 
 
 class StoreClient:
-    """A store as whoever asks it sees it: `with` ends the thread."""
+    """A client of a store, with its own thread, which ends with `with` or `end`."""
 
-    def __init__(self, reach: Callable[[], Store]) -> None:
-        """`reach` gives the store to the thread, again if it has failed.
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        """`connect` returns the store; the thread calls it, and again if it has raised.
 
-        Raises CommunicationError where there is no thread to be had.
+        Raises CommunicationError if the thread cannot be started.
         """
-        self._asked: SimpleQueue[Asked | None] = SimpleQueue()
+        self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._since = [math.inf]  # when the thread began to wait for the store
         try:
-            threads.spawn(partial(_answer, reach, self._asked, self._since), "ringdp-store")
+            threads.spawn(partial(_serve, connect, self._requests, self._since), "ringdp-store")
         except RuntimeError as e:
-            raise CommunicationError(f"no store can be asked here: {e}") from e
-        self._end = weakref.finalize(self, self._asked.put, None)
-        self._end.atexit = False  # who says a last word then ends it
+            raise CommunicationError(f"no thread for the store's client: {e}") from e
+        self._end = weakref.finalize(self, self._requests.put, None)
+        self._end.atexit = False  # a rank publishes its last status at exit, then ends this
 
     def ask(
         self, act: Callable[[Store], T], patience: float = PATIENCE, *, later: bool = False
     ) -> T:
-        """What it gives, or raises. StoreSilent if the store has given none an answer for that
-        long; what is asked then is done `later`, or never."""
+        """Return `act(store)`, run on the thread, or raise its exception.
+
+        Raises StoreSilent once the store has not answered for `patience` seconds, counting what was
+        asked before. The request then runs `later` if that is true, or never.
+        """
         if not self._end.alive:
-            raise DistError("the store is asked no more")
+            raise DistError("this client of the store has ended")
         if not later and self._silence() >= patience:
             raise StoreSilent(self._silence())
         answer = threads.Answer[T]()
-        self._asked.put((act, answer))
+        self._requests.put((act, answer))
         try:
             return answer.get(max(0.0, patience - self._silence()))
         except Empty:
@@ -71,7 +73,7 @@ class StoreClient:
             raise StoreSilent(max(patience, self._silence())) from None
 
     def end(self) -> None:
-        """Once all has been done."""
+        """End the thread once it has run all requests."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -84,20 +86,20 @@ class StoreClient:
         return max(0.0, time.monotonic() - self._since[0])
 
 
-def _answer(
-    reach: Callable[[], Store], asked: SimpleQueue[Asked | None], since: list[float]
+def _serve(
+    connect: Callable[[], Store], requests: SimpleQueue[Request | None], since: list[float]
 ) -> None:
     store: Store | None = None
 
-    def reached(act: Callable[[Store], T]) -> T:
+    def connected(act: Callable[[Store], T]) -> T:
         nonlocal store
-        store = store or reach()
+        store = store or connect()
         return act(store)
 
-    while (one := asked.get()) is not None:
-        act, answer = one
+    while (request := requests.get()) is not None:
+        act, answer = request
         if answer.wanted:
             since[0] = time.monotonic()
-            answer.find(partial(reached, act))
+            answer.find(partial(connected, act))
             since[0] = math.inf
-        del one, act, answer  # and what they hold
+        del request, act, answer  # and the objects that they hold

@@ -1,12 +1,13 @@
-"""Failures that ranks without a common memory tell one another, through a store.
+"""How ranks without shared memory report failures to one another, through a store.
 
-    failed       kind rank reporter, and the numbers of two stamps: the first failure stays;
-                 below them why, if there is something to say
-    closed/RANK  that rank has closed, and will send nothing any more: how many collectives it ended
-    closed       one has
+    failed       the first failure: kind, rank, reporter and the numbers of two stamps on one line;
+                 the reason below, or nothing
+    closed/RANK  set when that rank has closed, after which it sends nothing: the number of
+                 collectives that it had finished
+    closed       set when any rank has closed
 
-Reading it trusts nothing: what makes no sense is a failure too. A store that gives no answer is
-none: who waits has a timeout.
+Readers trust nothing: a malformed failure is a failure, too. A store that does not answer is none,
+as waiting callers have a timeout.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from ringdp.transport.store.client import StoreClient, StoreSilent
 from ringdp.transport.store.processes import text_of
 
 LOOK = 0.1  # seconds between looks into the store
-LAST_LOOKS = 5  # at a rank that has closed, while what it sent last may be on its way
+LAST_LOOKS = 5  # before a rank that has closed is lost: its last messages may be in flight
 
 
 class Failures:
-    """What has failed, as far as this rank knows.
+    """The communicator's first failure, as far as this rank knows, and what it waits for.
 
-    `busy`: whether something that it has begun has not ended. A store that has gone is a failure
-    then only: rank 0, or an agent, may serve it, and end as soon as all is done.
+    `busy()` says whether anything that this rank has started has not ended. Only then is a
+    vanished store a failure: the process that serves it, rank 0 or an agent, may end when all is
+    done.
     """
 
     def __init__(self, store: StoreClient, rank: int, ranks: int, busy: Callable[[], bool]) -> None:
         self.failure: Failure | None = None
-        self.changed = threads.Bell()  # also of what else has ended
+        self.changed = threads.Bell()  # rung on a failure, and when anything has ended
         self.lock = threading.RLock()
         self.rank = rank
         self._store, self.ranks, self._busy = store, ranks, busy
         self._keys = count()
-        self._waiting: dict[int, int] = {}  # by a key of each wait: the rank, or -1 for any
-        # By wait, or -1 - the collective, and rank: how many looks since that had closed.
+        self._waiting: dict[int, int] = {}  # wait's key -> rank waited for, or -1 for any
+        # (wait's key, or -1 - collective; rank) -> looks since that rank has closed.
         self._closed: dict[tuple[int, int], int] = {}
 
     def fail(
@@ -54,21 +56,21 @@ class Failures:
         stamps: tuple[Stamp, Stamp] | None = None,
         why: str = "",
     ) -> None:
-        """Tell the others, unless this rank has heard of a failure, or been first to tell."""
+        """Report a failure to all ranks, unless this rank knows of one already."""
         expected, found = stamps or (NOTHING, NOTHING)
-        said = " ".join(map(str, (kind.value, rank, self.rank, *expected, *found))) + f"\n{why}"
+        text = " ".join(map(str, (kind.value, rank, self.rank, *expected, *found))) + f"\n{why}"
         with self.lock:
             if self.failure is not None:
                 return
             self.failure = Failure(kind, rank, self.rank, expected, found, why)
-            with suppress(DistError):  # whoever served the store has gone: nobody can be told
-                first = self._store.ask(lambda s: s.compare_set("failed", "", said), later=True)
+            with suppress(DistError):  # without a store, the others cannot be told
+                first = self._store.ask(lambda s: s.compare_set("failed", "", text), later=True)
                 self.failure = _parsed(first, self.rank, self.ranks)
         self.changed.ring()
 
     def leave(self, finished: int) -> None:
-        """This rank closes, having ended so many collectives: what it still waits for is over, and
-        who waits for it shall know."""
+        """Record that this rank closes, having finished so many collectives. Its own waits end,
+        and ranks that wait for it will notice."""
         with self.lock, suppress(DistError):
             if self.failure is None:
                 self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank)
@@ -80,17 +82,17 @@ class Failures:
         store.set("closed", "")
 
     def left(self, rank: int) -> bool:
-        """Whether that rank has closed."""
+        """Return whether that rank has closed."""
         return self._store.ask(partial(self._closed_in, rank))
 
     def _closed_in(self, rank: int, store: Store) -> bool:
-        """For -1, whether all others have."""
+        """Return whether that rank has closed, or for -1, whether all others have."""
         others = [r for r in range(self.ranks) if r != self.rank] if rank < 0 else [rank]
         return all(store.check([f"closed/{r}"]) for r in others)
 
     @contextmanager
     def waits_for(self, rank: int) -> Iterator[None]:
-        """What the block waits for comes from that rank, or -1: from any."""
+        """Declare that the block waits for that rank, or for any if it is -1."""
         key = next(self._keys)
         self._waiting[key] = rank
         try:
@@ -99,22 +101,22 @@ class Failures:
             del self._waiting[key]
 
     def look(self, collective: int | None = None) -> None:
-        """What others have told, and whether those that this rank waits for have left, as all are
-        in the collective that it is in."""
+        """Read the store for failures, and for ranks that have closed though this one needs them:
+        those that it waits for, and all that had not finished the collective that it runs."""
         if self.failure is not None:
             return
         waiting = dict(list(self._waiting.items()))
         try:
-            said, closed = self._store.ask(partial(self._found, waiting, collective))
+            failed, closed = self._store.ask(partial(self._found, waiting, collective))
         except StoreSilent:
             return
         except DistError:
             if self._busy():
                 self.fail(FailureKind.LOST, 0)
             return
-        if said is not None:
+        if failed is not None:
             with self.lock:
-                self.failure = self.failure or _parsed(said, self.rank, self.ranks)
+                self.failure = self.failure or _parsed(failed, self.rank, self.ranks)
             self.changed.ring()
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
@@ -125,7 +127,7 @@ class Failures:
     def _found(
         self, waiting: dict[int, int], collective: int | None, store: Store
     ) -> tuple[bytes | None, list[tuple[int, int]]]:
-        """What is said to have failed, and which waits are for ranks that have closed."""
+        """Return the reported failure, and the keys of `_closed` for ranks that have closed."""
         if store.check(["failed"]):
             return store.get("failed"), []
         closed = [(key, rank) for key, rank in waiting.items() if self._closed_in(rank, store)]
@@ -134,7 +136,7 @@ class Failures:
         return None, closed
 
     def _without(self, collective: int, store: Store) -> Iterator[int]:
-        """Ranks that have closed before they had ended it."""
+        """Yield the ranks that closed before they had finished that collective."""
         for rank in range(self.ranks):
             finished = text_of(store, f"closed/{rank}")
             if finished.isdecimal() and len(finished) < 20 and int(finished) <= collective:
@@ -142,20 +144,20 @@ class Failures:
 
 
 def failure_in(store: Store, ranks: int) -> Failure | None:
-    """What has failed in a transport whose store that is, as anybody may read it."""
+    """Return the failure, if any, of the transport that uses this store."""
     if not store.check(["failed"]):
         return None
     return _parsed(store.get("failed"), 0, ranks)
 
 
 def somebody(rank: int, here: int) -> int:
-    """The rank, or for -1 one that is not `here`."""
+    """Return the rank, or for -1 some rank other than `here`."""
     return rank if rank >= 0 else int(here == 0)
 
 
-def _parsed(said: bytes, rank: int, ranks: int) -> Failure:
+def _parsed(text: bytes, rank: int, ranks: int) -> Failure:
     with suppress(ValueError):
-        numbers, _, why = said.decode(errors="replace").partition("\n")
+        numbers, _, why = text.decode(errors="replace").partition("\n")
         kind, who, reporter, a, b, c, d, e, f = map(int, numbers.split())
         if {who, reporter} <= set(range(ranks)):
             why = "".join(x if x.isprintable() else "?" for x in why)

@@ -1,11 +1,11 @@
-"""How the ranks that make a transport wait for one another, through a store: not for the dead.
+"""How the ranks that create a transport wait for one another through a store, but not for the dead.
 
-    place/RANK   that rank has come: see `processes`
-    failed       it cannot be made: see `failures`
+    place/RANK   that rank has arrived, in this process: see `processes`
+    failed       the transport cannot be created: see `failures`
 
-A rank that dies before it comes is known where it has been in another transport, whose store tells
-its place; but who has left that may have ended long ago, so ranks that make one of another's meet
-there first: see `Communicator.duplicate`.
+If a rank dies before it arrives, the others notice only if another transport's store holds its
+place. A rank that has closed that transport may rightly have ended long ago, so ranks that create a
+transport from another one synchronize over that one first: see `Communicator.duplicate`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ T = TypeVar("T")
 
 
 class Places(NamedTuple):
-    """Of another transport, which has all these ranks: its store, and the number there of each. The
-    one on which they agreed to make this must not have `failed`: who has left it does not come."""
+    """Where the ranks' processes are recorded: the store of another transport that has them all.
+
+    `ranks` are their numbers there. `failed` returns the failure of the transport on which they
+    agreed to create this one: a rank that has left that one will not arrive.
+    """
 
     store: Store
     ranks: Sequence[int]
@@ -41,14 +44,14 @@ class Places(NamedTuple):
 
 
 class Handshake:
-    """One rank's side. It waits for as long as the store's timeout says.
+    """One rank's side. Each step waits up to the store's timeout.
 
-    Raises PeerLost where a rank that has come dies or gives up, CollectiveTimeout where one is too
-    late or the store gives no answer, CommunicationError where that has gone.
+    Raises PeerLost if a rank that has arrived dies or gives up, CollectiveTimeout if one is too
+    late or the store does not answer, and CommunicationError if the store is gone.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, places: Places | None = None) -> None:
-        """`store` is for this transport alone."""
+        """`store` must not be used by any other transport."""
         self.rank, self.ranks = rank, ranks
         self._places = places or Places(store, range(ranks))
         self._allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
@@ -58,14 +61,15 @@ class Handshake:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """All that this rank does for it, once. If it raises, so do the others."""
+        """Enclose everything that this rank does in the handshake, once. If the block raises, the
+        other ranks' blocks raise, too."""
         try:
             with self._translated():
                 self._ask(partial(introduce, rank=self.rank))
                 yield
         except BaseException as e:
             if isinstance(e, CommunicationError) and self._failures.failure is None:
-                with suppress(DistError, OSError):  # which says more than what came of it
+                with suppress(DistError, OSError):  # a rank's death explains more than its effect
                     self._look(self._ended(range(self.ranks)))
             self._failures.fail(FailureKind.ABORTED, self.rank, why=str(e))
             raise
@@ -73,20 +77,24 @@ class Handshake:
             self._store.end()
 
     def say(self, key: str, what: str) -> None:
+        """Set a key of the store, which other ranks read with `heard`."""
         self._ask(lambda store: store.set(key, what))
 
     def heard(self, key: str, rank: int) -> bytes:
-        """What that rank says there."""
+        """Return the value of a key, once that rank has set it."""
         self._await({rank: key})
         return self._ask(lambda store: store.get(key))
 
     def together(self, what: str) -> None:
-        """Return once all have come to it."""
+        """Wait until all ranks have reached the point named `what`."""
         self.say(f"{what}/{self.rank}", "")
         self._await({rank: f"{what}/{rank}" for rank in range(self.ranks)})
 
     def called(self, act: Callable[[], T]) -> T:
-        """What it gives, which waits for the others, and cannot stop: else it is left alone."""
+        """Return `act()`, which waits for the other ranks and cannot be cancelled.
+
+        It runs on a thread, which is abandoned if this raises.
+        """
         done = threads.Answer[T]()
         threads.spawn(partial(done.find, act), "ringdp-making")
         self._until, looks = time.monotonic() + self._allowed, 0
@@ -96,12 +104,12 @@ class Handshake:
             except Empty:
                 ended = self._ended(range(self.ranks))
                 looks = looks + 1 if ended else 0
-                self._look(ended if looks > LAST_LOOKS else [])  # who has done its part may end
+                self._look(ended if looks > LAST_LOOKS else [])  # a finished rank may exit
 
     def _await(self, keys: Mapping[int, str]) -> None:
         looked = time.monotonic()
         self._until, pause = looked + self._allowed, FIRST_PAUSE
-        self._look([])  # what is there may be of a rank that has given up since
+        self._look([])  # a rank may have set its key and given up since
         while not self._ask(lambda store: store.check(list(keys.values()))):
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -109,7 +117,7 @@ class Handshake:
                 continue
             looked, ended = now, self._ended(self._missing(keys))
             missing = self._missing(keys)
-            self._look(set(ended) & set(missing))  # it may have come before its end
+            self._look(set(ended) & set(missing))  # it may have set its key before it ended
             if missing and now > self._until:
                 self._failures.fail(FailureKind.TIMEOUT, self.rank)
                 late = ", ".join(map(str, missing))
@@ -129,11 +137,11 @@ class Handshake:
             raise CollectiveTimeout(f"{self._here()}; {e}") from e
         except DistError as e:
             raise CommunicationError(f"{self._here()}; the store is out of reach: {e}") from e
-        except (OSError, RuntimeError) as e:  # no descriptor, no thread
+        except (OSError, RuntimeError) as e:  # no descriptor or no thread left
             raise CommunicationError(f"{self._here()}: {e}") from e
 
     def _ask(self, act: Callable[[Store], T]) -> T:
-        """StoreSilent, once the time is up."""
+        """Like StoreClient.ask. Raises StoreSilent if the store is silent until the timeout."""
         return self._store.ask(act, max(PATIENCE, self._until - time.monotonic()))
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
@@ -158,7 +166,7 @@ class Handshake:
             case FailureKind.TIMEOUT:
                 return CollectiveTimeout(f"{self._here()}; rank {failure.rank} gave up waiting")
             case FailureKind.DAMAGED:
-                return CommunicationError(f"{self._here()}; what its store says makes no sense")
+                return CommunicationError(f"{self._here()}; its store holds a malformed failure")
             case _:
                 why = f" ({failure.why})" * bool(failure.why)
                 return PeerLost(f"{self._here()}; rank {failure.rank} has given up{why}")

@@ -1,6 +1,6 @@
-"""The ranks' processes: where they are, as said through a store, and what keeps them from going on.
+"""The ranks' processes: where each one is, as recorded in a store, and whether it is alive.
 
-place/RANK   its process, and what the processes that can see it have in common
+place/RANK   its pid, and an identifier shared by the processes that can see it
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ ENDED, STOPPED = ("X", "Z"), ("T", "t")  # states of a process, as the kernel na
 
 
 def introduce(store: Store, rank: int) -> None:
-    """Say where this process is."""
-    store.set(f"place/{rank}", f"{os.getpid()} {_sight()}")
+    """Record where this process is."""
+    store.set(f"place/{rank}", f"{os.getpid()} {_pid_namespace()}")
 
 
 def pid_of(store: Store, rank: int) -> int:
-    """ELSEWHERE where its process cannot be seen from here, or is not known."""
-    pid, _, sight = text_of(store, f"place/{rank}").partition(" ")
-    known = pid.isdecimal() and len(pid) < 10 and sight == _sight()
+    """Return a rank's pid, or ELSEWHERE if it is not visible from this process or not recorded."""
+    pid, _, namespace = text_of(store, f"place/{rank}").partition(" ")
+    known = pid.isdecimal() and len(pid) < 10 and namespace == _pid_namespace()
     return int(pid) if known else ELSEWHERE
 
 
 def text_of(store: Store, key: str) -> str:
-    """Empty where there is none."""
+    """Return the key's value as text, empty if it is not set."""
     return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
 
 def check_process(pid: int) -> None:
-    """Raise UsageError in a process forked from `pid`, whose communicator it is."""
+    """Raises UsageError unless this process is `pid`, the communicator's, and not a fork of it."""
     if os.getpid() != pid:
         raise UsageError(
             f"this communicator belongs to process {pid}; process {os.getpid()}, forked from it, "
@@ -43,7 +43,7 @@ def check_process(pid: int) -> None:
 
 
 def process_state(pid: int) -> str:
-    """What keeps a rank's process from going on; empty if nothing does."""
+    """Return why a rank's process does not run, empty if it does or cannot be seen."""
     if pid == CLOSED:
         return "it has closed"
     state = _state(pid)
@@ -57,25 +57,27 @@ def has_ended(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Empty for what stands for a process that cannot be seen."""
+    """Return the kernel's letter for the process's state, empty if it cannot be seen."""
     if pid <= 0:
         return ""
     try:
         return stat(pid)[0]
     except (FileNotFoundError, ProcessLookupError):
         return ENDED[0]
-    except OSError:  # no descriptor to look through
+    except OSError:  # no descriptor left
         return ""
 
 
 def stat(pid: int) -> list[str]:
-    """The words of /proc/PID/stat after the name: its state, its parent, and so on. Raises
-    OSError where there is none."""
-    # The name may hold anything, and ends where 15 bytes do: also within a character.
+    """Return the fields of /proc/PID/stat after the name: state, parent, and so on.
+
+    Raises OSError if there is no such process.
+    """
+    # The name may hold anything, and is cut after 15 bytes, perhaps within a character.
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
-def _sight() -> str:
-    """What the processes that see one another have in common: the boot, and their numbering."""
+def _pid_namespace() -> str:
+    """Return the boot and pid namespace, which processes that see one another share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

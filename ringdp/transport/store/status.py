@@ -1,14 +1,14 @@
-"""What the ranks do that share no memory: each one answers, through the store, when another asks.
+"""What ranks without shared memory are doing: each publishes its status to the store when asked.
 
-    place/RANK   its process, as it has said when it came: see `handshake`
-    asked        how often a rank has asked
-    state/RANK   how often it had been asked when it said the rest: a line of its RankRecord's
-                 numbers, its message or nothing, and its last calls, a line each
+    place/RANK   its process, recorded when it arrived: see `handshake`
+    asked        counts the requests for status
+    state/RANK   the value of `asked` that this status answers and the numbers of its RankRecord on
+                 one line, its message or an empty line, and its last calls, one per line
 
-A thread of every rank looks whether somebody asks, so those in the user's code answer too. A rank's
-last word, that of a failure or of its end, answers all who ask later. Who is stopped or dead does
-not answer; its process, where it can be seen, says which. Reading trusts nothing: what makes no
-sense is no answer.
+A thread of every rank polls for requests, so a rank in the user's code answers, too. A rank that
+fails or closes publishes a last status, which answers all later requests. A stopped or dead rank
+does not answer; its process, if visible, shows which it is. Readers trust nothing: a malformed
+status counts as no answer.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.failures import LOOK, Failures
 from ringdp.transport.store.processes import pid_of, text_of
 
-PATIENCE = 0.4  # seconds that an answer may take: ranks look every 0.1 s
+PATIENCE = 0.4  # seconds that an answer may take: ranks poll every 0.1 s
 PAUSE = 0.01  # seconds between looks for answers
-LAST = 1 << 62  # for `asked`: a last word
-AHEAD = CALLS // 2  # of what it says it has called: collectives behind the one that it is in
+LAST = 1 << 62  # as `asked`: a last status
+AHEAD = CALLS // 2  # published calls that are queued behind the running collective
 LONGEST = 32 << 10  # bytes of an answer
 
 
 class State(NamedTuple):
-    """What a rank says that it does."""
+    """A rank's published status."""
 
     record: RankRecord
     message: Call | None = None
@@ -57,7 +57,7 @@ class State(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """All ranks, at one moment. See `records.Observed`."""
+    """The status of all ranks at one moment. See `records.Observed`."""
 
     states: tuple[State, ...]
 
@@ -76,29 +76,30 @@ class Survey(NamedTuple):
 
 
 class StatusBoard:
-    """One rank's: what it does, to be told and asked for."""
+    """One rank's own status, and its access to the others'."""
 
     def __init__(self, store: StoreClient, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as far as it has seen them
-        # A transport may be collected, and so end, while this very thread has them.
-        self._lock, self._saying = threading.RLock(), threading.RLock()
-        # Who begins one assigns to both: see Note [Ctrl-C comes after any call] in threads.py.
-        self.calls: dict[int, tuple[Call, float]] = {}  # by number: and when it was begun
+        self._pids = dict.fromkeys(range(ranks), ELSEWHERE)  # as last read from the store
+        # Reentrant: a transport may be collected, and so end, while this very thread holds them.
+        self._lock, self._publishing = threading.RLock(), threading.RLock()
+        # The caller of a collective assigns both: see Note [Ctrl-C comes after any call].
+        self.calls: dict[int, tuple[Call, float]] = {}  # number -> call, and when it was started
         self.begun = 0
-        self._finished, self._ended = 0, set[int]()  # as many, and later ones
+        self._finished, self._ended = 0, set[int]()  # all below it have ended, and these later ones
         self._changed = time.monotonic()
         self._where = -1, -1
         self._answered = 0
         self.message: Call | None = None
 
-    # --- what this rank does
+    # --- this rank's status
 
     def waits(self, round_: int, peer: int) -> None:
-        """In the collective under way."""
+        """Record the round of the running collective, and the peer that it waits for."""
         self._where = round_, peer
 
     def end(self, number: int) -> None:
+        """Record that this collective has ended, perhaps before earlier ones."""
         with self._lock:
             self._ended.add(number)
             while self._finished in self._ended:
@@ -108,10 +109,11 @@ class StatusBoard:
             self._changed, self._where = time.monotonic(), (-1, -1)
 
     def under_way(self) -> int | None:
-        """The collective that it is in."""
+        """Return the number of the running collective, or None."""
         return self._finished if self._finished < self.begun else None
 
     def state(self, *, closed: bool = False) -> State:
+        """Return this rank's status now."""
         with self._lock:
             finished, last = self._finished, min(self.begun, self._finished + 1 + AHEAD)
             known = {k: self.calls[k] for k in range(max(0, last - CALLS), last)}
@@ -125,36 +127,36 @@ class StatusBoard:
             )
             return State(record, self.message, {k: call for k, (call, _) in known.items()})
 
-    # --- between ranks; DistError is raised where whoever served the store has gone, or is silent
+    # --- between ranks; these raise DistError if the store has gone or does not answer
 
     def see(self) -> None:
-        """Where the others' processes are, to be told when the store cannot be asked any more."""
+        """Read where the other ranks' processes are, for reports after the store has gone."""
         self._pids = self._store.ask(partial(_pids, ranks=self._ranks))
 
     def answer(self) -> None:
-        """If somebody asks."""
-        self._say(self._store.ask(lambda store: store.add("asked", 0)))
+        """Publish this rank's status if a request is unanswered."""
+        self._publish(self._store.ask(lambda store: store.add("asked", 0)))
 
     def last_word(self, *, closed: bool = False) -> None:
-        """Of a rank whose communicator has failed or closes."""
-        self._say(LAST, closed=closed)
+        """Publish the last status of a rank whose communicator has failed or closes."""
+        self._publish(LAST, closed=closed)
 
     def survey(self, *, failed: bool, lost: int = -1) -> Survey:
-        """What all do, as far as they say it within PATIENCE; their last words if it has failed.
+        """Return the status of all ranks that answer within PATIENCE, without waiting for `lost`.
 
-        For a rank that is `lost` it does not wait.
+        If the communicator has `failed`, only a last status counts as an answer.
         """
         found = {self._rank: self.state()}
         with suppress(DistError):
             self.see()
             asked = LAST if failed else self._store.ask(lambda store: store.add("asked", 1))
-            self._say(asked)
-            _hear(self._store, asked, self._pids, found, lost)
+            self._publish(asked)
+            _collect(self._store, asked, self._pids, found, lost)
         return _survey(self._pids, found)
 
-    def _say(self, asked: int, *, closed: bool = False) -> None:
-        """Unless that has been answered."""
-        with self._saying:
+    def _publish(self, asked: int, *, closed: bool = False) -> None:
+        """Publish this rank's status as the answer to request `asked`, unless it is answered."""
+        with self._publishing:
             if asked > self._answered:
                 self._answered = asked
                 key, state = f"state/{self._rank}", written(asked, self.state(closed=closed))
@@ -162,18 +164,18 @@ class StatusBoard:
 
 
 class Reporting:
-    """What makes a transport `Observed`: of the others it knows only what they are asked."""
+    """Base of transports without shared memory, which makes them `Observed` through a store."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        """`store` is for this transport alone, and the connection that it uses."""
+        """Nothing else may use `store` or its connection."""
         self._store = StoreClient(lambda: store)
         self.rank, self.ranks = rank, ranks
-        busy = WeakMethod(self._busy)  # what listens does not keep the transport
+        busy = WeakMethod(self._busy)  # the listening thread must not keep the transport alive
         self._failures = Failures(self._store, rank, ranks, lambda: bool((ask := busy()) and ask()))
         self._status = StatusBoard(self._store, rank, ranks)
 
     def _busy(self) -> bool:
-        """Whether something that this rank has begun has not ended."""
+        """Return whether anything that this rank has started has not ended."""
         raise NotImplementedError
 
     def record(self, rank: int) -> RankRecord | None:
@@ -195,7 +197,7 @@ class Reporting:
 
 
 def listen(failures: Failures, board: StatusBoard) -> None:
-    """A thread's, the only one that looks: hear of failures, and answer."""
+    """Poll the store for failures and requests until a failure, on one thread per transport."""
     with suppress(DistError):
         board.see()
     while failures.failure is None:
@@ -208,12 +210,13 @@ def listen(failures: Failures, board: StatusBoard) -> None:
 
 
 def survey_from_outside(store: StoreClient, ranks: int) -> Survey:
-    """What the ranks of a transport do whose store that is. Raises DistError."""
+    """Return the status of the ranks of the transport that uses this store. Raises DistError if the
+    store has gone or does not answer."""
     found: dict[int, State] = {}
     failed = store.ask(lambda s: s.check(["failed"]))
     asked = LAST if failed else store.ask(lambda s: s.add("asked", 1))
     pids = store.ask(partial(_pids, ranks=ranks))
-    _hear(store, asked, pids, found, -1)
+    _collect(store, asked, pids, found, -1)
     return _survey(pids, found)
 
 
@@ -222,10 +225,10 @@ def _survey(pids: Mapping[int, int], found: Mapping[int, State]) -> Survey:
     return Survey(tuple(found.get(rank, state) for rank, state in enumerate(silent)))
 
 
-def _hear(
+def _collect(
     store: StoreClient, asked: int, pids: Mapping[int, int], found: dict[int, State], lost: int
 ) -> None:
-    """Find what is missing, as far as it is said within PATIENCE; but do not wait for the lost."""
+    """Add the missing ranks' answers to `found` until PATIENCE is over, not waiting for `lost`."""
     until = time.monotonic() + PATIENCE
     while True:
         for rank, text in store.ask(partial(_texts, pids.keys() - found.keys())).items():
@@ -252,7 +255,7 @@ def written(asked: int, state: State) -> str:
 
 
 def read(text: str, asked: int, pid: int, ranks: int) -> State | None:
-    """None for an answer that is older than `asked`, or makes no sense."""
+    """Return a rank's status, or None if it is older than request `asked` or malformed."""
     first, message, *calls = [*text.split("\n", CALLS + 2), ""]
     try:
         at, closed, begun, finished, round_, waits_for, ms = map(int, first.split())
