@@ -1,6 +1,6 @@
-// AdamW over a flat shard, by the formula of kernels/adamw.py and with its bits: every operation is one
-// IEEE float32 operation, and CMakeLists.txt has the compiler fuse none, so neither the width of vector
-// registers nor an element's place shows.
+// AdamW over a flat shard, by the formula of kernels/adamw.py and with its bits. Every operation is one
+// IEEE float32 operation, and CMakeLists.txt forbids the compiler to fuse any, so neither the width of
+// vector registers nor an element's position affects the result.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace ringdp {
 
 using Factors = std::array<float, 7>;  // of kernels/adamw.py
 
-// Buffers of `elems` that do not overlap; `copy` may be null.
+// The buffers have `elems` elements and do not overlap. `copy` may be null.
 template <class T>
 RINGDP_CLONES void adamw_block(float* p, const float* g, float* m, float* v, T* copy, std::size_t elems,
                                const Factors& factors) {
@@ -33,8 +33,8 @@ RINGDP_CLONES void adamw_block(float* p, const float* g, float* m, float* v, T* 
 template <class T>
 void adamw(float* p, const float* g, float* m, float* v, T* copy, std::size_t elems, const Factors& k,
            std::size_t threads) {
-  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; of another thread
-  constexpr std::size_t kBlock = 4096;  // elements: the copy is of what is still in the nearest cache
+  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; worth another thread
+  constexpr std::size_t kBlock = 4096;  // elements, so that the copy reads from the nearest cache
   share((elems + kPart - 1) / kPart, std::min(threads, 1 + elems / kWorth), [=](std::size_t part) {
     const std::size_t end = std::min(elems, (part + 1) * kPart);
     for (std::size_t at = part * kPart; at < end; at += kBlock)

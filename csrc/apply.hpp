@@ -1,5 +1,5 @@
-// a op b for one element, for every dtype and op, and what a 16-bit float is combined in. Shared by
-// the host's loops and the kernels.
+// a op b for one element, for every dtype and op, and the wider type that 16-bit floats are combined in.
+// Shared by the host's loops and the CUDA kernels.
 #pragma once
 
 #include <cmath>
@@ -37,16 +37,16 @@ struct bfloat16 {
 #elif defined(__FLT16_MAX__) && !defined(RINGDP_OWN_FLOAT16) && \
     (defined(__clang__) || defined(__x86_64__) || __GNUC__ >= 13)
 using float16 = _Float16;
-#else  // for compilers without one in C++: GCC before 12, and before 13 for other processors
+#else  // for compilers without _Float16 in C++: GCC before 12 on x86-64, before 13 elsewhere
 class float16 {
  public:
   float16() = default;
-  // To nearest even; what is rounded to 2^16 or more is infinite.
+  // Rounds to nearest even; a result of 2^16 or more becomes infinity.
   explicit float16(float x) {
     const auto all = as<std::uint32_t>(x), size = all & 0x7fffffff;
-    std::uint32_t small = size + 0xfff + (size >> 13 & 1);  // the next one if it is nearer
-    small = (small >> 13) - (112 << 10);                      // the bias of 15 for that of 127
-    if (size < 0x38800000) {  // below 2^-14 there are multiples of 2^-24, as from 0.5 on in float
+    std::uint32_t small = size + 0xfff + (size >> 13 & 1);  // carries if the next value is nearer
+    small = (small >> 13) - (112 << 10);                      // rebiases the exponent from 127 to 15
+    if (size < 0x38800000) {  // below 2^-14: multiples of 2^-24, which is float's spacing above 0.5
       small = as<std::uint32_t>(as<float>(size) + 0.5f) - as<std::uint32_t>(0.5f);
     } else if (size >= 0x477ff000) {
       small = size > 0x7f800000 ? 0x7e00 : 0x7c00;
@@ -71,7 +71,7 @@ class float16 {
 };
 #endif
 
-// The type in which T is combined, and the way back.
+// The type in which T is combined, and the conversion back.
 template <class T>
 struct Wide {
   using type = T;
@@ -90,8 +90,8 @@ struct Wide<float16> {
 };
 #endif
 
-// For min and max a NaN wins, as in torch, and -0 is less than +0, which torch leaves to chance: so
-// the order of the operands shows in no bit, but a NaN's payload.
+// In min and max a NaN wins, as in torch, and -0 < +0, which torch leaves undefined. So the order of the
+// operands affects no bit but a NaN's payload.
 template <Op op, class T>
 RINGDP_DEVICE inline T apply(T a, T b) {
   if constexpr ((op == Op::min || op == Op::max) && std::is_floating_point_v<T>) {

@@ -1,5 +1,5 @@
-// What a repeated call does around a program, which has one buffer, in place, and of an average gives
-// the sum:
+// What a repeated call does before and after a program. A program has one buffer, which it changes in
+// place, and computes the sum for an average.
 //
 //   collective       buffer                                          before         after
 //   all_reduce       the tensor                                                     divided
@@ -10,7 +10,7 @@
 //   scatter          the input, or a copy; elsewhere output or room                 to the output
 //   all_to_all       the output                                      the input in
 //
-// A first call does the same in Python, ringdp.comm's moves and reductions, and gets the same bits.
+// A first call does the same in Python (comm/moves.py and comm/reductions.py), with the same bits.
 #pragma once
 
 #include <utility>
@@ -19,7 +19,7 @@
 
 namespace ringdp {
 
-// The methods of a communicator that repeat, in the order of transport.repeated.METHODS.
+// The repeated methods of a communicator, in the order of transport.repeated.METHODS.
 enum class Method {
   all_reduce,
   reduce_scatter,
@@ -29,25 +29,26 @@ enum class Method {
   reduce,
   gather,
   scatter,
-  barrier  // an all_reduce of a tensor that it is not given
+  barrier  // an all_reduce of `Ready`'s token
 };
 
 // A call's tensors.
 struct Given {
   Prepared::Buffer whole, part;
   int dtype;
-  std::int64_t elements;  // of the whole, which may be elsewhere
+  std::int64_t elements;  // of the whole, even if this rank has none
   std::size_t whole_bytes, part_bytes;
-  bool apart;  // two tensors, or a part without a whole; else a part lies in its place in the whole
+  bool apart;  // two disjoint tensors, or a part without a whole; else a part lies in its place in the whole
 };
 
+// A buffer and a reference to what keeps its memory alive.
 struct Memory {
   nb::object keeper;
   std::byte* data = nullptr;
   operator Prepared::Buffer() const { return {keeper, data}; }
 };
 
-// With the GIL gone, `x.data = y` may give a tensor other memory.
+// Keeps the buffer's storage: once the GIL is released, `x.data = y` may give the tensor other memory.
 inline Memory memory_of(Prepared::Buffer buffer) { return {Prepared::memory(buffer), buffer.data}; }
 
 inline Memory room(std::size_t bytes) {
@@ -57,7 +58,7 @@ inline Memory room(std::size_t bytes) {
   return {std::move(made), data};
 }
 
-// Moves so many bytes: long, it does not keep the GIL.
+// Calls `move`, which moves so many bytes. Releases the GIL if they are many.
 template <class Move>
 void moving(std::size_t bytes, Move move) {
   if (bytes <= (16 << 10)) return move();
@@ -68,16 +69,17 @@ inline void copy_freely(std::byte* to, const std::byte* from, std::size_t bytes)
   moving(bytes, [&] { copy_bytes(to, from, bytes); });
 }
 
-// Brings a result home, once: who waits again after an interrupt comes again.
-struct Home {
+// Copies a result to the caller's tensor and divides it, but only once: a caller that waits again after an
+// interrupt calls it again.
+struct Finish {
   Memory to, from;
   std::size_t bytes = 0;
-  int by = 0;  // of an average: how many ranks; else 0
+  int by = 0;  // for an average: the number of ranks; else 0
   Dtype dtype{};
-  mutable bool left = false;
+  mutable bool pending = false;
 
   void operator()() const {
-    if (!std::exchange(left, false)) return;
+    if (!std::exchange(pending, false)) return;
     moving(bytes, [&] {
       copy_bytes(to.data, from.data, bytes);
       if (by) average(dtype, to.data, bytes / dtype.size, by);
@@ -87,10 +89,10 @@ struct Home {
 
 struct Around {
   Memory buffer;
-  Home home;
+  Finish finish;
 };
 
-// Does what comes before. `by`: see Home.
+// Prepares the program's buffer, and what to do after the program. `by`: see Finish.
 inline Around around(const Prepared& prepared, Method method, const Given& given, int rank, bool at_root,
                      int by) {
   const bool changed = prepared.changes(), stays = method == Method::reduce && !at_root;
@@ -118,11 +120,11 @@ inline Around around(const Prepared& prepared, Method method, const Given& given
   const auto at = gathers || scatters ? prepared.part_at(rank) : 0;
   if (gathers) copy_freely(data + at, part.data, given.part_bytes);
   if (scatters)
-    made.home = {part, {made.buffer.keeper, data + at}, given.part_bytes};
+    made.finish = {part, {made.buffer.keeper, data + at}, given.part_bytes};
   else if (by)
-    made.home = {whole, whole, given.whole_bytes};
-  made.home.left = made.home.to.data != made.home.from.data || by;
-  if (by) made.home.by = by, made.home.dtype = dtype(given.dtype, int(Op::avg));
+    made.finish = {whole, whole, given.whole_bytes};
+  made.finish.pending = made.finish.to.data != made.finish.from.data || by;
+  if (by) made.finish.by = by, made.finish.dtype = dtype(given.dtype, int(Op::avg));
   return made;
 }
 

@@ -1,6 +1,6 @@
-// Slots for messages: a channel for each pair of ranks and direction, in a file that all of them map.
+// Slots for messages: one channel for each ordered pair of ranks, in a file that all of them map.
 //
-// The file is sparse and mapped at the first message; a channel takes memory when it is first used.
+// The file is sparse and mapped at the first message; a channel commits memory when it is first used.
 #pragma once
 
 #include <fcntl.h>
@@ -14,8 +14,8 @@
 namespace ringdp {
 
 struct alignas(kLine) Envelope {
-  std::uint32_t type, size;   // size: of the payload behind it
-  std::uint64_t id;           // of a message in parts, its sender's ticket
+  std::uint32_t type, size;   // size: bytes of the payload behind it
+  std::uint64_t id;           // of a message in parts: its sender's ticket
   std::uint64_t kind, bytes;  // of the whole message
 };
 
@@ -32,17 +32,17 @@ class Channels {
     fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd_ < 0) throw std::runtime_error(std::string("no descriptor: ") + std::strerror(errno));
   }
-  ~Channels() { let_go(); }
+  ~Channels() { close_file(); }
   Channels(const Channels&) = delete;
   Channels& operator=(const Channels&) = delete;
 
-  // Of the file; nothing may be reserved any more.
-  void let_go() {
+  // Closes the file; `reserve` must not be called any more.
+  void close_file() {
     if (fd_ >= 0) ::close(fd_);
     fd_ = -1;
   }
 
-  // Memory for both channels of a pair: if there is none, that is an error here, not a SIGBUS later.
+  // Commits the memory of both channels of a pair, so that a shortage is an error here, not a SIGBUS later.
   void reserve(int peer) {
     if (!mapped_) mapped_.emplace(fd_, size(ranks_, depth_, slab_), "the file for messages");
     if (reserved_[peer]) return;
@@ -58,24 +58,23 @@ class Channels {
 
   bool reserved(int peer) const { return reserved_[peer]; }
 
-  // Opens what has come, in order: `open(envelope, payload)`. Whether there was any.
+  // Calls `open(envelope, payload)` on each waiting message, in order. Returns whether there was any.
   template <class Open>
   bool take(int from, Open open) {
     const auto incoming = channel(from, rank_);
-    const auto come = incoming.waiting();
-    for (auto left = come; left > 0; --left) {
+    const auto count = incoming.waiting();
+    for (auto left = count; left > 0; --left) {
       Envelope& slot = incoming.front();
-      const Envelope e = slot;  // a copy: what is checked is what is used
+      const Envelope e = slot;  // copied, so that a peer cannot change it after the check
       open(e, incoming.data(slot));
       incoming.pop();
     }
-    return come > 0;
+    return count > 0;
   }
 
-  // Whether all that has come was taken.
   bool empty(int from) const { return channel(from, rank_).empty(); }
 
-  // False: there is no free slot.
+  // Returns false if there is no free slot.
   bool push(int to, const Envelope& envelope, const std::byte* payload) {
     const auto outgoing = channel(rank_, to);
     if (outgoing.full()) return false;

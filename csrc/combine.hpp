@@ -1,5 +1,5 @@
-// out = a op b, element by element, for every dtype and op. 16-bit floats are combined in float32
-// and rounded once, to nearest even, as torch rounds them.
+// out = a op b, element by element, for every dtype and op. Two 16-bit floats are combined in float32 and
+// rounded once, to nearest even, as in torch.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 #include "apply.hpp"
 #include "put.hpp"
 
-// The compiler makes one version for each width of vector registers; the loader picks at run time.
-// (A sanitizer's build defines it empty: the loader runs before the sanitizer does.)
+// The compiler makes one version for each width of vector registers, and the loader picks one at run time.
+// (A sanitizer's build defines it empty: the loader picks before the sanitizer is initialized.)
 #if defined(RINGDP_CLONES)
 #elif defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
 #define RINGDP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -64,15 +64,15 @@ RINGDP_CLONES void divide(void* sum, std::size_t count, int by) {
   for (std::size_t i = 0; i < count; ++i) x[i] = T(x[i] / by);
 }
 
-// What a dtype and an op come to. A 16-bit float is `wide`: a sum of several stays in float32 and is
-// rounded once, when it is read.
+// The functions of a dtype and an op. A 16-bit float is `wide`: its sums stay in float32 and are rounded
+// once, when they are read.
 struct Dtype {
   std::size_t size;
   Combine combine;
   Widen widen = nullptr;
   Narrow narrow = nullptr;
   Accumulate accumulate = nullptr;
-  Divide divide = nullptr;  // of an average: what `combine`, or `accumulate`, has made
+  Divide divide = nullptr;  // for an average: applied to the result of `combine` or `accumulate`
   bool wide() const { return widen != nullptr; }
 };
 
@@ -101,7 +101,7 @@ Dtype pick(Op op) {
   throw std::invalid_argument("no such op for this dtype");
 }
 
-// The order of transport.base.DTYPES.
+// `code` and `op` are indices of transport.base.DTYPES and REDUCE_OPS.
 inline Dtype dtype(int code, int op) {
   switch (code) {
     case 0: return pick<float>(Op(op));
@@ -118,11 +118,11 @@ inline Dtype dtype(int code, int op) {
   throw std::invalid_argument("unknown dtype code");
 }
 
-// out = in[0] op in[1] op ... op in[n - 1], in this order; a wide dtype is rounded once, an average after
-// its division. `out`, and every one of the `more` copies of it, may be one of the inputs. Block by
-// block, so that what is read again is still in the nearest cache. `put` makes the copies.
+// Computes out = in[0] op in[1] op ... op in[n - 1], in this order. A wide dtype is rounded once, an
+// average after the division. `put` then copies `out` to each of the `copies`. These and `out` may be among
+// the inputs. It works block by block, so that what is read again is still in the nearest cache.
 inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in, int n,
-                 std::size_t count, std::byte* const* more = nullptr, int copies = 0,
+                 std::size_t count, std::byte* const* copies = nullptr, int copy_count = 0,
                  decltype(&copy_bytes) put = copy_bytes) {
   constexpr std::size_t kBlock = 1024;  // elements: 8 KiB of the widest
   alignas(64) std::byte block[kBlock * 8];
@@ -148,11 +148,11 @@ inline void fold(const Dtype& dtype, std::byte* out, const std::byte* const* in,
       }
     }
     if (dtype.divide && !dtype.wide()) dtype.divide(to, some, n);
-    for (int c = 0; c < copies; ++c) put(more[c] + at, to, some * dtype.size);
+    for (int c = 0; c < copy_count; ++c) put(copies[c] + at, to, some * dtype.size);
   }
 }
 
-// Divides sums that have been rounded before, as torch does: `dtype` is that of an average.
+// Divides sums that are already rounded, as torch does. `dtype` must be that of an average.
 inline void average(const Dtype& dtype, std::byte* sums, std::size_t count, int by) {
   if (!dtype.wide()) return dtype.divide(sums, count, by);
   constexpr std::size_t kBlock = 1024;

@@ -1,6 +1,6 @@
-// Denormals stay, whatever this thread was told of them. torch.set_flush_denormal is a thread's own,
-// and a collective is run by its caller or by a thread beside it, as it comes: ranks that all had set
-// it had sums that differed.
+// Disables flushing of denormals in this thread. With torch.set_flush_denormal, which applies to one thread,
+// even ranks that all had set it got different sums: timing decides whether a collective runs on its
+// caller's thread.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace ringdp {
 
-// As long as it lives, in its thread.
+// Keeps denormals in the current thread for its lifetime.
 class Denormals {
  public:
   Denormals() : before_(control()) {

@@ -1,21 +1,21 @@
-// The direct algorithms, run without channels: every rank lays out what it has on its desk, where all
-// others read it, and folds what it owns in rank order. Same values, same order of additions and so
-// the same bits as the rows of the `direct` schedule; fewer copies.
+// The direct algorithms, run without channels: every rank lays out its data in its outbox, which all others
+// read, and folds the shard that it owns in rank order. The values and the order of additions, hence the
+// bits, are those of the `direct` schedule's rows, with fewer copies.
 //
-//   up to kTiny     lines    the message and its flag in the same cache lines
-//   when short      whole    one copy of the message; everyone reads all of them (but in tiles
-//                            where somebody's lies in the arena, as nothing need be copied there)
-//   beyond          tiles    A: lay out the parts of tile t for their owners
+//   size            path     method
+//   up to kTiny     lines    the message shares its cache lines with its flags
+//   short           whole    one copy of the message, and everyone reads all messages (but tiles, if any
+//                            rank's buffer lies in the arena, where it need not be copied)
+//   longer          tiles    A: lay out the parts of tile t for their owners
 //                            B: fold, or take, tile t-1; lay out the result
 //                            C: collect the results of tile t-2
 //
-// A buffer in the arena is read where it is, so its rank lays out nothing; where all of them are, an
-// owner writes its sums to all buffers itself and nobody collects.
+// A buffer in the arena is read in place, so its rank lays out nothing. If all buffers are in the arena, an
+// owner writes its sums to all of them, and nobody collects.
 //
-// Over a link its end is held back: see Note [held back] in link.hpp.
+// Over a link its end is delayed: see Note [held back] in link.hpp.
 //
-// It may stop between two steps and go on later: a step waits before it does anything, or can be
-// done again.
+// It can be interrupted at a step and resumed: a step waits before it changes anything, or can be repeated.
 #pragma once
 
 #include "link.hpp"
@@ -36,7 +36,7 @@ class Direct : private Messages {
     for (int r = 0; r < ranks_; ++r) longest_ = std::max(longest_, bytes(r));
     const std::size_t message = gathers() ? longest_ : bytes(0, ranks_);
     path_ = ranks_ == 1         ? Path::alone
-            : message <= kTiny && link_.is_none() ? Path::lines  // which don't say when they began
+            : message <= kTiny && link_.is_none() ? Path::lines  // lines don't carry `began`
             : message <= whole_limit() ? Path::whole
                                 : Path::tiles;
     part_ = segment_.part() / dtype_.size * dtype_.size;
@@ -64,7 +64,7 @@ class Direct : private Messages {
  private:
   enum class Path { alone, lines, whole, tiles };
 
-  // Those that a rank would send over a link, one after the other: a shard to every other rank.
+  // Messages that a rank would send over a link, one after the other: a shard to every other rank.
   std::size_t messages() const {
     return (job_.collective == Collective::all_reduce ? 2 : 1) * std::size_t(ranks_ - 1);
   }
@@ -94,15 +94,15 @@ class Direct : private Messages {
     const std::size_t steps = 3 * (count_ + 2);
     while (step_ < std::int64_t(ranks_ + steps)) {
       const std::size_t s = step_ - ranks_, t = s / 3;
-      moved_ = 0;  // a step whose time is over begins anew
+      moved_ = 0;  // an interrupted step starts anew
       if (s % 3 == 0 && t < count_) lay_out(t), note_tile(What::lay_out, t);
       if (s % 3 == 1 && t >= 1 && t - 1 < count_) take(t - 1), note_tile(What::take, t - 1);
       if (s % 3 == 2 && t >= 2) collect(t - 2), note_tile(What::collect, t - 2);
       ++step_;
-      peers_.breathe();
+      peers_.check_slice();
     }
     const auto end = tiles_ + count_;
-    if (registered(rank_)) {  // until nobody reads or writes our buffer any more
+    if (registered(rank_)) {  // wait until nobody reads or writes our buffer any more
       const bool results = job_.collective == Collective::all_reduce && !all_registered_;
       await_all(results ? &Board::collected : &Board::taken, end);
     }
@@ -110,38 +110,38 @@ class Direct : private Messages {
     ++posts_;
   }
 
-  // A step that moved nothing is none.
+  // A step that moved nothing is not recorded.
   void note_tile(What what, std::size_t t) {
     if (moved_) note(what, moved_, -1, std::int32_t(t));
   }
 
-  // A: for each owner its part of the tile; when gathering, what is for all.
+  // A: lays out each owner's part of the tile, or in an all_gather this rank's part for all.
   void lay_out(std::size_t t) {
     const auto tile = tiles_ + t;
-    bool ready = registered(rank_) || !is_read(rank_);  // nobody asks for what is in our slots
+    bool ready = registered(rank_) || !is_read(rank_);  // nobody reads our slots
     for (int owner = 0; owner < ranks_ && !ready; ++owner) {
       const Span s = span(owner, t);
       if (s.bytes == 0 || gathers() != (owner == rank_)) continue;
-      if (tile >= kTiles) await_all(&Board::taken, tile - kTiles + 1);  // the slots are free again
+      if (tile >= kTiles) await_all(&Board::taken, tile - kTiles + 1);  // until the slots are free again
       moved_ += s.bytes;
       if (gathers())
         put_(segment_.result(rank_, tile), job_.part + s.first, s.bytes);
       else
         put_(segment_.part(rank_, owner, tile), job_.whole + begin_of(owner) + s.first, s.bytes);
     }
-    // release: the parts before their count
+    // release: the parts before the count
     segment_.board(rank_).laid.store(tile + 1, std::memory_order_release);
     peers_.ring();
   }
 
-  // B: fold this rank's part of the tile, or take what the others have for it.
+  // B: folds this rank's part of the tile, or copies the parts that the others have for it.
   void take(std::size_t t) {
     if (!gathers())
       take_part(t, span(rank_, t));
     else if (reads())
       take_shards(t);
-    heed();
-    // release: our reads of the parts, and the result, before their count
+    check_reported();
+    // release: our reads of the parts, and the result that we wrote, before the count
     segment_.board(rank_).taken.store(tiles_ + t + 1, std::memory_order_release);
     peers_.ring();
   }
@@ -175,7 +175,7 @@ class Direct : private Messages {
     if (!permutes()) fold_part(tile, own, s);
   }
 
-  // A slot, once its tile has been laid out.
+  // Returns `slot` once rank r has laid out that tile.
   const std::byte* laid(int r, std::uint64_t tile, const std::byte* slot) {
     await(r, &Board::laid, tile + 1);
     return slot;
@@ -196,7 +196,7 @@ class Direct : private Messages {
          all_registered_ ? copy_bytes : put_.way());
   }
 
-  // C: the results of the other owners.
+  // C: collects the results of the other owners.
   void collect(std::size_t t) {
     const auto tile = tiles_ + t;
     if (job_.collective == Collective::all_reduce && !all_registered_) {
@@ -211,23 +211,23 @@ class Direct : private Messages {
         copy_bytes(job_.whole + place, registered(r) ? at(r) + place : segment_.result(r, tile), s.bytes);
       }
     }
-    heed();
-    // release: our reads of the results before their count
+    check_reported();
+    // release: our reads of the results before the count
     segment_.board(rank_).collected.store(tile + 1, std::memory_order_release);
     peers_.ring();
   }
 
-  // Whose call is over does something else with its buffer: what was read there just now may be that, and
-  // nothing more is to be written there.
-  void heed() {
+  // Throws if any rank has reported a failure. A rank whose call has failed may reuse its buffer in the
+  // arena, so what was just read there may be garbage, and nothing more may be written there.
+  void check_reported() {
     if (!any_registered_) return;
-    std::atomic_thread_fence(std::memory_order_acquire);  // acquire: what was read, before this look
+    std::atomic_thread_fence(std::memory_order_acquire);  // acquire: our reads before the check
     if (auto f = peers_.reported()) throw *f;
   }
 
   void await(int r, std::atomic<std::uint64_t> Board::* counter, std::uint64_t least) {
     const auto& count = segment_.board(r).*counter;
-    // acquire: what the rank did before it counted
+    // acquire: what the rank did before it advanced the count
     peers_.await(r, [&] { return count.load(std::memory_order_acquire) >= least; }, Other::near);
   }
   void await_all(std::atomic<std::uint64_t> Board::* counter, std::uint64_t least) {
@@ -237,11 +237,11 @@ class Direct : private Messages {
   Link link_;
   Path path_ = Path::alone;
   bool moved_all_ = false;
-  std::size_t longest_ = 0;           // bytes of a shard
-  std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; how many tiles
-  std::uint64_t tiles_ = 0;           // so far, the same on every rank
+  std::size_t longest_ = 0;           // bytes of the longest shard
+  std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; number of tiles
+  std::uint64_t tiles_ = 0;           // of earlier collectives, the same on every rank
   bool all_registered_ = false, any_registered_ = false;
-  std::size_t moved_ = 0;  // bytes, in this step
+  std::size_t moved_ = 0;  // bytes in this step
   std::vector<std::byte*> copies_;
 };
 

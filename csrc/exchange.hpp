@@ -1,28 +1,28 @@
-// What one rank has to do in a collective that needs no channels, and its message to all others: in
-// lines that carry their own flags, or laid out as a whole. direct.hpp says when which.
+// The state of a collective that uses no channels, and a rank's message to all others: in lines that carry
+// their own flags, or laid out whole. direct.hpp says which is used when.
 //
 // Note [two slots are enough]
-//   A message is overwritten by the next but one. Whoever writes message k has finished collective
-//   k-1, for which it has read every peer's message k-1, and a peer writes that one only when it has
+//   Message k overwrites message k-2. A rank writes message k after it has finished collective k-1, for
+//   which it has read every peer's message k-1; and a peer writes its message k-1 only after it has
 //   finished reading the messages k-2.
 //
 // Note [short messages]
-//   Of 1 KiB in 0.21 us, writing took 0.05, waiting 0.07 and reading 0.06, at 4 KiB 0.57: 0.20, 0.12,
-//   0.18 (two cores that share a cache). What was tried for it and lost: taking the lines of the next
-//   message from the peer's cache ahead, after a call (0.33, 0.83) or before writing (0.31, 0.91);
-//   asking for all of the peer's lines at once before reading them (0.20, 0.60: the same); stores
-//   around the caches (0.51, 1.28); lines with flags beyond kTiny.
+//   1 KiB took 0.21 us: writing 0.05, waiting 0.07, reading 0.06. 4 KiB took 0.57: 0.20, 0.12, 0.18 (two
+//   cores that share a cache). Tried without gain: prefetching the lines of the next message for writing,
+//   after a call (0.33, 0.83) or before writing (0.31, 0.91); prefetching all of the peer's lines before
+//   reading them (0.20, 0.60: the same); non-temporal stores (0.51, 1.28); lines with flags beyond kTiny.
 //
 // Note [room]
-//   A line that a peer has read lies in the peer's cache until other lines push it out, and has to be
-//   taken from there before it is written again: 64 KiB through two slots took 9.4 us, through eight
-//   4.2; 4 MiB through tiles of 64 KiB 475, of 256 KiB 180 (two cores with 1 MiB each beside the
-//   32 MiB that they share). So what is long goes round in more room than such a cache has, and what
-//   is short, which the caches keep anyway, through two slots: there, a line from memory costs more.
-//   With 2 MiB beside a core it reads what another has just written at 18 GB/s, and at 25 from four
-//   places at once, as it fetches ahead within a page only. Not kept: sums in four streams gained 5 to
-//   15 % from 128 KiB to 1 MiB and lost as much elsewhere, copies lost up to 60 %; and two ranks that
-//   both add up everything, so that no results are collected, gained 5 % to 1 MiB and lost 10 beyond.
+//   A cache line that a peer has read stays in the peer's cache until it is evicted, and must be fetched
+//   from there before it is written again. 64 KiB took 9.4 us through two slots and 4.2 through eight;
+//   4 MiB took 475 us through tiles of 64 KiB and 180 through tiles of 256 KiB (two cores with 1 MiB of
+//   cache each and 32 MiB shared). So long messages cycle through more memory than such a cache holds.
+//   Short messages, which the caches keep anyway, use two slots: there, a line from memory costs more.
+//
+//   A core with 2 MiB of cache reads what another has just written at 18 GB/s, and at 25 from four places
+//   at once, as prefetching stops at page ends. Rejected: summing in four streams gained 5 to 15 % from
+//   128 KiB to 1 MiB and lost as much elsewhere, and copying so lost up to 60 %. Having both of two ranks
+//   add up everything, so that no results are collected, gained 5 % up to 1 MiB and lost 10 % beyond.
 #pragma once
 
 #include <algorithm>
@@ -35,16 +35,16 @@ namespace ringdp {
 
 enum class Collective { all_reduce, reduce_scatter, all_gather, all_to_all };  // base.DIRECT's order
 
-// What one rank has to do. Shard r of the whole buffer is [bounds[r], bounds[r + 1]).
+// A collective and one rank's buffers. Shard r of the whole buffer is [bounds[r], bounds[r + 1]).
 struct Exchange {
   Collective collective;
   const std::int64_t* bounds;  // [ranks + 1], in elements
   std::byte* whole;            // all_reduce: in place; all_gather: output; else the input
-  std::byte* part;             // all_gather: input; all_to_all: pieces of this rank's shard's length
-  int root = -1;               // who alone reads an all_gather, or is read in an all_to_all
+  std::byte* part;             // all_gather: input; else output (all_to_all: pieces of this shard's length)
+  int root = -1;               // the only reader of an all_gather, or the only one read in an all_to_all
 };
 
-// Memory that all ranks have mapped, at `base` in this one.
+// Memory that all ranks have mapped, at `base` in this process.
 struct Arena {
   std::byte* base = nullptr;
   std::size_t bytes = 0;
@@ -62,8 +62,9 @@ class Messages {
 
  protected:
   static constexpr std::size_t kShort = 16 << 10;  // bytes of the longest message in two slots
-  // And of the longest that is copied out of the arena: what its buffer saves is lost in one more wait
-  // for all. (all_reduce of 8 KiB: 2.2 us copied, 1.3 left; of 256 KiB 25 and 8; two cores.)
+  // Bytes of the longest message that is copied although it lies in the arena: reading it in place saves
+  // less than one more wait for all costs. (all_reduce of 8 KiB: 2.2 us copied, 1.3 in place; of 256 KiB
+  // 25 and 8; two cores.)
   static constexpr std::size_t kCopied = 4 << 10;
 
   void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
@@ -79,7 +80,7 @@ class Messages {
   bool reads() const { return !gathers() || job_.root < 0 || job_.root == rank_; }
   bool is_read(int r) const { return !permutes() || job_.root < 0 || job_.root == r; }
 
-  // Bytes that this rank sends, as the schedule has it.
+  // Returns the bytes that this rank sends by the `direct` schedule.
   std::size_t sent() const {
     const auto own = bytes(rank_), others = bytes(0, ranks_) - own;
     const std::size_t readers = job_.root < 0 ? ranks_ - 1 : job_.root != rank_;
@@ -95,19 +96,20 @@ class Messages {
   std::size_t begin_of(int shard) const { return job_.bounds[shard] * dtype_.size; }
   std::size_t bytes(int shard) const { return begin_of(shard + 1) - begin_of(shard); }
   std::size_t bytes(int first, int last) const { return begin_of(last) - begin_of(first); }
-  // Everyone reads all messages whole, but in tiles only its own shard of them, and of a buffer in the
-  // arena no copy; against that, a whole message makes its sender wait for nobody.
+  // Returns the bytes of the longest message to lay out whole. Then everyone reads all messages; in tiles
+  // it reads only its own shard of each, and reads the arena in place. But the sender of a whole message
+  // waits for nobody.
   std::size_t whole_limit() const {
     return job_.collective == Collective::all_reduce ? kWhole / (ranks_ - 1) : kShort;
   }
 
-  // What `r` has to say, and how long it is.
+  // Returns the bytes of r's message; `message` is this rank's.
   std::size_t message_bytes(int r) const {
     return gathers() ? bytes(r) : is_read(r) ? bytes(0, ranks_) : 0;
   }
   const std::byte* message() const { return gathers() ? job_.part : job_.whole; }
 
-  // How long this rank's result is.
+  // Returns the bytes of this rank's result.
   std::size_t result_bytes() const {
     if (gathers()) return reads() ? bytes(0, ranks_) : 0;
     return job_.collective == Collective::all_reduce ? bytes(0, ranks_) : bytes(rank_);
@@ -118,7 +120,7 @@ class Messages {
       peers_.tape.add(what, heading_.number, size, what == What::collect, from, -1, -1, -1, piece);
   }
 
-  // With every rank's message in `from_`: compute this rank's result.
+  // Computes this rank's result from all ranks' messages in `from_`.
   void finish_whole() {
     from_[rank_] = message();
     if (gathers()) {
@@ -135,11 +137,11 @@ class Messages {
     }
   }
 
-  // Of an all_to_all: where what r sends goes.
+  // Returns where r's message goes in an all_to_all.
   std::byte* piece_of(int r) const { return job_.part + (job_.root < 0 ? r * bytes(rank_) : 0); }
 
   void run_lines() {
-    const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never that of an untouched line
+    const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never 0, the flag of an unused line
     if (step_ == 0) write_lines(flag), note(What::lay_out, message_bytes(rank_)), step_ = 1;
     for (; step_ < ranks_; ++step_) {
       const int r = (rank_ + step_) % ranks_;
@@ -158,14 +160,14 @@ class Messages {
     std::memcpy(line->data, &heading_, sizeof(Heading));
     copy_bytes(line->data + sizeof(Heading), from, std::min(left, room));
     while (true) {
-      line->flag.store(flag, std::memory_order_release);  // release: the data before its flag
+      line->flag.store(flag, std::memory_order_release);  // release: the data before the flag
       if (left <= room) return;
       from += room, left -= room, room = sizeof(Line::data), ++line;
       copy_bytes(line->data, from, std::min(left, room));
     }
   }
 
-  // A rank whose call differs may post its message instead.
+  // Copies r's message to the inbox. A rank whose call differs may have posted its message instead.
   void read_lines(std::uint32_t flag, int r) {
     const Line* line = segment_.lines(r, lines_);
     std::byte* to = inbox_.data() + r * kTiny;
@@ -179,9 +181,9 @@ class Messages {
       if (!there()) throw Failed{Failure::mismatch, r, stamp(heading_), stamp(post.heading)};
     };
     await();
-    Heading said;
-    std::memcpy(&said, line->data, sizeof(Heading));
-    check(r, said);
+    Heading theirs;
+    std::memcpy(&theirs, line->data, sizeof(Heading));
+    check(r, theirs);
     std::size_t left = message_bytes(r), room = sizeof(Line::data) - sizeof(Heading);
     copy_bytes(to, line->data + sizeof(Heading), std::min(left, room));
     while (left > room) {
@@ -191,7 +193,7 @@ class Messages {
     }
   }
 
-  // False, with nothing moved, where somebody's message is left in the arena.
+  // Returns false, having moved nothing, if any rank leaves its message in the arena.
   bool run_whole() {
     if (step_ == 0) {
       const auto size = message_bytes(rank_);
@@ -218,7 +220,7 @@ class Messages {
     return true;
   }
 
-  // Where the next message is laid out: the last one does not lie there. See Note [room].
+  // Returns where to lay out the next message, clear of the last one. See Note [room].
   std::size_t room_for(std::size_t bytes) {
     if (bytes <= kShort) return posts_ % 2 * kShort;
     if (next_ + bytes > kRoom) next_ = 2 * kShort;
@@ -228,17 +230,17 @@ class Messages {
   }
 
   void post(std::int64_t offset, std::int64_t place = -1) {
-    Post& mine = segment_.board(rank_).posts[posts_ % 2];
-    mine.heading = heading_;
-    mine.began = latest_;
-    mine.offset = offsets_[rank_] = offset;
-    mine.place = place;
-    mine.count.store(posts_ + 1, std::memory_order_release);  // release: message and heading first
+    Post& ours = segment_.board(rank_).posts[posts_ % 2];
+    ours.heading = heading_;
+    ours.began = latest_;
+    ours.offset = offsets_[rank_] = offset;
+    ours.place = place;
+    ours.count.store(posts_ + 1, std::memory_order_release);  // release: message and heading before it
   }
 
   void read_post(int r, Other other = Other::silent) {
     const Post& theirs = segment_.board(r).posts[posts_ % 2];
-    // acquire: the heading, and the message if it lies whole, were written before the count
+    // acquire: the heading, and a message that is laid out whole, were written before the count
     peers_.await(r, [&] { return theirs.count.load(std::memory_order_acquire) == posts_ + 1; }, other);
     check(r, theirs.heading);
     latest_ = std::max(latest_, theirs.began);
@@ -247,17 +249,17 @@ class Messages {
     if (offsets_[r] >= 0) within(arena_.base, arena_.bytes, offsets_[r], r);
   }
 
-  // Where r's message lies in so many bytes, which it has to fit.
+  // Returns base + offset. Throws unless r's message fits there within `limit` bytes.
   const std::byte* within(const std::byte* base, std::size_t limit, std::uint64_t offset, int r) const {
     if (offset > limit || message_bytes(r) > limit - offset)
       throw Failed{Failure::damaged, r, stamp(heading_), {}};
     return base + offset;
   }
 
-  void check(int r, const Heading& said) const {
-    if (said.number != heading_.number || said.digest != heading_.digest ||
-        said.elements != heading_.elements || said.cuts != heading_.cuts)
-      throw Failed{Failure::mismatch, r, stamp(heading_), stamp(said)};
+  void check(int r, const Heading& theirs) const {
+    if (theirs.number != heading_.number || theirs.digest != heading_.digest ||
+        theirs.elements != heading_.elements || theirs.cuts != heading_.cuts)
+      throw Failed{Failure::mismatch, r, stamp(heading_), stamp(theirs)};
   }
   Stamp stamp(const Heading& h) const { return {h.number, h.elements * dtype_.size, h.digest, 0, 0}; }
 
@@ -271,12 +273,12 @@ class Messages {
   Dtype dtype_{};
   Heading heading_{};
   std::int64_t step_ = 0;
-  std::uint64_t latest_ = 0;  // ns, over a link: when the last of the ranks heard from began
-  std::uint64_t lines_ = 0, posts_ = 0;  // so far, the same on every rank
-  std::size_t next_ = 2 * kShort;        // where there is room for a long message
-  std::vector<const std::byte*> from_;   // by rank: whence to read
+  std::uint64_t latest_ = 0;  // ns, over a link: when the last of the ranks whose post was read began
+  std::uint64_t lines_ = 0, posts_ = 0;  // messages so far, the same on every rank
+  std::size_t next_ = 2 * kShort;        // where the next long message goes
+  std::vector<const std::byte*> from_;   // by rank: where to read its data
   std::vector<std::int64_t> offsets_;    // by rank: of its buffer in the arena, or -1
-  std::vector<std::int64_t> places_;     // by other rank: of its message as a whole, or -1
+  std::vector<std::int64_t> places_;     // by other rank: of its whole message, or -1
   std::vector<std::byte> inbox_;
 };
 

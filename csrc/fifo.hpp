@@ -5,11 +5,11 @@
 //   writer   until not full()    fill back()    push()
 //   reader   until not empty()   read front()   pop()
 //
-// `head` counts messages written, `tail` messages read. Message k lies in slot k % depth; it is there
-// from head > k on, and its slot is free again from tail > k on. Each rank writes one counter, with
-// release, after what it did to the slot, and reads the other's, with acquire, before it does anything
-// to one: so it finds a message whole, and writes over none that is still being read. Its own counter
-// nobody else writes, so it is read relaxed.
+// `head` counts messages written, `tail` messages read. Message k lies in slot k % depth: it is there once
+// head > k, and its slot is free again once tail > k. Each side advances its own counter with release
+// after it has used the slot, and loads the other's with acquire before it uses one. So a reader finds
+// whole messages, and a writer never overwrites one that is being read. A side loads its own counter
+// relaxed, as nobody else writes it.
 #pragma once
 
 #include <atomic>
@@ -20,15 +20,15 @@ namespace ringdp {
 
 constexpr std::size_t kLine = 64;  // bytes of a cache line
 
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // else not valid across processes
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);  // or it would not work across processes
 
-// Each has a line of its own, since each is written by another core.
+// Different cores write the two, so each has its own cache line.
 struct Cursors {
   alignas(kLine) std::atomic<std::uint64_t> head;
   alignas(kLine) std::atomic<std::uint64_t> tail;
 };
 
-// One end of one: where it is, and nothing else.
+// A view of a FIFO, for either end. It owns nothing.
 template <class Label>
 class Fifo {
  public:
@@ -39,10 +39,10 @@ class Fifo {
       : cursors_(*reinterpret_cast<Cursors*>(at)), slots_(at + sizeof(Cursors)), depth_(depth),
         slab_(slab) {}
 
-  // The slab behind a label.
+  // Returns the slab behind a label.
   static std::byte* data(Label& slot) { return reinterpret_cast<std::byte*>(&slot + 1); }
 
-  // The writer's.
+  // For the writer.
   std::uint64_t unread() const {
     // acquire: pairs with `pop`
     return head(std::memory_order_relaxed) - tail(std::memory_order_acquire);
@@ -50,11 +50,11 @@ class Fifo {
   bool full() const { return unread() >= depth_; }
   Label& back() const { return slot(head(std::memory_order_relaxed)); }
   void push() const {
-    // release: the slot before its count
+    // release: the slot's contents before the count
     cursors_.head.store(head(std::memory_order_relaxed) + 1, std::memory_order_release);
   }
 
-  // The reader's. `next`: behind how many others, of those that wait.
+  // For the reader. `front(next)` is the message behind so many others of those that wait.
   std::uint64_t waiting() const {
     // acquire: pairs with `push`
     return head(std::memory_order_acquire) - tail(std::memory_order_relaxed);

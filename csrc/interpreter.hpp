@@ -1,18 +1,20 @@
 // Runs one rank's rows over the FIFO channels, slab by slab: the whole program on the first slab of
-// every chunk, then on the second, ... so that a channel needs `depth` slots and not a chunk's worth.
-// Over a link, where a message is long under way, it takes `stride` slabs at a time, and channels
-// have as many times more slots: a row's first slab travels while the row sends its next ones.
-// A row ends with the last slab of its chunk. Both ends of a transfer see that by the chunk's length,
-// so ranks need not agree on the lengths of chunks that they do not exchange. It cannot stall: to
-// leave out both ends of a message only takes waits away.
+// every chunk, then on the second, and so on, so a channel needs only `depth` slots, not a whole chunk.
 //
-// It may stop between two rows and go on later: a row waits before it does anything. Between two slabs
-// it does when its time is over.
+// Over a link, where messages take long, each pass takes `stride` slabs and channels have `stride` times
+// the slots: a row's first slab travels while the row sends its next ones.
+//
+// A row ends with the last slab of its chunk. Both ends of a transfer know that from the chunk's length,
+// so ranks need not agree on the lengths of chunks that they do not exchange. Ending rows early cannot
+// stall: leaving out both ends of a message only removes waits.
+//
+// It can be interrupted at a row and resumed, as a row waits before it changes anything. Between two
+// passes it stops if its time slice is over.
 //
 // Note [one rounding]
-//   A chunk of 16-bit floats that is reduced into stays in float32 until its value is read: sent,
-//   copied or added elsewhere, or at the end. So what is summed in one place is rounded once, and
-//   what leaves a place has the same bits there and on arrival. The simulator does the same.
+//   A chunk of 16-bit floats that is reduced into stays in float32 until its value is read: sent, copied,
+//   added elsewhere, or at the end. So a sum made in one place is rounded once, and a value that is sent
+//   has the same bits on both ranks. The simulator does the same.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +32,7 @@ struct Row {  // schedule.program.Row
   std::int32_t round, recv_peer, send_peer, src_chunk, dst_chunk, flags;
 };
 
-// What the interpreter is to run.
+// A program and its buffer.
 struct Rows {
   const Row* rows;
   std::size_t count;
@@ -50,7 +52,7 @@ class Interpreter {
     const std::size_t scratch = std::size_t(job.scratch) * stride_;
     scratch_.resize(std::max(scratch_.size(), scratch * segment_.slab()));
     scratch_pieces_.assign(scratch, {});
-    going_.assign(job.count, true);
+    unfinished_.assign(job.count, true);
     left_ = job.count;
     if (!link_.is_none()) find_messages(), late_ = 0;
     sums_.resize(std::max(sums_.size(), std::size_t(job.chunks + job.scratch) * stride_));
@@ -61,25 +63,26 @@ class Interpreter {
   void run() {
     while (left_ > 0) {
       for (; row_ < job_.count; ++row_, turn_ = 0)
-        for (; turn_ < stride_ && going_[row_]; ++turn_)
-          if (!run_row(job_.rows[row_])) going_[row_] = false, --left_;
+        for (; turn_ < stride_ && unfinished_[row_]; ++turn_)
+          if (!run_row(job_.rows[row_])) unfinished_[row_] = false, --left_;
       for (; turn_ < stride_; ++turn_)
         for (int c = 0; c < job_.chunks; ++c) round(c);
       row_ = turn_ = 0;
       first_ += stride_ * slab_;
-      if (left_ > 0) peers_.breathe();
+      if (left_ > 0) peers_.check_slice();
     }
   }
 
  private:
+  // One slab of a chunk.
   struct Piece {
     std::byte* data = nullptr;
     std::size_t count = 0;
-    bool more = false;  // whether its chunk goes on behind it
-    int from = -1;      // the peer whose word the count is; -1: ours
+    bool more = false;  // whether more slabs of its chunk follow
+    int from = -1;      // the peer that gave the count; -1: this rank
   };
 
-  // Whether the row has more to do, with the next slab.
+  // Runs a row on one slab. Returns whether the row goes on with the next slab.
   bool run_row(const Row& row) {
     peers_.round(row.round);
     const auto size = dtype_.size;
@@ -89,7 +92,7 @@ class Interpreter {
     Piece value{};
     if (receives) {
       Stamp& slot = receive(row.recv_peer);
-      const Stamp stamp = slot;  // a copy: what is checked is what is used
+      const Stamp stamp = slot;  // copied, so that a peer cannot change it after the check
       const bool any = row.dst_chunk >= job_.chunks && !(row.flags & kReduce);
       const Stamp expected{number_, any ? stamp.bytes : target.count * size, digest_, 0,
                            any ? stamp.more : target.more};
@@ -102,7 +105,7 @@ class Interpreter {
       round(row.src_chunk);
       value = piece(row.src_chunk);
     }
-    // Scratch takes any length, so what comes out of it may be of another than the chunk's.
+    // Scratch takes any length, so a value read from it may not fit the chunk.
     const bool exact = row.flags & kReduce || (row.flags & kStore && row.dst_chunk < job_.chunks);
     if (exact && (value.count != target.count || value.more != target.more))
       throw Failed{Failure::mismatch, value.from, {number_, target.count * size, digest_, 0, target.more},
@@ -150,7 +153,7 @@ class Interpreter {
     if (stores) copy_bytes(target.data, out, value.count * dtype_.size);
   }
 
-  // The chunk's value is about to be read.
+  // Rounds the chunk's sum, if it has one, because its value is about to be read.
   void round(int chunk) {
     std::vector<float>& sum = sum_of(chunk);
     if (!sum.empty()) narrow(piece(chunk).data, sum);
@@ -165,7 +168,7 @@ class Interpreter {
   std::size_t scratch_at(int chunk) const { return (chunk - job_.chunks) * stride_ + turn_; }
   std::vector<float>& sum_of(int chunk) { return sums_[chunk * stride_ + turn_]; }
 
-  // The slab of a chunk whose turn it is; a scratch chunk holds one for every turn.
+  // Returns the current slab of a chunk. A scratch chunk holds one slab per turn.
   Piece piece(int chunk) {
     if (chunk >= job_.chunks) {
       const Piece& held = scratch_pieces_[scratch_at(chunk)];
@@ -187,7 +190,7 @@ class Interpreter {
     }
     return stamp;
   }
-  // One nap for all that is under way to this row: each costs the rank that computes a core.
+  // Sleeps once for all slabs in flight to this row: every nap takes the core from the computing thread.
   std::uint64_t await_arrival(Fifo<Stamp> incoming) {
     const auto last = std::min<std::uint64_t>(incoming.waiting(), stride_ - turn_) - 1;
     const auto moment = incoming.front(last).arrival;
@@ -206,7 +209,7 @@ class Interpreter {
     peers_.count_sent(bytes);
   }
 
-  // When what is sent now has come through the link, in ns: it queues behind what was sent before.
+  // Returns when a slab that is sent now arrives, in ns: it queues behind what this rank sent before.
   std::uint64_t arrival(std::size_t bytes) {
     if (link_.is_none()) return 0;
     const bool opens = first_ + turn_ == 0 && opens_[row_];
@@ -214,8 +217,8 @@ class Interpreter {
     return port_free_ = std::max(port_free_, now() - late_) + std::uint64_t(takes * 1e9);
   }
 
-  // The rows that open one: the first to send to their peer in a round. What a fused row sends belongs
-  // to the round after that in which it receives.
+  // Finds the rows that begin a message (see Note [one message]): the first to send to their peer in a
+  // round. A fused row sends in the round after the one in which it receives.
   void find_messages() {
     opens_.assign(job_.count, false);
     std::vector<int> last(segment_.ranks(), -1);  // by peer: the round of the last message
@@ -234,18 +237,18 @@ class Interpreter {
   Put& put_;
   Link link_;
   std::uint64_t port_free_ = 0;
-  std::uint64_t late_ = 0;  // ns by which we are behind the network: naps end late, messages do not
+  std::uint64_t late_ = 0;  // ns by which this rank lags the network: naps end late, messages do not
 
   Rows job_{};
   Dtype dtype_{};
   std::uint64_t number_ = 0, digest_ = 0;
   std::size_t slab_ = 0;             // in elements
   std::size_t stride_;
-  std::size_t first_ = 0;            // where it is: the first element of `stride` slabs,
-  std::size_t row_ = 0, turn_ = 0;   // the row, and which of the slabs
+  std::size_t first_ = 0;            // of this pass: the first element of its `stride` slabs
+  std::size_t row_ = 0, turn_ = 0;   // the current row, and the slab's index in the pass
   std::size_t left_ = 0;             // rows that have not ended
-  std::vector<char> going_;          // by row: whether it has not
-  std::vector<char> opens_;          // by row, over a link: whether it opens a message
+  std::vector<char> unfinished_;     // by row
+  std::vector<char> opens_;          // by row, over a link: whether it begins a message
   std::vector<std::byte> scratch_;
   std::vector<Piece> scratch_pieces_;
   std::vector<std::vector<float>> sums_;  // by slab; empty: the chunk itself holds the value

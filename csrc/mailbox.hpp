@@ -1,6 +1,7 @@
-// Messages of a rank: who sends or receives one waits for it, or a thread sees to it.
+// A rank's sends and receives, and the threads that move them.
 //
-// Whoever waits moves everything of this rank along; for what nobody waits for, a thread does.
+// A thread that waits for one message moves all messages of this rank. While none waits, a background
+// thread moves them.
 #pragma once
 
 #include "matching.hpp"
@@ -10,7 +11,7 @@ namespace ringdp {
 
 class Mailbox {
  public:
-  // `fd`: as that of `Matching`.
+  // `fd`: see `Matching`.
   Mailbox(Progress& progress, int fd)
       : progress_(progress), segment_(progress.segment()), rank_(progress.rank()),
         ranks_(progress.ranks()), messages_(segment_, fd, rank_, progress.messages_sent) {}
@@ -18,11 +19,11 @@ class Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Of a message that is to begin: what it uses is to be kept from before that, until it has `ended`.
+  // Returns the ticket of a new message. The caller keeps the message's buffer alive from before it starts
+  // until it has `ended`.
   std::uint64_t ticket() { return ++tickets_; }
 
-  // As those of `Matching`. In the background somebody sees to it at once; else whoever waits for it
-  // does.
+  // See `Matching`. A background message is moved at once, any other one only while a thread waits.
   void send(std::uint64_t ticket, const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to,
             bool background) {
     const auto lock = turn();
@@ -40,7 +41,8 @@ class Mailbox {
     if (background) wake();
   }
 
-  // Whether that message has been sent, or has come; after a failure none is any more.
+  // Waits at most so many seconds. Returns whether the message has been sent, or received. After a failure
+  // no message ends any more.
   bool wait(std::uint64_t ticket, double seconds) {
     auto lock = turn();
     const auto end = after(seconds);
@@ -50,12 +52,12 @@ class Mailbox {
       const auto request = messages_.find(ticket);
       if (!request) break;
       const auto at = Clock::now();
-      // By the clock, over all waits for it: on a busy core few rests fit into one, and a caller that
-      // only asks whether it has come does not rest at all.
-      auto& looked = request->looked;
-      if (looked == Clock::time_point{}) looked = at;
-      if (at - looked >= Peers::kLook) {
-        looked = at;
+      // By the clock and across calls: on a busy core few rests fit into one call, and a caller that only
+      // polls never rests.
+      auto& last_look = request->last_look;
+      if (last_look == Clock::time_point{}) last_look = at;
+      if (at - last_look >= Peers::kLook) {
+        last_look = at;
         attempt([&] { look(request->peer); });
         continue;
       }
@@ -63,18 +65,18 @@ class Mailbox {
       rest(lock, idle);
     }
     --waiters_;
-    if (!waiters_ && messages_.any()) wake();  // for the case that the caller does not come back
+    if (!waiters_ && messages_.any()) wake();  // in case the caller does not wait again
     return !messages_.find(ticket);
   }
 
-  // As that of `Matching`.
+  // See `Matching`.
   std::vector<std::uint64_t> ended() {
     const auto lock = turn();
     return messages_.ended();
   }
 
-  // In a forked child.
-  void let_go() { messages_.let_go(); }
+  // For a forked child.
+  void close_file() { messages_.close_file(); }
 
   void close() {
     {
@@ -88,7 +90,8 @@ class Mailbox {
  private:
   static constexpr int kSpins = Peers::kSpins, kYields = kSpins + Peers::kYields;
 
-  // Who moves bytes lets those go first who ask for a turn: a mutex alone would not see to that.
+  // Takes the lock. A thread that moves messages lets waiting threads go first (see `rest`), which a mutex
+  // alone would not. relaxed: the count is only a hint.
   std::unique_lock<std::mutex> turn() {
     asking_.fetch_add(1, std::memory_order_relaxed);
     std::unique_lock lock(mutex_);
@@ -98,7 +101,7 @@ class Mailbox {
 
   bool dead() { return stop_ || failed_ || progress_.peers().reported(); }
 
-  // Runs what may find a failure, and tells the others of it.
+  // Calls `act`, and reports a failure that it throws.
   template <class Act>
   void attempt(Act act) {
     try {
@@ -118,7 +121,7 @@ class Mailbox {
     return moved;
   }
 
-  // Throws if no message can come from `peer`, or be taken there, any more. -1: anybody.
+  // Throws if `peer`, or every peer if -1, can no longer send or take a message.
   void look(int peer) {
     int left = 0, gone = -1;
     for (int r = 0; r < ranks_; ++r) {
@@ -127,10 +130,11 @@ class Mailbox {
         ++left;
         continue;
       }
-      if (!messages_.empty(r)) return;  // its last messages, which came after our last look
+      if (!messages_.empty(r)) return;  // its last messages arrived after our last poll
+      // relaxed: `gone` has loaded it with acquire
       const bool closed = segment_.record(r).pid.load(std::memory_order_relaxed) < 0;
       if (!closed || gone < 0) gone = r;
-      if (!closed) left = -ranks_;  // one that has died, and not just left, may have been the sender
+      if (!closed) left = -ranks_;  // a rank that died, and did not close, may have been the sender
     }
     if (left <= 0 && gone >= 0) {
       if (auto f = progress_.peers().reported()) throw *f;  // it ended because of what it reported
@@ -138,7 +142,8 @@ class Mailbox {
     }
   }
 
-  // After so many looks in vain: spins a little, then yields, then sleeps. After none it lets others in.
+  // Rests without the lock after `idle` polls in vain: spins a little, then yields, then sleeps. At 0 it
+  // only lets waiting threads take the lock.
   void rest(std::unique_lock<std::mutex>& lock, int idle) {
     // relaxed: only a hint
     if (idle == 0 && asking_.load(std::memory_order_relaxed) == 0) return;
@@ -182,7 +187,7 @@ class Mailbox {
   Matching messages_;
 
   std::mutex mutex_;
-  std::atomic<int> asking_{0};  // threads that ask for a turn
+  std::atomic<int> asking_{0};  // threads that wait in `turn`
   std::condition_variable work_;
   std::thread thread_;
   bool stop_ = false, failed_ = false;

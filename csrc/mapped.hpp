@@ -1,5 +1,5 @@
-// A shared file's memory in this process, and not in those forked from it: a child is no rank, and may
-// outlive one. What lies at these addresses there is the child's own, so there they are left alone.
+// A mapping of a shared file that forked children do not inherit: a child is not a rank, and may outlive
+// one. In a child the destructor unmaps nothing, as other memory of the child may lie at these addresses.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ namespace ringdp {
 
 class Mapped {
  public:
-  // All of a file, which must have so many bytes. `what`: as an error calls it.
+  // Maps all of a file, which must have so many bytes. `what`: its name in errors.
   Mapped(int fd, std::size_t bytes, const char* what, int access = PROT_READ | PROT_WRITE) : bytes_(bytes) {
     struct stat status;
     if (fstat(fd, &status) == 0 && std::size_t(status.st_size) != bytes)

@@ -1,16 +1,16 @@
-// What becomes of messages between two ranks: tagged, of any size, sent and received in any order.
+// Matches tagged messages of any size between two ranks, which may send and receive in any order.
 //
 //   sender                                receiver
-//   WHOLE {kind, bytes} + payload   -->                        up to a slab: it need not be awaited
-//   ANNOUNCE {id, kind, bytes}      -->   once a buffer is there:
+//   WHOLE {kind, bytes} + payload   -->                        up to a slab: the sender does not wait
+//   ANNOUNCE {id, kind, bytes}      -->   once a buffer is posted:
 //                                   <--   READY {id}
 //   PART {id} + payload, ...        -->
 //
-// Everything goes through one channel for each pair and direction, in order, and whoever looks takes
-// whatever is there: messages that nobody has asked for yet wait in the receiver's own memory. So no
-// message is stuck behind another, and only what is longer than a slab waits for its receiver.
+// All messages of an ordered pair of ranks go through one channel, in order. A rank that polls takes
+// everything: messages without a posted buffer wait in the receiver's own memory. So no message is stuck
+// behind another, and only those longer than a slab wait for their receiver.
 //
-// For one thread at a time.
+// Not thread-safe.
 #pragma once
 
 #include <deque>
@@ -23,35 +23,35 @@
 
 namespace ringdp {
 
-constexpr std::uint64_t kMessage = ~0ull;  // as the number in a Stamp: its `digest` is the kind
+constexpr std::uint64_t kMessage = ~0ull;  // the number in a message's Stamp, whose `digest` is its kind
 
 class Matching {
  public:
   struct Request {
     std::byte* data;
     std::uint64_t bytes, kind;
-    int peer;  // -1: anybody
+    int peer;  // -1: any
     std::int64_t* source;  // null: a send
-    const std::byte* announced = nullptr;  // of a send that waits for a READY
-    std::uint64_t come = 0;
-    Clock::time_point looked{};  // whether its peer is still there
+    const std::byte* announced = nullptr;  // the data of a send that waits for READY
+    std::uint64_t received = 0;            // bytes
+    Clock::time_point last_look{};         // at whether its peer is alive
   };
 
-  // `fd`: of a file of `Channels::size` bytes, of which it keeps a duplicate. `sent`: counts bytes.
+  // `fd`: a file of `Channels::size` bytes, which is duplicated. `sent`: counts the bytes sent.
   Matching(const Segment& segment, int fd, int rank, std::atomic<std::uint64_t>& sent)
       : channels_(segment, fd, rank), ranks_(segment.ranks()), depth_(segment.depth()),
         slab_(segment.slab()), sent_(sent), out_(ranks_) {}
 
-  // In a forked child.
-  void let_go() { channels_.let_go(); }
+  // For a forked child.
+  void close_file() { channels_.close_file(); }
 
-  // Memory for messages to and from `peer`, or -1: anybody.
+  // Commits the memory for messages to and from `peer`, or all ranks if -1.
   void reserve(int peer) {
     for (int r = 0; r < ranks_; ++r)
       if (r == peer || peer < 0) channels_.reserve(r);
   }
 
-  // `kind`: the tag << 24, and the dtype.
+  // `kind`: tag << 24 | dtype.
   void send(std::uint64_t ticket, const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to) {
     Request& request = pending_[ticket] = {nullptr, bytes, kind, to, nullptr};
     if (bytes <= slab_) {
@@ -62,7 +62,7 @@ class Matching {
     }
   }
 
-  // From `from`, or -1: anybody. `*source` will be who sent it.
+  // Receives from `from`, or any rank if -1. Sets `*source` to the sender.
   void receive(std::uint64_t ticket, std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from,
                std::int64_t* source) {
     const Request& request = pending_[ticket] = {data, bytes, kind, from, source};
@@ -75,7 +75,7 @@ class Matching {
     posted_.push_back(ticket);
   }
 
-  // Takes what has come and sends what may go. Whether there was any.
+  // Takes what has arrived and sends what can go. Returns whether there was any.
   bool move() {
     bool moved = false;
     for (int r = 0; r < ranks_; ++r)
@@ -85,13 +85,13 @@ class Matching {
 
   bool push(int to) {
     auto& queue = out_[to];
-    int slots = 0;  // no more than there are, or a receiver that keeps up would keep us here
+    int slots = 0;  // at most `depth_`, or a receiver that keeps up could keep us here for ever
     for (; !queue.empty() && slots < depth_; ++slots) {
       Out& next = queue.front();
       const auto some = std::min<std::uint64_t>(next.left, slab_);
       if (!channels_.push(to, {next.type, std::uint32_t(some), next.id, next.kind, next.bytes}, next.data))
         break;
-      sent_.fetch_add(some, std::memory_order_relaxed);
+      sent_.fetch_add(some, std::memory_order_relaxed);  // relaxed: see Progress::messages_sent
       next.data += some, next.left -= some;
       if (next.left) continue;
       if (next.ticket) end(next.ticket);
@@ -100,17 +100,17 @@ class Matching {
     return slots > 0;
   }
 
-  // What has not ended, or null.
+  // Returns the request if it has not ended, else null.
   Request* find(std::uint64_t ticket) {
     const auto p = pending_.find(ticket);
     return p == pending_.end() ? nullptr : &p->second;
   }
   bool any() const { return !pending_.empty(); }
 
-  // Whether all that has come from there was taken.
+  // Returns whether everything that has arrived from there was taken.
   bool empty(int from) { return channels_.empty(from); }
 
-  // The tickets of what has ended since the last question: nothing of it is used any more.
+  // Returns the tickets that have ended since the last call. Their buffers are not used any more.
   std::vector<std::uint64_t> ended() { return std::exchange(ended_, {}); }
 
  private:
@@ -121,7 +121,7 @@ class Matching {
     std::uint64_t id, kind, bytes;
     const std::byte* data;
     std::uint64_t left;
-    std::uint64_t ticket;  // what ends with it, or 0
+    std::uint64_t ticket;  // of the request that ends with it, or 0
   };
 
   struct Arrived {
@@ -149,7 +149,7 @@ class Matching {
     }
   }
 
-  // To the first buffer that was posted for it, or to those that wait.
+  // Gives the message to the first posted buffer that matches, or stores it.
   void deliver(Arrived message, const std::byte* payload) {
     for (auto p = posted_.begin(); p != posted_.end(); ++p)
       if (matches(pending_[*p], message.from, message.kind)) {
@@ -180,6 +180,7 @@ class Matching {
     }
   }
 
+  // The receiver is ready for an announced message.
   void start(int to, const Envelope& e) {
     Request* const r = find(e.id);
     if (!r || !r->announced || r->peer != to) refuse(to, e);
@@ -191,10 +192,10 @@ class Matching {
     const auto c = coming_.find({from, e.id});
     if (c == coming_.end()) refuse(from, e);
     Request& r = pending_[c->second];
-    if (e.size == 0 || e.size > r.bytes - r.come) refuse(from, e);
-    copy_bytes(r.data + r.come, payload, e.size);
-    r.come += e.size;
-    if (r.come < r.bytes) return;
+    if (e.size == 0 || e.size > r.bytes - r.received) refuse(from, e);
+    copy_bytes(r.data + r.received, payload, e.size);
+    r.received += e.size;
+    if (r.received < r.bytes) return;
     end(c->second);
     coming_.erase(c);
   }
@@ -212,8 +213,8 @@ class Matching {
   int ranks_, depth_;
   std::size_t slab_;
   std::atomic<std::uint64_t>& sent_;
-  std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: what has not ended
-  std::vector<std::uint64_t> ended_;                    // tickets that nobody has asked for yet
+  std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: requests that have not ended
+  std::vector<std::uint64_t> ended_;                    // tickets since the last call of `ended`
   std::vector<std::deque<Out>> out_;                    // by receiver
   std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
   std::list<Arrived> arrived_;                          // messages without a buffer

@@ -1,5 +1,5 @@
-// The Python face of the shared-memory transport, and of kernels for the CPU: pointers and integers only,
-// no torch ABI.
+// Python bindings of the shared-memory transport and the CPU kernels: pointers and integers only, no torch
+// ABI.
 #include <cstdio>
 #include <cstdlib>
 
@@ -31,14 +31,15 @@ Prepared::Buffer buffer_of(nb::handle tensor) {
   return {tensor, reinterpret_cast<std::byte*>(at)};
 }
 
-// Without the GIL: it may wait for a thread that moves bytes.
+// Calls `act` without the GIL, as it may wait for a thread that moves bytes.
 template <class Act>
 auto freely(Act act) {
   nb::gil_scoped_release free;
   return act();
 }
 
-// A message's ticket here. What it uses is kept before it may have ended, and been asked for.
+// Begins a message and returns its ticket for Python. What it uses is kept before `begin`, since another
+// thread may see the message end at once.
 template <class Begin>
 std::int64_t begun(Mailbox& mail, const nb::dict& kept, nb::handle used, Begin begin) {
   const auto ticket = mail.ticket();
@@ -52,18 +53,18 @@ std::int64_t begun(Mailbox& mail, const nb::dict& kept, nb::handle used, Begin b
   return here;
 }
 
-nb::tuple where(const RankRecord& r) {
+nb::tuple record_tuple(const RankRecord& r) {
   return nb::make_tuple(r.pid.load(), r.begun.load(std::memory_order_acquire), r.finished.load(),
                         r.round.load(), r.peer.load(), r.changed.load());
 }
 
-nb::object told(const std::optional<CallInfo>& info) {
+nb::object call_tuple(const std::optional<CallInfo>& info) {
   if (!info) return nb::none();
   const auto* site = reinterpret_cast<const char*>(info->site.data());
   return nb::make_tuple(info->number, info->kind, info->elements, nb::bytes(site, strnlen(site, kSite)));
 }
 
-PyType_Slot collected[] = {
+PyType_Slot ready_slots[] = {  // for Python's garbage collector
     {Py_tp_traverse, reinterpret_cast<void*>(+[](PyObject* self, visitproc visit, void* arg) {
        Py_VISIT(Py_TYPE(self));
        return nb::inst_ready(self) ? nb::inst_ptr<Ready>(self)->visit(visit, arg) : 0;
@@ -77,7 +78,7 @@ PyType_Slot collected[] = {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  nb::set_leak_warnings(false);  // an exit with an error keeps frames, and so transports, alive
+  nb::set_leak_warnings(false);  // after an error at exit, frames keep transports alive
   m.def("segment_size", &Segment::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of a shared segment.");
   m.attr("SITE_BYTES") = kSite;
@@ -86,11 +87,13 @@ NB_MODULE(_core, m) {
   m.attr("CALL_CELLS") = kCallCells;
 
   nb::class_<Records>(m, "Records")
-      .def("record", [](Records& self, int rank) { return where(record_of(self, rank)); })
+      .def("record", [](Records& self, int rank) { return record_tuple(record_of(self, rank)); })
       .def("call", [](Records& self, int rank, std::uint64_t number) {
-             return told(record_of(self, rank).call(number));
+             return call_tuple(record_of(self, rank).call(number));
            })
-      .def("message", [](Records& self, int rank) { return told(record_of(self, rank).message.read()); });
+      .def("message", [](Records& self, int rank) {
+        return call_tuple(record_of(self, rank).message.read());
+      });
 
   nb::class_<Progress, Records>(m, "Progress")
       .def(
@@ -167,7 +170,7 @@ NB_MODULE(_core, m) {
            },
            nb::arg("whole").none(), nb::arg("part").none(), nb::arg("site"));
 
-  nb::class_<Ready>(m, "Ready", nb::type_slots(collected))
+  nb::class_<Ready>(m, "Ready", nb::type_slots(ready_slots))
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
       .def_rw("held", &Ready::held)
@@ -181,7 +184,7 @@ NB_MODULE(_core, m) {
 
   m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");
-  nb::class_<Mailbox>(m, "Mailbox")  // its tickets are negative here, to be told from those of Progress
+  nb::class_<Mailbox>(m, "Mailbox")  // in Python its tickets are negative, unlike those of Progress
       .def(nb::init<Progress&, int>(), nb::keep_alive<1, 2>(), nb::arg("progress"), nb::arg("fd"))
       .def("send",
            [](Mailbox& self, std::uintptr_t data, std::uint64_t bytes, std::uint64_t kind, int to,
@@ -253,14 +256,14 @@ NB_MODULE(_core, m) {
   m.def(
       "abandon",
       [](nb::object mailbox, nb::object progress) {
-        nb::cast<Mailbox&>(mailbox).let_go();
-        nb::cast<Progress&>(progress).segment().let_go();
+        nb::cast<Mailbox&>(mailbox).close_file();
+        nb::cast<Progress&>(progress).segment().close_handles();
         mailbox.release();
         progress.release();
       },
       nb::arg("mailbox"), nb::arg("progress"),
-      "Never destroy them: a forked child holds them without their threads and their memory. Closes what "
-      "they hold open.");
+      "Closes the descriptors of these objects in a forked child, and never destroys them, as it has neither "
+      "their threads nor their memory.");
   m.def(
       "fail_at_exit",
       [] {
@@ -269,5 +272,5 @@ NB_MODULE(_core, m) {
           std::_Exit(1);
         });
       },
-      "Exit with 1, once Python has ended: its own handlers at exit can change no exit code.");
+      "Makes the process exit with 1 after Python's exit handlers, which cannot change the exit code.");
 }

@@ -1,5 +1,5 @@
-// The square of the norm of many tensors, by the formula of kernels/norm.py. The order of additions is
-// that of their lengths alone: neither the width of vector registers nor the number of threads shows.
+// The squared norm of many tensors, by the formula of kernels/norm.py. The order of additions depends only
+// on their lengths, not on the width of vector registers or the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace ringdp {
 
 template <class T>
 RINGDP_CLONES double squares(const T* x, std::size_t count) {
-  constexpr std::size_t kLanes = 32;  // as many sums as keep the adders busy
+  constexpr std::size_t kLanes = 32;  // sums, enough to keep the adders busy
   double sums[kLanes] = {};
   const auto add = [&](std::size_t lane, T value) { sums[lane] += double(value) * double(value); };
   std::size_t i = 0;
@@ -33,7 +33,7 @@ struct Part {
 
 template <class T>
 double squared_norm(const std::vector<Part<T>>& tensors, std::size_t threads) {
-  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; of another thread
+  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; worth another thread
   std::vector<Part<T>> parts;
   std::size_t all = 0;
   for (const auto [at, elems] : tensors) {

@@ -1,4 +1,4 @@
-// How a rank waits for the others: not for ever, not at the cost of their cores, and knowing why.
+// How a rank waits for its peers: with a limit, without taking their cores, and noticing failures.
 #pragma once
 
 #include <sched.h>
@@ -19,16 +19,16 @@ namespace ringdp {
 
 enum class Failure : std::uint32_t { none, lost, timeout, mismatch, stopped, aborted, damaged };
 
-// Thrown through a collective; becomes a Python error at the edge.
+// Thrown through a collective; becomes a Python error at the boundary.
 struct Failed {
   Failure failure;
   int rank = -1;              // the rank at fault, or that gave up first
-  Stamp expected{}, found{};  // of a message that is none of ours; else zeros
-  int reporter = -1;          // the rank that found it; -1 is this one
-  std::string why{};          // in the words of what this rank lacks, as memory
+  Stamp expected{}, found{};  // of a mismatched message; else zeros
+  int reporter = -1;          // the rank that found it; -1: this one
+  std::string why{};          // the exception's text, if this rank aborted
 };
 
-// In the header, failures are one word: kind << 32 | reporter + 1 << 16 | rank + 1.
+// A failure as one word, for the header: kind << 32 | reporter + 1 << 16 | rank + 1.
 inline std::uint64_t packed(const Failed& f, int reporter) {
   return std::uint64_t(f.failure) << 32 | std::uint64_t(reporter + 1) << 16 | (f.rank + 1);
 }
@@ -36,15 +36,15 @@ inline Failed unpacked(std::uint64_t f) {
   return {Failure(f >> 32), int(f & 0xffff) - 1, {}, {}, int(f >> 16 & 0xffff) - 1};
 }
 
-// Whether the rank that is waited for says so when it has come on.
+// How the awaited rank signals its progress.
 enum class Other {
-  silent,  // it must be looked at again and again
-  rings,   // see bell.hpp
-  near,    // rings, and is in the same collective by now: soon
+  silent,  // it does not: it must be polled
+  rings,   // it rings our bell: see bell.hpp
+  near,    // it rings, and is in the same collective already, so it will be soon
 };
 
-// Thrown through a collective whose time slice is over: it goes on where it was, when asked to.
-struct Later {};
+// Thrown through a collective whose time slice is over. Its next run resumes it.
+struct SliceOver {};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -54,9 +54,8 @@ inline void pause() {
 #endif
 }
 
-// This thread does little at a time, but at once: its naps are not stretched, and when it wakes up it
-// gets the core from one that computes, which has a longer slice (Linux 6.12; before, a hint without
-// effect).
+// Makes this thread prompt: its naps are not stretched, and as its scheduling slice is short, it preempts
+// a computing thread when it wakes up (from Linux 6.12 on; before, the slice is a hint without effect).
 inline void be_prompt() {
   prctl(PR_SET_TIMERSLACK, 1000UL);  // ns
   struct {
@@ -67,59 +66,60 @@ inline void be_prompt() {
     std::uint64_t slice, deadline, period;  // ns
   } attributes{};
   if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
-  attributes.slice = 100'000;  // the least there is
+  attributes.slice = 100'000;  // the minimum
   syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
-// A thread beside the callers. The system may have none left: then who waits does its work.
+// Starts `thread`, if it does not run. If the system has no thread left, waiting callers do its work.
 template <class Loop>
 void ensure(std::thread& thread, Loop loop) {
   if (thread.joinable()) return;
   try {
     thread = std::thread(loop);
-  } catch (const std::exception&) {  // std::system_error, or no memory for what it needs
+  } catch (const std::exception&) {  // std::system_error, or no memory
   }
 }
 
 class Peers {
  public:
-  // Who waits spins so often, yields so often, and looks around every so often.
+  // A wait spins so often, then yields so often, and looks for failures every kLook.
   static constexpr int kSpins = 2000, kYields = 200;
   static constexpr std::chrono::milliseconds kLook{10};
 
   Peers(Segment& segment, int rank, const std::atomic<bool>& stop)
       : segment_(segment), record_(segment.record(rank)), rank_(rank), stop_(stop) {}
 
-  // Bytes of collectives, which one thread at a time runs: to add to them needs no locked access.
+  // Bytes that collectives have sent. One thread at a time runs them, so adding needs no read-modify-write.
+  // relaxed: the count orders nothing.
   std::uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
   void count_sent(std::uint64_t bytes) { sent_.store(sent() + bytes, std::memory_order_relaxed); }
 
   Tape tape;
-  std::atomic<int> waiting{0};  // threads of this rank that do nothing until the background is done
+  std::atomic<int> waiting{0};  // threads of this rank that are idle until the background thread is done
 
-  // How to go on from now on: until when, and until when to wait for others; and whether somebody else
-  // wants this core.
+  // Sets the next run's limits: when it ends, when its waits for peers end, and whether other threads of
+  // this rank want the core (`background`).
   void slice(Clock::time_point end, Clock::time_point patience, bool background) {
     end_ = end;
     patience_ = std::min(end, patience);
     background_ = background;
-    dashes_ = false;
+    brief_ = false;
   }
-  // Or: only as long as it spins or, where that is of no use, yields for a moment.
-  void dash() {
+  // Or: the next run may only spin or, if ranks share cores, yield for kBrief. It never sleeps.
+  void slice_brief() {
     constexpr auto never = Clock::time_point::max();
-    slice(never, crowded_ ? Clock::now() + kDash : never, false);
-    dashes_ = true;
+    slice(never, crowded_ ? Clock::now() + kBrief : never, false);
+    brief_ = true;
   }
   bool crowded() const { return crowded_; }
 
-  // After a part of a long collective, whose place in it is known: throws Later at the slice's end,
-  // though the others keep up.
-  void breathe() {
-    if (Clock::now() >= end_) throw Later{};
+  // Throws SliceOver once the slice has ended, although the peers keep up. Called between the steps of a
+  // long collective, where it can be resumed.
+  void check_slice() {
+    if (Clock::now() >= end_) throw SliceOver{};
   }
 
-  // Whether this thread may leave work to another one without giving its core away.
+  // Returns whether another thread of this rank can work without taking this thread's core.
   bool spare_core() const {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return true;
@@ -127,7 +127,7 @@ class Peers {
     return cores > 1 && (cores < cores_ || cores_ >= 2 * segment_.ranks());
   }
 
-  // Wake those who sleep until this rank has done what it just did.
+  // Wakes the ranks that sleep until this rank has done what it just did.
   void ring() {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // see bell.hpp
     for (int r = 0; r < segment_.ranks(); ++r)
@@ -136,7 +136,7 @@ class Peers {
 
   void round(int round) { record_.round.store(round, std::memory_order_relaxed); }
 
-  // What another rank has given up for.
+  // Returns the failure that any rank has reported, if there is one.
   std::optional<Failed> reported() {
     // acquire: pairs with Progress::announce
     const auto f = segment_.header().failed.load(std::memory_order_acquire);
@@ -150,12 +150,12 @@ class Peers {
     return failed;
   }
 
-  // Spins a little, then yields, then sleeps, so that more ranks than cores make progress; looks
-  // around every few milliseconds for a reason to give up. Throws Failed or Later.
-  // In the background it spins only for who is near, and sleeps at once while the rank computes:
-  // whoever yields to a thread that computes gets its core back only at the end of a time slice,
-  // milliseconds later, where one that wakes up gets it at once (8 MB over a link of 40 ms: 5 ms left
-  // to wait for after computing for 120 ms, where it was 55).
+  // Waits for `peer` until `ready()`. It spins a little, then yields, then sleeps, so that more ranks than
+  // cores make progress, and looks for failures every kLook. Throws Failed or SliceOver.
+  // In the background it spins only for a near peer, and sleeps at once while the rank computes: a thread
+  // that yields to a computing thread gets its core back only after that one's time slice, milliseconds
+  // later, but one that wakes up gets it at once. (8 MB over a link of 40 ms, after computing for 120 ms:
+  // 5 ms were left to wait for, instead of 55.)
   template <class Ready>
   void await(int peer, Ready ready, Other other = Other::silent) {
     if (!tape.active) return spin(peer, ready, other);
@@ -164,8 +164,8 @@ class Peers {
     spin(peer, ready, other);
   }
 
-  // Sleeps until a moment, a slice at a time; in the foreground, where naps are stretched, not to its
-  // very end.
+  // Sleeps until `moment`, at most 1 ms at a time. In the foreground, where the kernel stretches naps, it
+  // yields for the last kStretch.
   void await_time(std::uint64_t moment) {
     const std::uint64_t awake = background_ ? 0 : kStretch;
     const Waited counted(tape);
@@ -177,16 +177,16 @@ class Peers {
       timespec nap{0, long(std::min<std::uint64_t>(moment - at - awake, 1'000'000))};
       nanosleep(&nap, nullptr);
       if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
-      if (Clock::now() >= patience_) throw Later{};
+      if (Clock::now() >= patience_) throw SliceOver{};
     }
   }
 
  private:
-  // 4 ranks on 2 cores take some 7 us for 1 KiB, 9 where the GIL is given away first.
-  static constexpr std::chrono::microseconds kDash{100};
+  // 4 ranks on 2 cores take about 7 us for 1 KiB, and 9 if the GIL is released first.
+  static constexpr std::chrono::microseconds kBrief{100};
   static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
 
-  // Its lifetime, however it ends.
+  // Adds its lifetime to the tape as waiting time.
   struct Waited {
     explicit Waited(Tape& tape) : tape(tape), since(now()) {}
     ~Waited() { tape.waited(now() - since); }
@@ -199,15 +199,15 @@ class Peers {
     const int spins = !crowded_ && (!background_ || other == Other::near) ? kSpins : 0;
     for (int i = 0; i < spins; ++i) {
       if (ready()) {
-        if (record_.peer.load(std::memory_order_relaxed) >= 0)  // it was waited for in a slice before
+        if (record_.peer.load(std::memory_order_relaxed) >= 0)  // from a wait in an earlier slice
           record_.peer.store(-1, std::memory_order_relaxed);
         return;
       }
       pause();
     }
-    if (dashes_) {
+    if (brief_) {
       if (crowded_ && yield(ready, patience_)) return;
-      throw Later{};
+      throw SliceOver{};
     }
     record_.peer.store(peer, std::memory_order_relaxed);
     while (!wait_on(peer, ready, other)) {
@@ -215,7 +215,7 @@ class Peers {
     record_.peer.store(-1, std::memory_order_relaxed);
   }
 
-  // Whether it is ready by then, or soon after. Apart from `spin`, whose spinning is the fast path.
+  // Yields until ready or `end`. Returns whether it is ready. Not inlined in `spin`, which is the fast path.
   template <class Ready>
   [[gnu::noinline]] bool yield(Ready ready, Clock::time_point end) {
     // relaxed: only a hint
@@ -228,8 +228,9 @@ class Peers {
   }
 
   template <class Ready>
+  // Waits for about kLook, then looks for failures. Returns whether it is ready.
   bool wait_on(int peer, Ready ready, Other other) {
-    // Where others compute, each yield and each nap may take as long as a time slice of theirs.
+    // If other threads compute, a yield or a nap may take as long as their time slice.
     const auto look = std::min(patience_, Clock::now() + kLook);
     if (yield(ready, look)) return true;
     if (other != Other::silent) {
@@ -244,14 +245,14 @@ class Peers {
     }
     if (stop_.load(std::memory_order_relaxed)) throw Failed{Failure::stopped, rank_};
     if (auto f = reported()) {
-      if (ready()) return true;  // it may have failed after it had done its part of this
+      if (ready()) return true;  // the peer may have failed after it had done its part of this
       throw *f;
     }
-    if (segment_.gone(peer) && !ready()) {  // its last messages came after our last look
+    if (segment_.gone(peer) && !ready()) {  // ready again: its last messages may have just arrived
       if (auto f = reported()) throw *f;    // it ended because of what it reported
       throw Failed{Failure::lost, peer};
     }
-    if (!ready() && Clock::now() >= patience_) throw Later{};
+    if (!ready() && Clock::now() >= patience_) throw SliceOver{};
     return false;
   }
 
@@ -260,11 +261,11 @@ class Peers {
   int rank_;
   const std::atomic<bool>& stop_;
   const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
-  // More ranks than cores: whoever spins keeps the core from the rank that it waits for.
+  // More ranks than cores: spinning would keep the core from the rank that is waited for.
   const bool crowded_ = segment_.ranks() > cores_;
   std::atomic<std::uint64_t> sent_{0};
   Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
-  bool background_ = false, dashes_ = false;
+  bool background_ = false, brief_ = false;
 };
 
 }  // namespace ringdp

@@ -1,5 +1,5 @@
-// A job that is the same time and again, but for its number, its buffers and its caller. `kept`: where
-// its buffers are put for as long as they are used.
+// A collective that is prepared once and started many times, with a new number, buffers and caller each
+// time. The dict `kept` holds its buffers while they are used.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,9 +10,9 @@ namespace ringdp {
 
 namespace nb = nanobind;
 
-// `kept` has what calls under way use, by ticket, whoever goes on without them. To be called before C++
-// returns: Python raises KeyboardInterrupt at that very call, so its caller may never see the ticket, and
-// what it passed goes with its frame.
+// Keeps what a running call uses alive, under its ticket in `kept`, even if the caller goes on without it.
+// Must be called before C++ returns: Python may raise KeyboardInterrupt as the call returns, so the caller
+// may never see the ticket, and its frame's references go.
 template <class Ticket>
 Ticket keep(const nb::dict& kept, Ticket ticket, nb::handle used) {
   kept[nb::int_(ticket)] = used;
@@ -24,25 +24,25 @@ inline const char* checked(const nb::bytes& site) {
   return site.c_str();
 }
 
-constexpr double kSlice = 0.1;  // s that a call is worked on until Python looks for signals
+constexpr double kSlice = 0.1;  // s that a call runs between Python's checks for signals
 
 class Prepared {
  public:
-  // A tensor that is given, or what keeps its memory, or None.
+  // A buffer. `owner`: the caller's tensor, or an object that keeps its memory, or None.
   struct Buffer {
     nb::handle owner;
     std::byte* data;
   };
 
-  // `bounds`: of the ranks' shards of the whole.
+  // An exchange. `bounds`: of the ranks' shards of the whole.
   Prepared(Progress& core, Collective collective, int root, std::vector<std::int64_t> bounds, Dtype dtype,
            std::uint64_t kind, nb::dict kept)
       : Prepared(core, std::move(bounds), core.segment().ranks(), dtype, kind, std::move(kept)) {
     what_ = Exchange{collective, bounds_.data(), nullptr, nullptr, root};
     elements_ = bounds_.back();
   }
-  // `bounds`: of the chunks of the whole, which is the buffer. `program` owns the rows. `changes`: whether
-  // they change the buffer. `elements`: of the collective, where the buffer has not all of them.
+  // A program. `bounds`: of the chunks of its buffer, the whole. `program` owns the rows. `changes`: whether
+  // they change the buffer. `elements`: of the collective; the buffer may hold fewer.
   Prepared(Progress& core, nb::object program, Rows rows, bool changes, std::vector<std::int64_t> bounds,
            Dtype dtype, std::uint64_t kind, std::int64_t elements, nb::dict kept)
       : Prepared(core, std::move(bounds), rows.chunks, dtype, kind, std::move(kept)) {
@@ -58,12 +58,12 @@ class Prepared {
 
   std::uint64_t kind() const { return kind_; }
   std::uint64_t next() const { return core_.issued; }
-  // Whether the whole is its only buffer, and a part one in its place there.
+  // Whether the whole is its only buffer, with this rank's part inside it.
   bool in_place() const { return std::holds_alternative<Rows>(what_); }
   bool changes() const { return changes_; }
   bool averages() const { return dtype_.divide != nullptr; }
   std::size_t bytes() const { return bounds_.back() * dtype_.size; }
-  // Where a rank's part of a program's buffer begins, in bytes.
+  // Returns where a rank's part of a program's buffer begins, in bytes.
   std::size_t part_at(int rank) const {
     const auto each = (bounds_.size() - 1) / core_.segment().ranks();
     return bounds_[rank * each] * dtype_.size;
@@ -72,14 +72,14 @@ class Prepared {
 
   bool keeps() const { return PyDict_Size(kept_.ptr()); }
 
-  // What keeps it, whatever the user does with the tensor: `x.data = y` lets go of x's.
+  // Returns what keeps the buffer's memory, its storage: after `x.data = y` the tensor x no longer does.
   static nb::object memory(Buffer buffer) {
     static PyObject* const storage = PyUnicode_InternFromString("untyped_storage");
     const bool tensor = nb::hasattr(buffer.owner, storage);
     return tensor ? nb::object(buffer.owner.attr(storage)()) : nb::borrow(buffer.owner);
   }
 
-  // A ticket for `wait`.
+  // Starts it in the background. Returns a ticket for `wait`.
   std::uint64_t start(Buffer whole, Buffer part, nb::bytes site) {
     const auto used = uses(whole, part, site);
     const Job what = job(whole, part, site);
@@ -90,10 +90,10 @@ class Prepared {
     }
     return keep(kept_, ticket, used);
   }
-  // 0 if it has ended; after a while, or a failure, the ticket.
+  // Starts it and works on it for up to kSlice. Returns 0 if it has ended, else its ticket.
   std::uint64_t run(Buffer whole, Buffer part, nb::bytes site) {
     const Job what = job(whole, part, site);
-    auto ticket = brief_ ? core_.dash(what) : 0;
+    auto ticket = brief_ ? core_.run_brief(what) : 0;
     if (brief_ && !ticket) return 0;
     const auto used = uses(whole, part, site);
     {
@@ -105,7 +105,7 @@ class Prepared {
   }
 
  private:
-  static constexpr std::size_t kFewRows = 32;  // each of which may wait
+  static constexpr std::size_t kFewRows = 32;  // the most for `run_brief`: each row may wait
 
   Prepared(Progress& core, std::vector<std::int64_t> bounds, int pieces, Dtype dtype, std::uint64_t kind,
            nb::dict kept)
@@ -114,7 +114,7 @@ class Prepared {
     brief_ = core.brief(bytes());
   }
 
-  // The next one: it counts from here on, with no Python until it has begun.
+  // Returns the next job. Its number is taken here, and no Python code runs until it has been started.
   Job job(Buffer whole, Buffer part, const nb::bytes& site) {
     Job made{what_, dtype_, 0, kind_, elements_, checked(site)};
     made.number = core_.issued++;
@@ -125,7 +125,8 @@ class Prepared {
     return made;
   }
 
-  // What a job uses until it ends. To be asked before the GIL is given away: then `x.data` may change.
+  // Returns the objects that a job uses until it ends. Called before the GIL is released, as another thread
+  // may then change `x.data`.
   nb::tuple uses(Buffer whole, Buffer part, const nb::bytes& site) const {
     return nb::make_tuple(nb::find(*this), memory(whole), memory(part), site);
   }
@@ -133,13 +134,13 @@ class Prepared {
   Progress& core_;
   std::vector<std::int64_t> bounds_;
   std::variant<Rows, Exchange> what_;  // without buffers
-  nb::object program_;                 // whose rows they are
+  nb::object program_;                 // owns the rows
   bool changes_ = true;
   Dtype dtype_;
   std::uint64_t kind_;
   std::int64_t elements_ = 0;
   nb::dict kept_;
-  bool brief_;  // over before the GIL would have been given away and taken back
+  bool brief_;  // takes less time than releasing and reacquiring the GIL would
 };
 
 }  // namespace ringdp

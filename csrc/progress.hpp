@@ -1,15 +1,14 @@
-// Runs collectives one after the other in the order of `start`: on the thread that waits for one, or
-// else on a thread of its own, beside Python.
+// Runs collectives one after the other in the order of `start`, on a thread that waits for one or on a
+// background thread, without the GIL.
 //
 // Note [at the call]
-//   Whoever moves bytes takes a core. Where a rank has only one, a thread beside it hides nothing, and
-//   costs: it takes the core in the middle of a computation, for each of its looks whether the others
-//   have come. So there a call in the background is run by its caller as long as the others keep up,
-//   and only then left to the thread: it blocks for no longer than a little time in all. Over an
-//   emulated link, whose bytes move by themselves, it starts nothing.
-//   torch's DDP of 55 MB in 3 buckets on a core of its own, over what a step without communication
-//   takes (medians of 51 steps, two cores of an AMD EPYC), while the thread looked again and again
-//   whether the others had come (now they wake it, see bell.hpp): on it 6.4 ms, at the call 4.4.
+//   Moving bytes takes a core. If a rank has only one, a background thread hides nothing and interrupts the
+//   computation whenever it checks for its peers. So in that case the caller of a background collective runs
+//   it while the peers keep up, and leaves it to the thread once it would have waited for kPatience in all.
+//   Over an emulated link, whose bytes move by themselves, the caller runs nothing.
+//   Measured with torch's DDP, 55 MB in 3 buckets, one core per rank, beyond a step without communication
+//   (medians of 51 steps, two cores of an AMD EPYC), when the thread still polled for its peers (now they
+//   wake it, see bell.hpp): on the thread 6.4 ms, at the call 4.4.
 #pragma once
 
 #include <condition_variable>
@@ -29,7 +28,7 @@ struct Job {
   std::uint64_t number, kind;
   std::int64_t elements;
   const char* site;  // [kSite]
-  std::uint64_t issued = 0;  // ns; 0 where nobody traces
+  std::uint64_t issued = 0;  // ns; 0: not traced
   bool background = false;
 };
 
@@ -51,7 +50,8 @@ class Progress final : public Records {
 
   void connect() { segment_.connect(); }
 
-  // In the background somebody sees to it at once; else whoever waits for it does.
+  // Queues a job and returns its ticket. A background job makes progress at once, any other one only while
+  // a thread waits for it.
   std::uint64_t start(const Job& job, bool background) {
     std::unique_lock lock(mutex_);
     const auto ticket = queue(job, background);
@@ -64,23 +64,24 @@ class Progress final : public Records {
     return ticket;
   }
 
-  // Whether that job has ended; after a failure no job ends any more.
+  // Works on the jobs up to `ticket` for at most so many seconds. Returns whether that one has ended. After
+  // a failure no job ends any more.
   bool wait(std::uint64_t ticket, double seconds) {
     std::unique_lock lock(mutex_);
     return settle(ticket, [&] { work_on(lock, ticket, seconds); });
   }
 
-  // Whether a job of so many bytes may be run by `dash`, if it seldom waits. Over a link none is short.
+  // Returns whether a job of so many bytes suits `run_brief`, if it has few waits. Over a link none does.
   bool brief(std::size_t bytes) const { return bytes <= kBrief && !far_; }
 
-  // Begun and waited for under the lock, until it would have to sleep: some tens of us. 0 if it has ended,
-  // else its ticket.
-  std::uint64_t dash(const Job& job) {
+  // Runs a job under the lock until it would have to sleep: tens of us. Returns 0 if it has ended, else its
+  // ticket.
+  std::uint64_t run_brief(const Job& job) {
     std::lock_guard lock(mutex_);
     if (!jobs_.empty() || running_ || failed_ || waits_.on()) return queue(job, false);
-    peers_.dash();
+    peers_.slice_brief();
     const Outcome outcome = attempt(job);
-    if (outcome.ended) {  // without a place in line, which took a tenth of 1 KiB
+    if (outcome.ended) {  // never queued, which would take a tenth of the time of 1 KiB
       begun_ = false;
       ++started_, ++finished_;
       return 0;
@@ -90,13 +91,13 @@ class Progress final : public Records {
     return ticket;
   }
 
-  // How many jobs have ended: nothing of theirs is used any more.
+  // Returns how many jobs have ended. Their buffers are not used any more.
   std::uint64_t finished() {
     std::lock_guard lock(mutex_);
     return finished_;
   }
 
-  // Why jobs do not end; another rank's failure too, though nothing waits for that rank yet.
+  // Returns why jobs do not end: this rank's failure or one reported by any other rank.
   std::optional<Failed> failed() {
     std::lock_guard lock(mutex_);
     auto failed = failed_ ? failed_ : peers_.reported();
@@ -104,7 +105,7 @@ class Progress final : public Records {
     return failed;
   }
 
-  // Give up on a rank, or as this one itself, and tell the others.
+  // Reports to all ranks that `failed.rank` is at fault, or that this rank gives up.
   void fail(const Failed& failed) {
     std::lock_guard lock(mutex_);
     if (why_.empty()) why_ = failed.why;
@@ -121,18 +122,18 @@ class Progress final : public Records {
       done_.notify_all();
     }
     if (thread_.joinable()) thread_.join();
-    // release: whoever sees us gone sees our last messages and our report
+    // release: a rank that sees us closed sees our last messages and our report
     segment_.record(rank_).pid.store(-1, std::memory_order_release);
   }
 
-  // Whether every other rank has ended or closed, so that none moves anything any more.
+  // Returns whether every other rank has ended or closed, so that none touches shared memory any more.
   bool left_alone() {
     for (int r = 0; r < segment_.ranks(); ++r)
       if (r != rank_ && !segment_.gone(r)) return false;
     return true;
   }
 
-  // From now on collectives and waits are on tape, with room for so many entries of each.
+  // Records collectives and waits from now on, with room for so many entries of each.
   void trace(std::size_t entries) {
     std::lock_guard lock(mutex_);
     peers_.tape.switch_on(entries);
@@ -145,8 +146,9 @@ class Progress final : public Records {
   Tape& tape() { return peers_.tape; }
   Tape& waits() { return waits_; }
 
-  std::uint64_t issued = 0;                      // collectives that have been called, under the GIL
-  std::atomic<std::uint64_t> messages_sent{0};  // bytes of `Mailbox`, from any thread
+  std::uint64_t issued = 0;                      // collectives called so far; guarded by the GIL
+  // Bytes that `Mailbox` has sent, from any thread. relaxed: the count orders nothing.
+  std::atomic<std::uint64_t> messages_sent{0};
   std::uint64_t sent() const { return peers_.sent() + messages_sent.load(std::memory_order_relaxed); }
 
   int rank() const { return rank_; }
@@ -156,10 +158,10 @@ class Progress final : public Records {
   Peers& peers() { return peers_; }
 
  private:
-  static constexpr std::chrono::milliseconds kAtTheCall{100};  // until a call is left to the thread
-  // Of that, for how long it waits for the others, in all: a part of what handing 25 MiB over cost.
+  static constexpr std::chrono::milliseconds kAtTheCall{100};  // before a call is left to the thread
+  // How long of that it may wait for peers, in total: a part of what handing 25 MiB over cost.
   static constexpr std::chrono::microseconds kPatience{500};
-  static constexpr std::size_t kBrief = 16 << 10;  // bytes: some 3 us
+  static constexpr std::size_t kBrief = 16 << 10;  // bytes: about 3 us
 
   std::uint64_t queue(const Job& job, bool background) {
     jobs_.push_back(job);
@@ -169,7 +171,7 @@ class Progress final : public Records {
     return ++started_;
   }
 
-  // Whether the job has ended, after `work` on it, which counts as a wait of this thread.
+  // Calls `work`, which counts as a wait of this thread, unless the job has ended. Returns whether it has.
   template <class Work>
   bool settle(std::uint64_t ticket, Work work) {
     if (finished_ >= ticket) return true;
@@ -181,7 +183,7 @@ class Progress final : public Records {
 
   void work_on(std::unique_lock<std::mutex>& lock, std::uint64_t ticket, double seconds) {
     const auto end = after(seconds);
-    // Another thread that waits says nothing of whether the one that calls computes.
+    // If the thread that called waits, the rank does not compute; another one's wait does not show that.
     const bool idle = std::this_thread::get_id() == caller_;
     do {
       if (failed_ || (seconds <= 0 && left_to_thread())) break;
@@ -193,11 +195,11 @@ class Progress final : public Records {
         run_front(lock, end, end, !idle);
       }
     } while (finished_ < ticket && Clock::now() < end);
-    if (!jobs_.empty() && !running_) wake();  // for the case that the caller does not come back
+    if (!jobs_.empty() && !running_) wake();  // in case the caller does not wait again
   }
 
-  // Whether a question alone moves nothing: the first job is in the background. After a failure it does:
-  // this one may have all that it needs, and its thread no core yet.
+  // Returns whether a poll should leave the first job to the thread: it is a background job. But after a
+  // failure a poll works on it, as the job may have all that it needs while the thread has no core yet.
   bool left_to_thread() {
     return !running_ && jobs_.front().background && thread_.joinable() && !peers_.reported();
   }
@@ -220,12 +222,12 @@ class Progress final : public Records {
     }
   }
 
-  // Runs the first job in line to its end, or until `end`, or `patience` where it waits for others. The
-  // lock is free meanwhile.
+  // Runs the first job, without the lock, until it has ended, or until `end`, or until `patience` while it
+  // waits for peers.
   void run_front(std::unique_lock<std::mutex>& lock, Clock::time_point end, Clock::time_point patience,
                  bool background) {
     running_ = true;
-    const Job& job = jobs_.front();  // a deque keeps it in its place
+    const Job& job = jobs_.front();  // stays valid: a deque does not move its elements
     lock.unlock();
     peers_.slice(end, patience, background);
     const Outcome outcome = attempt(job);
@@ -243,12 +245,12 @@ class Progress final : public Records {
     std::optional<Failed> failed;
   };
 
-  // Runs it on from where it was.
+  // Begins or resumes a job.
   Outcome attempt(const Job& job) {
-    const Denormals stay;
+    const Denormals kept;
     try {
       if (!begun_) {
-        if (auto f = peers_.reported()) throw *f;  // after a failure nothing begins any more
+        if (auto f = peers_.reported()) throw *f;  // after a failure no collective begins
         peers_.tape.begin();
         begin(job);
       }
@@ -257,7 +259,7 @@ class Progress final : public Records {
       segment_.record(rank_).end();
       if (peers_.tape.active) note(job, true);
       return {true, std::nullopt};
-    } catch (const Later&) {
+    } catch (const SliceOver&) {
       return {};
     } catch (const Failed& f) {
       if (peers_.tape.active) note(job, false);
@@ -267,7 +269,7 @@ class Progress final : public Records {
     }
   }
 
-  // Under the lock. What the others have to hear of.
+  // Under the lock. Updates the queue, and returns a failure that the other ranks do not know of.
   std::optional<Failed> ended(const Outcome& outcome) {
     if (outcome.ended) {
       jobs_.pop_front();
@@ -275,15 +277,15 @@ class Progress final : public Records {
       ++finished_;
     }
     const auto& failed = outcome.failed;
-    if (failed && !failed_) failed_ = failed;  // first: `failed` prefers what this rank has seen
+    if (failed && !failed_) failed_ = failed;  // kept first: `failed()` prefers it to others' reports
     const bool ours = failed && failed->reporter < 0 && failed->failure != Failure::stopped;
     return ours ? failed : std::nullopt;
   }
 
   void begin(const Job& job) {
     segment_.record(rank_).begin(job.number, job.kind, job.elements, job.site);
-    // A mistake may leave every rank content, such as two ranks that scatter to one another. Then the
-    // digests differ from now on, and the next message shows it.
+    // Mismatched calls may each succeed, for instance if two ranks scatter to one another. The digests then
+    // differ from now on, and the next message reveals it.
     digest_ = (digest_ ^ job.kind) * 0x9e3779b97f4a7c15;  // 2^64 / golden ratio (Knuth, vol. 3, 6.4)
     if (auto* rows = std::get_if<Rows>(&job.what))
       interpreter_.begin(*rows, job.dtype, job.number, digest_);
@@ -300,19 +302,19 @@ class Progress final : public Records {
     peers_.tape.call(ended, job.number, std::uint64_t(job.elements), more);
   }
 
-  // Under the lock.
+  // Under the lock. Reports a failure to all ranks, unless there is one already.
   void announce(const Failed& failed) {
-    // relaxed: if it is this rank's, the finding that others may be reading stays as it is
+    // relaxed: only this rank writes its finding, under the lock; it must not change once it is published
     if (segment_.header().failed.load(std::memory_order_relaxed) != 0) return;
     segment_.record(rank_).finding = {failed.expected, failed.found};
     std::uint64_t none = 0;
-    // release: the finding, and the messages sent before it; the first to fail stays
+    // release: the finding, and the messages sent before it. The first failure stays.
     segment_.header().failed.compare_exchange_strong(none, packed(failed, rank_),
                                                      std::memory_order_acq_rel);
   }
 
   std::uint64_t digest_ = 1;
-  std::atomic<bool> stop_{false};  // read relaxed by who waits: nothing else is told by it
+  std::atomic<bool> stop_{false};  // waits load it relaxed: it publishes no other data
   Segment segment_;
   int rank_;
   Peers peers_;
@@ -323,13 +325,13 @@ class Progress final : public Records {
   std::mutex mutex_;
   std::condition_variable work_, done_;
   std::deque<Job> jobs_;
-  bool begun_ = false, running_ = false;  // the first job: has been begun; somebody is at it
-  // Who is at the first job reads `finished_` without the lock: nobody else changes it then.
+  bool begun_ = false, running_ = false;  // whether the first job has begun; whether a thread runs it
+  // The thread that runs the first job reads `finished_` without the lock: nobody else changes it then.
   std::uint64_t started_ = 0, finished_ = 0;
   Tape waits_;                     // under the lock
   std::thread::id caller_;         // of the last job
   std::optional<Failed> failed_;
-  std::string why_;  // of what `fail` was told
+  std::string why_;  // the reason given to `fail`
   std::thread thread_;
 };
 

@@ -1,5 +1,5 @@
-// Calls that have been made before: a second one of the same collective, dtype, length, op, root, tag and
-// algorithm is found, and run or begun, without the work in Python that the first one took.
+// Runs repeated calls from a cache, without the Python work of the first call. A call is repeated if its
+// collective, dtype, length, op, root, tag and algorithm are the same.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,10 +14,10 @@
 
 namespace ringdp {
 
-// A call's arguments: null is not given. `whole` has the elements of all ranks, or is the only tensor.
-struct Asked {
+// A call's arguments, null if not given. `whole` has the elements of all ranks, or is the only tensor.
+struct Arguments {
   PyObject *whole, *part, *op, *root, *tag, *algorithm;
-  bool later;  // it is begun, and what is given waits for it
+  bool async;  // async_op
 };
 
 class Ready {
@@ -25,10 +25,10 @@ class Ready {
   Ready(int rank, int ranks, nb::handle table, nb::handle tensor, nb::handle parameter)
       : rank_(rank), ranks_(ranks), tensors_(table, tensor, parameter) {}
 
-  // The call has been made, with `whole` of so many elements: `op` and `algorithm` as the user says them.
+  // Caches a call whose `whole` has so many elements; `op` and `algorithm` are the user's arguments.
   void remember(int method, int dtype, std::int64_t elements, std::string_view op, std::int64_t root,
                 std::int64_t tag, nb::object algorithm, nb::object prepared) {
-    auto* const by = way(algorithm.ptr());
+    auto* const by = identity(algorithm.ptr());
     if (!by) return;
     if (known_.size() >= kMost) forget();
     auto* const what = nb::cast<Prepared*>(prepared);
@@ -44,60 +44,61 @@ class Ready {
 
   void forget() {
     recent_.fill({});
-    const auto gone = std::exchange(known_, {});  // what goes may call, as an algorithm's finalizer
+    const auto gone = std::exchange(known_, {});  // destroyed last: an algorithm's finalizer may call us
   }
 
-  // For `Sites::learn`; what a call that has ended gives; the tensor of a barrier.
+  // `line`, `nowhere`: see `Sites::learn`. `ended`: the result of a finished call. `token`: the tensor of a
+  // barrier.
   void learn(nb::object line, nb::bytes nowhere, nb::object ended, nb::object token) {
     sites_.learn(std::move(line), std::move(nowhere));
     ended_ = std::move(ended);
     token_ = std::move(token);
   }
 
-  bool held = false;  // whether all calls are to be issued elsewhere
+  bool held = false;  // true: no call may take this shortcut
   Sites& sites() { return sites_; }
 
-  // The call of `comm`, if it was made before and its tensors are the buffers themselves. Else null, and
-  // nothing is done.
-  nb::object again(nb::handle comm, Method method, Asked asked) {
+  // Runs or starts the call of `comm` and returns its result, if it is cached and its tensors can be used as
+  // buffers. Else returns null and does nothing.
+  nb::object again(nb::handle comm, Method method, Arguments arguments) {
     if (held) return {};
-    if (method == Method::barrier) asked.whole = token_.ptr();
-    const auto letters = packed(nb::handle(asked.op));
-    const auto root = number_of(asked.root), tag = number_of(asked.tag);
-    const auto* const by = way(asked.algorithm);
-    if (!letters || root < 0 || tag < 0 || !by) return PyErr_Clear(), nb::object();
-    const auto given = buffers(method, asked, root == rank_);
+    if (method == Method::barrier) arguments.whole = token_.ptr();
+    const auto op = packed(nb::handle(arguments.op));
+    const auto root = number_of(arguments.root), tag = number_of(arguments.tag);
+    const auto* const by = identity(arguments.algorithm);
+    if (!op || root < 0 || tag < 0 || !by) return PyErr_Clear(), nb::object();
+    const auto given = buffers(method, arguments, root == rank_);
     if (!given) return {};
-    const Known* const found = find({method, given->dtype, given->elements, letters, root, tag, by});
+    const Known* const found = find({method, given->dtype, given->elements, op, root, tag, by});
     if (!found) return {};
     Prepared& prepared = *found->prepared;
     const nb::object alive = found->object;
-    if (prepared.failed()) return {};  // there it raises, and keeps nothing for what never ends
+    if (prepared.failed()) return {};  // Python raises, and keeps nothing for a call that never ends
     static const std::uint64_t average = packed(std::string_view("avg"));
     Prepared::Buffer whole = given->whole, part = given->part;
-    Around also;
+    Around wrapped;
     if (prepared.in_place()) {
-      const int left = letters == average && !prepared.averages() ? ranks_ : 0;
-      also = around(prepared, method, *given, rank_, root == rank_, left);
-      whole = also.buffer, part = nothing();
+      const int divisor = op == average && !prepared.averages() ? ranks_ : 0;
+      wrapped = around(prepared, method, *given, rank_, root == rank_, divisor);
+      whole = wrapped.buffer, part = nothing();
     }
     const auto site = sites_.here();
     const auto number = prepared.next();
-    const auto ticket = asked.later ? prepared.start(whole, part, site) : prepared.run(whole, part, site);
+    const auto ticket = arguments.async ? prepared.start(whole, part, site) : prepared.run(whole, part, site);
     if (ticket) {
       const auto call = nb::make_tuple(number, prepared.kind(), given->elements, site);
-      const auto finish = also.home.left ? nb::object(nb::cpp_function(also.home)) : nb::none();
-      return comm.attr("_begun")(call, ticket, asked.later, finish);
+      const auto finish = wrapped.finish.pending ? nb::object(nb::cpp_function(wrapped.finish)) : nb::none();
+      return comm.attr("_begun")(call, ticket, arguments.async, finish);
     }
-    also.home();
+    wrapped.finish();
     if (prepared.keeps()) comm.attr("_transport").attr("release")();
     return ended_;
   }
 
  private:
   static constexpr Py_ssize_t kLetters = 4;    // of the longest op
-  static constexpr std::size_t kMost = 4096;  // calls that it remembers; then it forgets them all
-  static constexpr std::size_t kRecent = 64;  // where it looks first
+  static constexpr std::size_t kMost = 4096;  // cached calls; when full, all are dropped
+  static constexpr std::size_t kRecent = 64;  // entries of a direct-mapped cache in front of the map
 
   struct Key {
     Method method;
@@ -112,7 +113,7 @@ class Ready {
   };
   struct Known {
     Prepared* prepared;
-    nb::object object, algorithm;  // they live as long as they are known
+    nb::object object, algorithm;  // keep `prepared` and the key's algorithm alive
   };
   struct Hash {
     std::size_t operator()(const Key& k) const {
@@ -124,46 +125,48 @@ class Ready {
   };
 
   static Prepared::Buffer nothing() { return {nb::none(), nullptr}; }
-  // If its tensors are plain, and apart or the part in its place in the whole.
-  std::optional<Given> buffers(Method method, const Asked& asked, bool at_root) {
-    const bool everywhere = method != Method::gather && method != Method::scatter;  // there is a whole
+  // Returns the call's buffers, if its tensors are plain and either disjoint, or the part lies in its place
+  // in the whole.
+  std::optional<Given> buffers(Method method, const Arguments& arguments, bool at_root) {
+    const bool everywhere = method != Method::gather && method != Method::scatter;  // has a whole
     std::optional<Plain> all, one;
-    if ((everywhere || at_root) && !(all = tensors_.plain(asked.whole))) return std::nullopt;
-    if (!asked.part) {
-      const Prepared::Buffer whole{asked.whole, all->data};
+    if ((everywhere || at_root) && !(all = tensors_.plain(arguments.whole))) return std::nullopt;
+    if (!arguments.part) {
+      const Prepared::Buffer whole{arguments.whole, all->data};
       const bool has_part = at_root && (method == Method::broadcast || method == Method::reduce);
       return Given{whole, has_part ? whole : nothing(), all->dtype, all->elements, all->bytes, 0, false};
     }
-    if (!(one = tensors_.plain(asked.part))) return std::nullopt;
-    const Prepared::Buffer part{asked.part, one->data};
+    if (!(one = tensors_.plain(arguments.part))) return std::nullopt;
+    const Prepared::Buffer part{arguments.part, one->data};
     const auto elements = method == Method::all_to_all ? one->elements : one->elements * ranks_;
     if (!all) return Given{nothing(), part, one->dtype, elements, 0, one->bytes, true};
     if (one->dtype != all->dtype || elements != all->elements) return std::nullopt;
     const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
     const bool must_be = method == Method::all_to_all || method == Method::scatter;
     if (!apart && (must_be || one->data != all->data + rank_ * one->bytes)) return std::nullopt;
-    return Given{{asked.whole, all->data}, part, all->dtype, elements, all->bytes, one->bytes, apart};
+    return Given{{arguments.whole, all->data}, part, all->dtype, elements, all->bytes, one->bytes, apart};
   }
 
-  // A root or a tag: 0 by default, -1 for what is none.
+  // Returns a root or a tag, by default 0, or -1 if it is not an int.
   static std::int64_t number_of(PyObject* given) {
     return !given ? 0 : PyLong_Check(given) ? PyLong_AsLongLong(given) : -1;
   }
 
-  // The map alone would take a twentieth of a small call.
+  // Looks up a call, first in `recent_`: the map alone would take a twentieth of a small call.
   const Known* find(const Key& key) {
     const auto by = reinterpret_cast<std::uintptr_t>(key.algorithm) / 16;
     const auto sum = key.elements * 5 + key.dtype + key.root + key.tag + by;
-    auto& [said, known] = recent_[std::uint64_t(sum) % kRecent];
-    if (known && said == key) return known;
+    auto& [recent, known] = recent_[std::uint64_t(sum) % kRecent];
+    if (known && recent == key) return known;
     const auto found = known_.find(key);
     if (found == known_.end()) return nullptr;
-    said = key;
+    recent = key;
     return known = &found->second;
   }
-  // The one object for algorithms of that name, or a user's function; only to be compared, where none is
-  // known. Null for others: what is equal, or means the same tomorrow, Python alone knows.
-  static PyObject* way(PyObject* algorithm) {
+  // Returns an object that identifies the algorithm: its interned name, or the user's function. It is
+  // borrowed, so only compare it unless the algorithm is kept alive. Null for any other type, whose equality
+  // only Python can decide.
+  static PyObject* identity(PyObject* algorithm) {
     static PyObject* const direct = PyUnicode_InternFromString("direct");
     static PyObject* const function = nb::module_::import_("types").attr("FunctionType").inc_ref().ptr();
     if (!algorithm) return direct;  // the default
@@ -179,7 +182,7 @@ class Ready {
     std::memcpy(&word, op.data(), std::min(op.size(), sizeof word));
     return word;
   }
-  // 0 for what is no op.
+  // Returns 0 if it is not an op.
   static std::uint64_t packed(nb::handle op) {
     static const std::uint64_t sum = packed(std::string_view("sum"));
     if (!op.is_valid()) return sum;

@@ -1,10 +1,11 @@
-// What a rank does and did last, where its peers and `ringdp doctor` read it even while it is stuck.
+// What a rank is doing and did last, readable by its peers and `ringdp doctor` even while it is stuck.
 //
-//   RankRecord = where it is | what it found wrong | the message that it waits for
+//   RankRecord = its progress | its finding | the message that it waits for
 //              | Call[kCalls], call k in place k % kCalls
 //
-// Only numbers and text of a fixed size: whoever reads it checks every one, and trusts none. Single
-// writer. Nothing but `pid`, `begun` and a Call's parts orders anything; the rest informs people.
+// It holds only numbers and text of a fixed size; readers check each of them and trust none. A record has
+// a single writer. Only `pid`, `begun` and a Call's fields order other memory; the rest is for reports, so
+// it is relaxed.
 #pragma once
 
 #include <time.h>
@@ -17,16 +18,16 @@
 
 namespace ringdp {
 
-constexpr std::size_t kSite = 96;     // bytes of "file:line" of the user's call, the rest zeros
-constexpr std::uint64_t kCalls = 32;  // how many calls a rank remembers: more than fit its FIFOs
+constexpr std::size_t kSite = 96;     // bytes for "file:line" of the user's call, padded with zeros
+constexpr std::uint64_t kCalls = 32;  // calls that a record keeps: more than fit in a rank's FIFOs
 
-// What a message belongs to; the receiver compares it with what it expects.
+// Identifies a message; the receiver compares it with what it expects.
 struct alignas(kLine) Stamp {
   std::uint64_t number;
   std::uint64_t bytes;
   std::uint64_t digest;   // of the kinds of this collective and all before it: see Progress::begin
-  std::uint64_t arrival;  // over an emulated link: not to be read before, in ns
-  std::uint64_t more;     // whether slabs of this chunk are still to come
+  std::uint64_t arrival;  // ns, over an emulated link: when the receiver may read it
+  std::uint64_t more;     // whether more slabs of this chunk follow
 };
 
 // One collective as the user called it.
@@ -35,10 +36,11 @@ struct CallInfo {
   std::array<std::uint64_t, kSite / 8> site;
 };
 
+// A CallInfo in shared memory, under a sequence lock.
 class alignas(kLine) Call {
  public:
   void write(std::uint64_t number, std::uint64_t kind, std::uint64_t elements, const char* site) {
-    // release, all of them: who sees a part of the new call sees that the old one is no more
+    // release, all of them: a reader that sees any field of the new call also sees the cleared count
     count_.store(0, std::memory_order_relaxed);
     kind_.store(kind, std::memory_order_release);
     elements_.store(elements, std::memory_order_release);
@@ -50,12 +52,12 @@ class alignas(kLine) Call {
     count_.store(number + 1, std::memory_order_release);
   }
 
-  // It is over, and there is no other yet.
+  // Marks the call as over. relaxed: no field changes with it.
   void clear() { count_.store(0, std::memory_order_relaxed); }
 
-  // Nothing where there is none, or one half written.
+  // Returns the call, or nothing if there is none or it is half written.
   std::optional<CallInfo> read() const {
-    // acquire, all of them: the parts are of this call if it is there before and after
+    // acquire, all of them: if the count is the same before and after, all fields belong to that call
     const auto count = count_.load(std::memory_order_acquire);
     if (count == 0) return std::nullopt;
     CallInfo info{count - 1, kind_.load(std::memory_order_acquire),
@@ -66,32 +68,32 @@ class alignas(kLine) Call {
   }
 
  private:
-  std::atomic<std::uint64_t> count_;  // 1 + its number; 0 while it is written
+  std::atomic<std::uint64_t> count_;  // 1 + its number; 0: none, or half written
   std::atomic<std::uint64_t> kind_, elements_;
   std::atomic<std::uint64_t> site_[kSite / 8];
 };
 
-// What a rank found wrong. Written once, before the header says that it is there to be read.
+// The mismatched message behind a failure. Written once, before the header's `failed` publishes it.
 struct Finding {
   Stamp expected, found;
 };
 
 struct alignas(kLine) RankRecord {
-  std::atomic<std::uint64_t> begun, finished;  // collectives; between the two is the one under way
-  std::atomic<std::uint64_t> changed;          // when one of them last did: ns of `coarse_clock`
-  std::atomic<std::int32_t> round, peer;       // of the one under way; peer: whom it waits for, or -1
+  std::atomic<std::uint64_t> begun, finished;  // collectives; one between the two is running
+  std::atomic<std::uint64_t> changed;          // when either last changed, in ns of `coarse_clock`
+  std::atomic<std::int32_t> round, peer;       // of the running one; peer: whom it waits for, or -1
   std::atomic<std::int32_t> pid;               // 0 before it has attached, -1 once it has closed
   Finding finding;
   Call message;                                // a send or recv that has waited for a while
   Call calls[kCalls];
 
-  // The rank is about to run this collective. 15 ns.
+  // Records that the rank is about to run this collective. 15 ns.
   void begin(std::uint64_t number, std::uint64_t kind, std::uint64_t elements, const char* site) {
     calls[number % kCalls].write(number, kind, elements, site);
     round.store(-1, std::memory_order_relaxed);
     peer.store(-1, std::memory_order_relaxed);
     changed.store(coarse_clock(), std::memory_order_relaxed);
-    begun.store(number + 1, std::memory_order_release);  // release: the call before its count
+    begun.store(number + 1, std::memory_order_release);  // release: the call before the count
   }
   void end() {
     changed.store(coarse_clock(), std::memory_order_relaxed);
@@ -102,7 +104,7 @@ struct alignas(kLine) RankRecord {
     return found && found->number == number ? found : std::nullopt;
   }
 
-  // CLOCK_MONOTONIC, the same in all processes of a host, to some 4 ms for a quarter of the price.
+  // CLOCK_MONOTONIC, which all processes of a host share, to within 4 ms at a quarter of the cost.
   static std::uint64_t coarse_clock() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
@@ -110,7 +112,7 @@ struct alignas(kLine) RankRecord {
   }
 };
 
-// Those of all ranks: in a communicator's own segment, or in one seen from outside.
+// The records of all ranks, in a communicator's own segment or in one seen from outside.
 struct Records {
   virtual int ranks() const = 0;
   virtual const RankRecord& record(int rank) const = 0;

@@ -1,6 +1,5 @@
-// A method of a communicator whose second calls stay in C++. What `Ready` knows is run, or begun, at
-// once; every other call goes on to the Python function that it stands for, which alone says what the
-// method means.
+// A communicator method whose repeated calls stay in C++. A call that `Ready` has cached is run or started
+// at once. Every other call goes to the wrapped Python function, which alone defines the method.
 #pragma once
 
 #include "ready.hpp"
@@ -15,39 +14,39 @@ struct Repeated {
   int method;
 };
 
-// Where a call's arguments stand behind `self`, by method; 0: it has none.
+// Positions of a call's arguments after `self`, by method; 0: it has none.
 struct Places {
   int whole, part, op, root;
 };
 constexpr Places kArguments[] = {{1, 0, 2, 0}, {2, 1, 3, 0}, {1, 2, 0, 0}, {2, 1, 0, 0},
                                  {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}, {0, 0, 0, 0}};
 
-// What the call gives, or null: nothing is done.
+// Returns the call's result, or null, having done nothing.
 inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   static PyObject* const op_name = PyUnicode_InternFromString("op");
   static PyObject* const root_name = PyUnicode_InternFromString("root");
   static PyObject* const tag_name = PyUnicode_InternFromString("tag");
   static PyObject* const scale_name = PyUnicode_InternFromString("scale");
-  static PyObject* const later_name = PyUnicode_InternFromString("async_op");
+  static PyObject* const async_name = PyUnicode_InternFromString("async_op");
   static PyObject* const algorithm_name = PyUnicode_InternFromString("algorithm");
   static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
   const Places at = kArguments[self.method];
   const int tensors = (at.whole > 0) + (at.part > 0);
   if (count < 1 + tensors || count > 1 + std::max({tensors, at.op, at.root})) return {};
   const auto given = [&](int place) { return place && place < count ? args[place] : nullptr; };
-  Asked asked{given(at.whole), given(at.part), given(at.op), given(at.root), nullptr, nullptr, false};
+  Arguments arguments{given(at.whole), given(at.part), given(at.op), given(at.root), nullptr, nullptr, false};
   for (Py_ssize_t i = 0, more = names ? PyTuple_Size(names) : 0; i < more; ++i) {
     PyObject *const name = PyTuple_GetItem(names, i), *const value = args[count + i];
-    if (name == op_name && at.op && !asked.op)
-      asked.op = value;
-    else if (name == root_name && at.root && !asked.root)
-      asked.root = value;
+    if (name == op_name && at.op && !arguments.op)
+      arguments.op = value;
+    else if (name == root_name && at.root && !arguments.root)
+      arguments.root = value;
     else if (name == tag_name)
-      asked.tag = value;
+      arguments.tag = value;
     else if (name == algorithm_name)
-      asked.algorithm = value;
-    else if (name == later_name && PyBool_Check(value))
-      asked.later = value == Py_True;
+      arguments.algorithm = value;
+    else if (name == async_name && PyBool_Check(value))
+      arguments.async = value == Py_True;
     else if (!(name == scale_name && at.op && value == Py_None))  // the default
       return {};
   }
@@ -55,7 +54,7 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
   if (!ready.is_valid()) return PyErr_Clear(), nb::object();
   static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
   if (Py_TYPE(ready.ptr()) != type) return {};
-  return nb::inst_ptr<Ready>(ready)->again(args[0], Method(self.method), asked);
+  return nb::inst_ptr<Ready>(ready)->again(args[0], Method(self.method), arguments);
 }
 
 inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
@@ -79,7 +78,7 @@ inline PyObject* new_repeated(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* function;
   if (!PyArg_ParseTuple(args, "iO", &number, &function)) return nullptr;
   if (number < 0 || number >= int(std::size(kArguments)))
-    return PyErr_Format(PyExc_ValueError, "no method %d that repeats", number);
+    return PyErr_Format(PyExc_ValueError, "no repeated method has the number %d", number);
   auto* const made = PyType_GenericAlloc(type, 0);
   if (!made) return nullptr;
   auto& method = *reinterpret_cast<Repeated*>(made);
@@ -123,8 +122,8 @@ inline nb::object repeated_type() {
                                 {Py_tp_setattro, reinterpret_cast<void*>(mark_repeated)},
                                 {Py_tp_members, members},
                                 {0, nullptr}};
-  // By Cython's name for its functions torch.compile knows that a method is C, and calls it as it is;
-  // of another type's it would lose the `self` (torch 2.13).
+  // torch.compile recognizes a method in C by the name of Cython's type for functions, and calls it as it
+  // is. With any other type name it would lose `self` (torch 2.13).
   static PyType_Spec spec{"ringdp._core.cython_function_or_method", sizeof(Repeated), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
                           slots};

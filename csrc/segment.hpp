@@ -1,12 +1,12 @@
 // The shared segment: one anonymous file, mapped by every rank. It has no name in any file system,
 // so nothing is left behind however the ranks end.
 //
-//   Header | RankRecord[ranks] | desk 0 ... ranks-1 | channel (0,0) (0,1) ... (ranks-1, ranks-1)
+//   Header | RankRecord[ranks] | outbox 0 ... ranks-1 | channel (0,0) (0,1) ... (ranks-1, ranks-1)
 //   channel = Fifo<Stamp>
-//   desk    = Board | Line[2][kLines] | messages[kRoom] | parts[kTiles][ranks] | result[kTiles]
+//   outbox  = Board | Line[2][kLines] | messages[kRoom] | parts[kTiles][ranks] | result[kTiles]
 //
-// A channel is between two ranks, for the row interpreter; the diagonal ones are unused: 1/ranks of
-// the space, in exchange for plain indexing. A desk is where one rank lays out what all others may
+// The row interpreter uses a channel for each ordered pair of ranks. The diagonal ones are unused, which
+// wastes 1/ranks of the space and keeps indexing plain. A rank writes to its outbox what all others may
 // read: see direct.hpp.
 #pragma once
 
@@ -30,22 +30,22 @@
 
 namespace ringdp {
 
-constexpr std::uint64_t kMagic = 0x72696e6764703035;  // "ringdp05": another layout, another number
+constexpr std::uint64_t kMagic = 0x72696e6764703035;  // "ringdp05"; the number changes with the layout
 
 struct alignas(kLine) Header {
   std::uint64_t magic, token, bytes;  // bytes: of the whole segment
   std::uint32_t ranks, record_bytes, depth;
   std::uint64_t slab;
-  // What failed first, packed, or 0; everyone gives up then. The reporter's `finding` says more.
+  // The first failure, packed, or 0. All ranks give up once it is set; the reporter's `finding` has details.
   std::atomic<std::uint64_t> failed;
 };
 
-constexpr std::size_t kTiny = 256;    // bytes of the longest message sent in lines
+constexpr std::size_t kTiny = 256;         // bytes of the longest message sent in lines
 constexpr std::size_t kWhole = 256 << 10;  // bytes of the longest message laid out as a whole
-constexpr std::size_t kRoom = 4 * kWhole;  // where they lie: see Note [room]
+constexpr std::size_t kRoom = 4 * kWhole;  // bytes for whole messages: see Note [room]
 constexpr int kTiles = 3;                  // tiles that may be laid out at once
 
-// A cache line that carries its own flag: one miss brings both. `flag` is written last.
+// A cache line of data and its flag, which one miss fetches together. `flag` is written last.
 struct alignas(kLine) Line {
   std::byte data[kLine - sizeof(std::uint32_t)];
   std::atomic<std::uint32_t> flag;
@@ -53,22 +53,23 @@ struct alignas(kLine) Line {
 constexpr std::size_t kLines = 1 + kTiny / sizeof(Line::data);  // the first starts with a Heading
 static_assert(sizeof(Line) == kLine);
 
-// What a rank says at the start of a collective, before or with its data.
+// Identifies a rank's collective to its peers, before or with its data.
 struct Heading {
   std::uint64_t number, digest, elements;  // digest: see Stamp
-  std::uint64_t cuts;  // a hash of how long everybody's shard is
+  std::uint64_t cuts;                      // a hash of all shards' lengths
 };
 
+// Announces a rank's message in a collective that does not use lines.
 struct Post {
-  alignas(kLine) std::atomic<std::uint64_t> count;  // how many it has posted; written last
+  alignas(kLine) std::atomic<std::uint64_t> count;  // posts so far, this one included; written last
   Heading heading;
-  std::uint64_t began;  // ns; over a link only
-  std::int64_t offset;  // where its buffer lies in the arena; -1: not there
-  std::int64_t place;   // where its message lies as a whole, among its messages; -1: it does not
+  std::uint64_t began;  // ns, over a link only
+  std::int64_t offset;  // of its buffer in the arena; -1: not there
+  std::int64_t place;   // of its whole message in its `messages`; -1: it is not laid out whole
 };
 
-// How many tiles a rank has laid out, taken from every other rank, and collected the results of; what
-// wakes it.
+// How many tiles a rank has laid out, taken from every other rank, and collected the results of; the bell
+// that wakes it; and its posts.
 struct Board {
   alignas(kLine) std::atomic<std::uint64_t> laid;
   alignas(kLine) std::atomic<std::uint64_t> taken;
@@ -80,11 +81,11 @@ struct Board {
 class Segment {
  public:
   static std::size_t size(int ranks, int depth, std::size_t slab) {
-    return sizeof(Header) + ranks * (sizeof(RankRecord) + desk_size(ranks, slab)) +
+    return sizeof(Header) + ranks * (sizeof(RankRecord) + outbox_size(ranks, slab)) +
            std::size_t(ranks) * ranks * Fifo<Stamp>::size(depth, slab);
   }
 
-  // Maps `fd`. Rank 0 writes the header; the others check that it is the one they were told of.
+  // Maps `fd`. Rank 0 writes the header; the others check it against their arguments.
   Segment(int fd, int rank, int ranks, int depth, std::size_t slab, std::uint64_t token)
       : ranks_(ranks), depth_(depth), slab_(slab), part_(part_size(ranks, slab)),
         bytes_(size(ranks, depth, slab)), mapped_(fd, bytes_, "the shared segment"), base_(mapped_.base()) {
@@ -97,12 +98,12 @@ class Segment {
       throw std::runtime_error("the shared segment belongs to another job or version");
     record(rank).pid.store(getpid(), std::memory_order_release);
   }
-  ~Segment() { let_go(); }
+  ~Segment() { close_handles(); }
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Once every rank has attached: take a handle on each process, so that its end can be seen even
-  // while it is a zombie and its pid cannot be mistaken for another's. Some systems have none.
+  // Opens a pidfd for each process, once every rank has attached. It shows the end of a process even
+  // while that is a zombie, and is not fooled by a reused pid. Some systems have none.
   void connect() {
     for (int r = 0; r < ranks_; ++r) {
       auto pid = record(r).pid.load(std::memory_order_acquire);
@@ -114,15 +115,15 @@ class Segment {
     }
   }
 
-  // Of those handles: nobody may ask for an end any more.
-  void let_go() {
+  // Closes the pidfds; `gone` must not be called any more.
+  void close_handles() {
     for (int& fd : pidfds_)
       if (fd >= 0) ::close(std::exchange(fd, -1));
   }
 
-  // Whether `rank` has ended or closed, so that it will never write again.
+  // Returns whether `rank` has ended or closed, so that it will never write again.
   bool gone(int rank) {
-    // acquire: what it wrote before it closed is visible to a look that follows this one
+    // acquire: a later look sees what the rank wrote before it closed
     const auto pid = record(rank).pid.load(std::memory_order_acquire);
     if (pid < 0) return true;
     if (pidfds_[rank] < 0) return kill(pid, 0) != 0 && errno == ESRCH;
@@ -136,14 +137,14 @@ class Segment {
   }
   Fifo<Stamp> channel(int src, int dst) {
     const auto place = std::size_t(src) * ranks_ + dst;
-    return {desk(ranks_) + place * Fifo<Stamp>::size(depth_, slab_), depth_, slab_};
+    return {outbox(ranks_) + place * Fifo<Stamp>::size(depth_, slab_), depth_, slab_};
   }
-  Board& board(int rank) { return *reinterpret_cast<Board*>(desk(rank)); }
+  Board& board(int rank) { return *reinterpret_cast<Board*>(outbox(rank)); }
   Line* lines(int rank, std::uint64_t message) {
-    return reinterpret_cast<Line*>(desk(rank) + sizeof(Board)) + message % 2 * kLines;
+    return reinterpret_cast<Line*>(outbox(rank) + sizeof(Board)) + message % 2 * kLines;
   }
-  std::byte* messages(int rank) { return desk(rank) + kFixed; }
-  // The part of a tile that `rank` lays out for `owner`, and the result that it lays out for all.
+  std::byte* messages(int rank) { return outbox(rank) + kFixed; }
+  // The slots for the part of a tile that `rank` lays out for `owner`, and for its result for all ranks.
   std::byte* part(int rank, int owner, std::uint64_t tile) {
     return tiles(rank) + (tile % kTiles * ranks_ + owner) * part_;
   }
@@ -157,18 +158,18 @@ class Segment {
 
  private:
   static constexpr std::size_t kFixed = sizeof(Board) + 2 * kLines * sizeof(Line);
-  // All of a rank together are more than a cache keeps: see Note [room].
+  // Large enough that all parts of a rank together exceed a core's cache: see Note [room].
   static std::size_t part_size(int ranks, std::size_t slab) { return slab * std::max(1, 8 / ranks); }
-  static std::size_t desk_size(int ranks, std::size_t slab) {
+  static std::size_t outbox_size(int ranks, std::size_t slab) {
     return kFixed + kRoom + kTiles * (ranks + 1) * part_size(ranks, slab);
   }
-  std::byte* desk(int rank) {
-    return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) + rank * desk_size(ranks_, slab_);
+  std::byte* outbox(int rank) {
+    return base_ + sizeof(Header) + ranks_ * sizeof(RankRecord) + rank * outbox_size(ranks_, slab_);
   }
   std::byte* tiles(int rank) { return messages(rank) + kRoom; }
 
   int ranks_, depth_;
-  std::size_t slab_, part_, bytes_;  // part_: of a tile, for one owner
+  std::size_t slab_, part_, bytes_;  // part_: bytes of a tile for one owner
   Mapped mapped_;
   std::byte* base_;
   std::vector<int> pidfds_;

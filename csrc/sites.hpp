@@ -1,5 +1,5 @@
-// The user's line of a call, as comm.call says it, remembered by place: see there, Note [the user's
-// line]. Of a call that has been made before it would be a tenth in Python.
+// Caches the user's line of a call by code location: see comm.call, Note [the user's line]. In Python,
+// finding it would take a tenth of a repeated call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,14 +13,14 @@ namespace ringdp {
 
 class Sites {
  public:
-  bool told = true;  // else calls are from nowhere: to measure what it costs
+  bool told = true;  // false: record no lines, to measure what they cost
 
-  // `line`: of a frame, empty where that is not the user's. `nowhere`: where no frame is.
+  // `line`: maps a frame to its line, empty if it is not the user's. `nowhere`: if no frame is.
   void learn(nanobind::object line, nanobind::bytes nowhere) {
     line_ = std::move(line), nowhere_ = std::move(nowhere);
   }
 
-  // Of the first frame, from the one that runs now on up, that is the user's: SITE_BYTES bytes.
+  // Returns the line of the innermost frame that is the user's, in SITE_BYTES bytes.
   nanobind::bytes here() {
     if (!told) return zeros_;
     auto frame = nanobind::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
@@ -30,10 +30,10 @@ class Sites {
   }
 
  private:
-  static constexpr std::size_t kPlaces = 64;  // that it remembers; of those that collide, the last
+  static constexpr std::size_t kPlaces = 64;  // cached locations; a collision replaces
 
   struct Place {
-    nanobind::object code;  // while it lives, no other gets its address
+    nanobind::object code;  // kept alive, so that no other code object gets its address
     int instruction = 0;
     nanobind::bytes site;
   };

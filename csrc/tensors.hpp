@@ -1,14 +1,15 @@
-// A tensor's memory as seen from C++, in one call and without torch's ABI: by the table of functions
-// that DLPack 1.3 defines (its "C exchange API") and tensor classes carry.
-// https://dmlc.github.io/dlpack/latest/python_spec.html
+// Reads a tensor's memory in one call and without torch's ABI, through the table of functions that tensor
+// classes carry by DLPack 1.3 (its "C exchange API").
 //
-// Note [asked once]
-//   To ask a tensor whether it is negated took 0.1 us of 0.8, since torch gives the GIL away for it, so
-//   a tensor is asked once. Another one in its place, at the same memory, would not be asked; but what
-//   torch negates is the imaginary part of a complex tensor. Its elements don't lie side by side, so it
-//   is contiguous only if it has one (or as_strided says so), and one float alone is always asked.
-//   Nor is a storage asked again: what is resized lies elsewhere. One that is freed and made anew, shorter
-//   and by chance in its old place, with no call between, would not be noticed.
+// Source: https://dmlc.github.io/dlpack/latest/python_spec.html
+//
+// Note [checked once]
+//   Checking whether a tensor is lazily negated took 0.1 us of 0.8, since torch releases the GIL for it. So
+//   each tensor is checked once. A later tensor object with the same address and memory is not checked. That
+//   is safe, because torch negates only the imaginary part of a complex tensor, whose elements are not
+//   adjacent: it is contiguous only if it has one element (or as_strided says so), and a single float is
+//   always checked. A storage is not checked again either: if it is resized, it moves. Undetected is a
+//   storage that is freed and remade, shorter and by chance in its old place, with no call in between.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,7 +23,7 @@ namespace ringdp {
 
 namespace nb = nanobind;
 
-// DLPack's layouts, as far as they are used.
+// DLPack's structs, as far as they are used.
 struct DlVersion {
   std::uint32_t major, minor;
 };
@@ -42,7 +43,7 @@ struct DlExchange {
   int (*view)(PyObject*, DlTensor*);  // 0, or -1 and a Python error
 };
 
-// A tensor that is its own buffer: in memory on the CPU, contiguous, of a real dtype.
+// The buffer of a plain tensor: on the CPU, contiguous, of a real dtype.
 struct Plain {
   std::byte* data;
   int dtype;  // the order of transport.base.DTYPES
@@ -52,7 +53,7 @@ struct Plain {
 
 class Tensors {
  public:
-  // `table`: the capsule that the class carries; tensors of both classes are looked at.
+  // `table`: the capsule that the tensor class carries. Only tensors of exactly these two classes are read.
   Tensors(nb::handle table, nb::handle tensor, nb::handle parameter)
       : exchange_(static_cast<const DlExchange*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"))),
         tensor_(tensor), parameter_(parameter) {
@@ -60,7 +61,7 @@ class Tensors {
     PyErr_Clear();
   }
 
-  // Nothing for what is no such tensor: others may still be flattened, slowly.
+  // Returns the buffer of a plain tensor, else nothing. Python flattens other tensors, slowly.
   std::optional<Plain> plain(nb::handle object) {
     const auto seen = viewed(object);
     if (!seen || seen->device != kCpu) return std::nullopt;
@@ -75,8 +76,8 @@ class Tensors {
     return found;
   }
 
-  // How each of a list lies, what it is, and its offset (None: there are none), as bytes that are equal
-  // where all of that is. None if one is not of a real dtype or of another class.
+  // Returns bytes that are equal if and only if all tensors' memory, layouts, dtypes, devices and `offsets`
+  // (or None) are. Returns None if a tensor is of no real dtype or of another class.
   nb::object seen(nb::handle tensors, nb::handle offsets) {
     const auto is_list = [](nb::handle x) { return PyList_CheckExact(x.ptr()); };
     if (!is_list(tensors) || !(offsets.is_none() || is_list(offsets))) return nb::none();
@@ -102,7 +103,7 @@ class Tensors {
   }
 
  private:
-  // What is of another class, or of no dtype of ours, is none.
+  // Returns nothing if the object is of another class or has a dtype that we do not support.
   std::optional<DlTensor> viewed(nb::handle object) {
     if (!exchange_ || !(object.type().is(tensor_) || object.type().is(parameter_))) return std::nullopt;
     DlTensor seen;
@@ -114,12 +115,12 @@ class Tensors {
     return seen;
   }
 
-  struct Asked {  // a tensor that is trusted
+  struct Checked {
     nb::handle tensor;
     const std::byte* data;
     std::size_t bytes;
   };
-  static constexpr std::size_t kAsked = 64;  // that it remembers; of those that collide, the last
+  static constexpr std::size_t kChecked = 64;  // cached tensors; a collision replaces
 
   static constexpr std::int32_t kCpu = 1;
 
@@ -141,32 +142,34 @@ class Tensors {
     return -1;
   }
 
-  // Of what DLPack does not tell: it is not negated lazily, and lies in its storage. See Note [asked once].
+  // Checks what DLPack does not say: the tensor is not lazily negated and lies inside its storage. See
+  // Note [checked once].
   bool trusted(nb::handle tensor, const Plain& seen) {
-    Asked& asked = asked_[reinterpret_cast<std::uintptr_t>(tensor.ptr()) / 16 % kAsked];
-    const bool known = asked.tensor.is(tensor) && asked.data == seen.data && seen.bytes <= asked.bytes;
+    Checked& checked = checked_[reinterpret_cast<std::uintptr_t>(tensor.ptr()) / 16 % kChecked];
+    const bool known = checked.tensor.is(tensor) && checked.data == seen.data && seen.bytes <= checked.bytes;
     const bool maybe_imaginary = seen.elements == 1 && seen.dtype <= 2;
     if (known && !maybe_imaginary) return true;
     bool is = false;
     try {
       is = !nb::cast<bool>(tensor.attr("is_neg")()) && (known || stored(tensor, seen));
-    } catch (const std::exception&) {  // of one that has no storage
+    } catch (const std::exception&) {  // it has no storage
     }
-    asked = is ? Asked{tensor, seen.data, seen.bytes} : Asked{};
+    checked = is ? Checked{tensor, seen.data, seen.bytes} : Checked{};
     return is;
   }
 
-  // Whether all its elements are in memory: its storage may have been freed or cut, or be none.
+  // Returns whether all elements lie in the storage, which may have been freed or shrunk.
   static bool stored(nb::handle tensor, const Plain& seen) {
     const auto storage = tensor.attr("untyped_storage")();
     const auto base = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
     const auto at = reinterpret_cast<std::uintptr_t>(seen.data);
-    return base != 0 && base <= at && at + seen.bytes <= base + nb::cast<std::size_t>(storage.attr("nbytes")());
+    const auto bytes = nb::cast<std::size_t>(storage.attr("nbytes")());
+    return base != 0 && base <= at && at + seen.bytes <= base + bytes;
   }
 
   const DlExchange* exchange_;
-  nb::handle tensor_, parameter_;  // which torch keeps alive
-  std::array<Asked, kAsked> asked_{};
+  nb::handle tensor_, parameter_;  // torch keeps them alive
+  std::array<Checked, kChecked> checked_{};
   std::vector<std::int64_t> numbers_;  // of `seen`
 };
 

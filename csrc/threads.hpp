@@ -1,4 +1,4 @@
-// Work that several threads share.
+// Divides independent work among threads.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,13 @@
 
 namespace ringdp {
 
-// act(i) for each i below `count`, by so many threads at most: each takes the next. It must not throw.
+// Calls act(i) for each i < `count`, on at most so many threads, each of which takes the next i. `act` must
+// not throw.
 template <class Act>
 void share(std::size_t count, std::size_t threads, const Act& act) {
   std::atomic<std::size_t> next{0};
   const auto take = [&] {
-    // relaxed: it only hands out numbers; what was done to their parts, `join` makes visible
+    // relaxed: it only hands out numbers; `join` makes the work visible
     for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) act(i);
   };
   struct Others : std::vector<std::thread> {
@@ -27,7 +28,7 @@ void share(std::size_t count, std::size_t threads, const Act& act) {
   others.reserve(threads);
   try {
     while (others.size() + 1 < threads) others.emplace_back(take);
-  } catch (const std::system_error&) {  // no more of them: those there are do it
+  } catch (const std::system_error&) {  // no more threads: the existing ones do the work
   }
   take();
 }

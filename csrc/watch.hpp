@@ -1,5 +1,5 @@
-// A segment seen from outside the job: mapped read-only, and only once its header, its size and its
-// seal say that every record lies inside it and stays there.
+// A read-only view of a segment from outside the job. It is used only if its header, size and seal show
+// that every record lies inside the file and stays there.
 #pragma once
 
 #include <fcntl.h>
@@ -13,7 +13,7 @@ class Watch final : public Records {
   explicit Watch(int fd) {
     struct stat status;
     if (fstat(fd, &status) != 0) refuse("it cannot be examined: " + std::string(std::strerror(errno)));
-    // What may shrink under a mapping kills whoever reads it.
+    // Reading a mapping of a file that has shrunk is fatal.
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK)) refuse("it is not sealed against truncation");
     bytes_ = std::size_t(status.st_size);
@@ -39,7 +39,7 @@ class Watch final : public Records {
       refuse("it has " + std::to_string(bytes_) + " bytes; its header says " +
              std::to_string(h.bytes));
     const std::size_t most = (bytes_ - sizeof(Header)) / sizeof(RankRecord);
-    const std::uint32_t ranks = h.ranks;  // a copy, read once: the job could change what was checked
+    const std::uint32_t ranks = h.ranks;  // read once: the job could change it after the check
     if (ranks == 0 || ranks > most)
       refuse("its header says " + std::to_string(ranks) + " ranks; it has room for " +
              std::to_string(most));

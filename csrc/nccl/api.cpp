@@ -1,9 +1,9 @@
-// NCCL's C API over host memory, for ranks of one host: what CuPy's binding imports, and no more.
+// NCCL's C API over host memory, for ranks of one host: only what CuPy's binding imports.
 //
-// With it the code that drives NCCL runs on machines without a GPU, on buffers of the host; streams
-// are ignored, since a call has done its work when it returns. It is a tool to test and to study
-// with: strict where NCCL leaves things open, and able to fail on request (hostNcclFault). What is
-// atomic has the strictest order where none is named, as nobody asks it to be fast.
+// With it, code that drives NCCL runs on machines without a GPU, on host buffers. Streams are ignored, as a
+// call has done its work when it returns. It is for testing and study: strict where NCCL leaves behaviour
+// open, and able to fail on request (hostNcclFault). Atomics are sequentially consistent unless an order is
+// named, as speed does not matter here.
 #include "collectives.hpp"
 
 using namespace hostnccl;
@@ -25,7 +25,7 @@ bool usable(const ncclConfig_t* config) {
 
 }  // namespace
 
-// Lets a launch of this process fail, after `launches` more that do not: see fault.hpp.
+// Makes a launch of this process fail after `launches` that succeed: see fault.hpp.
 RINGDP_API ncclResult_t hostNcclFault(int what, int launches, ncclResult_t result) {
   if (what < 0 || what > int(Fault::lose) || launches < 0) return ncclInvalidArgument;
   request().launches.store(launches);
@@ -34,7 +34,7 @@ RINGDP_API ncclResult_t hostNcclFault(int what, int launches, ncclResult_t resul
   return ncclSuccess;
 }
 
-// Whether that launch is still to come.
+// Returns whether that launch is still to come.
 RINGDP_API int hostNcclFaultIsDue() { return request().what.load() != Fault::none; }
 
 RINGDP_API ncclResult_t ncclGetVersion(int* version) {
@@ -83,36 +83,37 @@ RINGDP_API ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ranks, const int*
   return ncclSuccess;
 }
 
-// Ranks of one color meet by the id that the first of them makes: not in a group, whose calls run later.
+// Ranks of one color meet through the id that the first of them made. Refused in a group, whose calls run
+// later.
 RINGDP_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* made,
                                       ncclConfig_t* config) {
   const Comm comm = find(handle);
   if (!comm || !made || !usable(config)) return ncclInvalidArgument;
   if (group().depth)
     return enqueue(handle, [](const Comm&, Group&) { return ncclInvalidUsage; });
-  struct Wish {
+  struct Member {
     int color, key, rank;
     ncclUniqueId id;
   };
-  Wish mine{color, key, comm->rank, {}};
-  if (const ncclResult_t result = offer(&mine.id); result != ncclSuccess) return result;
-  std::vector<Wish> all(comm->ranks);
-  const Given given{&mine, all.data(), sizeof mine, ncclInt8};
+  Member self{color, key, comm->rank, {}};
+  if (const ncclResult_t result = offer(&self.id); result != ncclSuccess) return result;
+  std::vector<Member> all(comm->ranks);
+  const Given given{&self, all.data(), sizeof self, ncclInt8};
   ncclResult_t result = enqueue(
       handle, [&](const Comm& c, Group& into) { return all_gather(c, into, given); });
   *made = nullptr;
-  std::vector<Wish> same;
-  for (const Wish& wish : all)
-    if (result == ncclSuccess && wish.color == color && color >= 0) same.push_back(wish);
+  std::vector<Member> same;
+  for (const Member& member : all)
+    if (result == ncclSuccess && member.color == color && color >= 0) same.push_back(member);
   if (!same.empty()) {
-    std::sort(same.begin(), same.end(), [](const Wish& a, const Wish& b) {
+    std::sort(same.begin(), same.end(), [](const Member& a, const Member& b) {
       return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
     });
     int rank = 0;
     while (same[rank].rank != comm->rank) ++rank;
     result = init(made, int(same.size()), same[0].id, rank);
   }
-  withdraw(place_of(mine.id).token);  // all have come, or nobody will
+  withdraw(place_of(self.id).token);  // all have attached, or none will
   return result;
 }
 
@@ -120,7 +121,7 @@ RINGDP_API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return !comm || forget(comm) ? ncclSuccess : ncclInvalidArgument;
 }
 
-// Whoever is in a call on it returns soon.
+// Makes running calls on it return soon.
 RINGDP_API ncclResult_t ncclCommAbort(ncclComm_t comm) {
   const Comm ended = forget(comm);
   if (!ended) return comm ? ncclInvalidArgument : ncclSuccess;

@@ -1,4 +1,4 @@
-// NCCL's calls as messages: every collective is direct, and folds what arrives in rank order.
+// NCCL's calls as messages. Every collective is direct, and folds what arrives in rank order.
 #pragma once
 
 #include "group.hpp"
@@ -11,7 +11,7 @@ inline std::byte* bytes_at(const void* buffer, std::size_t offset = 0) {
   return static_cast<std::byte*>(const_cast<void*>(buffer)) + offset;
 }
 
-// What a call is given, the same on all ranks but for the buffers.
+// A call's arguments, which are the same on all ranks except for the buffers.
 struct Given {
   const void* in;
   void* out;
@@ -51,7 +51,7 @@ class Exchange {
       into_.messages.push_back({comm_, collectives, false, from, at, label_});
   }
 
-  // Receives everyone's part and adds up, with this rank's own, which lies at `offset`.
+  // Receives every other rank's part, and folds them with this rank's own, which lies at `offset`.
   void fold(std::size_t offset = 0) {
     const auto parts = std::make_shared<std::vector<std::byte>>(comm_->ranks * given_.bytes());
     for (int r = 0; r < comm_->ranks; ++r) receive(r, parts->data() + r * given_.bytes());
@@ -65,7 +65,7 @@ class Exchange {
     });
   }
 
-  // This rank's own part, which needs no message.
+  // Copies this rank's own part, which needs no message.
   void keep(std::byte* at) {
     into_.after.push_back([given = given_, at] {
       if (given.count) std::memmove(at, given.in, given.bytes());

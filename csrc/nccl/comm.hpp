@@ -10,7 +10,7 @@
 
 namespace hostnccl {
 
-// Waits shorter at first and longer later: ranks may share a core.
+// A wait that backs off, as ranks may share a core.
 class Pause {
  public:
   void rest() {
@@ -34,8 +34,8 @@ struct ncclComm {
 
   hostnccl::Shared shared;
   const int ranks, rank;
-  std::atomic<bool> aborted{false};  // read relaxed: nothing else is told by it
-  std::atomic<bool> busy{false};  // a thread launches on it
+  std::atomic<bool> aborted{false};  // loaded relaxed: it publishes no other data
+  std::atomic<bool> busy{false};     // whether a thread launches on it
   std::atomic<ncclResult_t> error{ncclSuccess};
 };
 using ncclComm_t = ncclComm*;
@@ -44,7 +44,7 @@ namespace hostnccl {
 
 using Comm = std::shared_ptr<ncclComm>;
 
-// Handles that callers have: one that has been destroyed or aborted is refused, not followed.
+// The callers' valid handles. One that was destroyed or aborted is refused, not dereferenced.
 struct Handles {
   std::mutex mutex;
   std::map<ncclComm*, Comm> all;
@@ -69,7 +69,7 @@ inline Comm forget(ncclComm* handle) {
   return comm;
 }
 
-// Takes the seat of `rank`. All ranks have to, before any may communicate: see `meet`.
+// Attaches as `rank`. All ranks must attach before any may communicate: see `meet`.
 inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int rank) {
   const Place place = place_of(id);
   if (place.magic != kMagic || ranks < 1 || ranks > kMost || rank < 0 || rank >= ranks)
@@ -87,7 +87,7 @@ inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int ra
   return ncclSuccess;
 }
 
-// Waits for all ranks, as NCCL does: for as long as it takes.
+// Waits for all ranks, without a timeout, as NCCL does. Returns the handle.
 inline ncclComm* meet(const Comm& comm) {
   for (Pause pause; comm->shared.header().attached.load() < comm->ranks;) pause.rest();
   withdraw(comm->shared.header().token);

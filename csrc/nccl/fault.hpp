@@ -1,4 +1,4 @@
-// Faults on request, once, in the process that asks: the next launches go well, then one does not.
+// Fault injection, once, in the requesting process: so many launches succeed, then one fails.
 #pragma once
 
 #include <signal.h>
@@ -13,13 +13,13 @@ namespace hostnccl {
 enum class Fault {
   none,
   fail,   // the launch returns `result`, and so does the communicator's asynchronous error
-  stall,  // it never ends, until the communicator is aborted
+  stall,  // the launch does not end until the communicator is aborted
   lose,   // the process is killed
 };
 
 struct Request {
   std::atomic<Fault> what{Fault::none};
-  std::atomic<int> launches{0};  // that go well before
+  std::atomic<int> launches{0};  // that succeed before
   std::atomic<ncclResult_t> result{ncclSuccess};
 };
 
@@ -28,12 +28,12 @@ inline Request& request() {
   return the;
 }
 
-// What is to happen to the launch that begins now.
+// Returns the fault for the launch that begins now.
 inline Fault due() {
-  Request& asked = request();
-  const Fault what = asked.what.load();
-  if (what == Fault::none || asked.launches.fetch_sub(1) > 0) return Fault::none;
-  asked.what.store(Fault::none);
+  Request& requested = request();
+  const Fault what = requested.what.load();
+  if (what == Fault::none || requested.launches.fetch_sub(1) > 0) return Fault::none;
+  requested.what.store(Fault::none);
   if (what == Fault::lose) kill(getpid(), SIGKILL);
   return what;
 }

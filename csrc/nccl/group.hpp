@@ -1,8 +1,8 @@
 // Groups: calls are collected until the outermost ncclGroupEnd, which runs all of them at once.
 //
-// Every call comes down to messages over channels. Those of one channel go one after the other, all
-// channels advance side by side, and a send ends only when its receiver has taken all of it: the
-// strictest reading of NCCL, in which a program that counts on buffers hangs.
+// Every call becomes messages over channels. The messages of one channel go one after the other, all
+// channels advance side by side, and a send ends only when its receiver has taken all of it. This is the
+// strictest reading of NCCL: a program that relies on buffering hangs.
 #pragma once
 
 #include <deque>
@@ -23,15 +23,16 @@ struct Message {
   std::byte* data;
   Label label;
   std::uint64_t done = 0;  // bytes
-  bool begun = false;      // a message of no bytes takes a slot, too
+  bool begun = false;      // an empty message takes a slot, too
 
   Channel channel() {
     const int me = comm->rank;
     return sends ? comm->shared.channel(lane, me, peer) : comm->shared.channel(lane, peer, me);
   }
 
-  // Moves what can be moved. Returns whether it moved anything; sets `over` at its end.
+  // Moves up to one slab. Returns whether it moved anything; sets `over` when the message has ended.
   bool advance(bool* over, ncclResult_t* result) {
+    // relaxed, also below: the flag publishes no other data
     if (comm->shared.header().refused.load(std::memory_order_relaxed)) {
       *result = ncclInvalidUsage;
       return false;
@@ -74,10 +75,10 @@ struct Message {
 
 struct Group {
   int depth = 0;
-  ncclResult_t error = ncclSuccess;       // of the first call that was refused
-  std::vector<Comm> comms;                // of all calls
+  ncclResult_t error = ncclSuccess;  // of the first invalid call
+  std::vector<Comm> comms;           // of all calls
   std::vector<Message> messages;
-  std::vector<std::function<void()>> after;  // what is left to do once all have arrived
+  std::vector<std::function<void()>> after;  // run once all messages have arrived
 };
 
 inline Group& group() {
@@ -85,7 +86,7 @@ inline Group& group() {
   return the;
 }
 
-// A communicator belongs to one thread as long as it launches.
+// Claims communicators for this thread while it launches.
 class Turn {
  public:
   explicit Turn(const std::vector<Comm>& comms) {
@@ -111,7 +112,7 @@ class Turn {
   bool good_ = true;
 };
 
-// NCCL refuses a rank's send to itself that no receive of the same group takes.
+// NCCL refuses a rank's send to itself unless a receive of the same group takes it.
 inline bool paired_with_itself(const std::vector<Message>& messages) {
   std::map<std::pair<ncclComm*, Lane>, int> open;
   for (const Message& m : messages)
@@ -178,7 +179,7 @@ inline ncclResult_t end_group() {
   return ready.error != ncclSuccess ? ready.error : launch(ready);
 }
 
-// Puts a call into the open group, or runs it as a group of its own.
+// Adds a call to the open group, or runs it as a group of its own.
 template <class Call>
 ncclResult_t enqueue(ncclComm* handle, const Call& call) {
   ++group().depth;

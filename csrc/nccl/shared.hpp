@@ -1,10 +1,10 @@
-// What the ranks of a communicator share: one anonymous file without a name in any file system.
+// The memory that the ranks of a communicator share: one anonymous file without a name in any file system.
 //
-//   Header | channel (lane, src, dst) for every lane and pair, the pair of a rank with itself too
+//   Header | channel (lane, src, dst) for every lane and ordered pair, a rank with itself included
 //   channel = Fifo<Label> of kSlots slots of kSlab bytes
 //
-// Whoever makes the unique id makes the file; the others open it by way of /proc, which lets in the
-// same user only.
+// The process that makes the unique id creates the file. The others open it through /proc, which admits
+// only the same user.
 #pragma once
 
 #include <fcntl.h>
@@ -28,17 +28,17 @@ constexpr int kMost = 64;                // ranks of a communicator
 constexpr int kSlots = 2;                // of a channel
 constexpr std::size_t kSlab = 64 << 10;  // bytes of a slot
 
-enum Lane { messages, collectives, lanes };  // which never pair with one another
+enum Lane { messages, collectives, lanes };  // messages of different lanes never match
 
 struct alignas(ringdp::kLine) Header {
   std::uint64_t token;
-  std::atomic<int> ranks;     // 0 until the first rank says how many there are
+  std::atomic<int> ranks;     // 0 until the first rank sets it
   std::atomic<int> attached;
   std::atomic<int> pids[kMost];
-  std::atomic<bool> refused;  // two ranks have disagreed: nobody goes on. Relaxed: it says no more
+  std::atomic<bool> refused;  // two ranks' calls differ, so all fail. relaxed: it publishes no other data
 };
 
-// What both ends of a message must agree on. Of one between two ranks, only its length.
+// What both ends of a message must agree on; of a send and recv, only the length.
 struct alignas(ringdp::kLine) Label {
   std::uint64_t bytes;
   std::int32_t collective, type, op, root;
@@ -50,7 +50,7 @@ struct alignas(ringdp::kLine) Label {
 
 using Channel = ringdp::Fifo<Label>;
 
-// Where the file is, inside a unique id.
+// The location of the file, as a unique id holds it.
 struct Place {
   std::uint64_t magic, token;
   std::int64_t pid, fd;
@@ -90,7 +90,7 @@ class Shared {
   std::byte* base_ = nullptr;
 };
 
-// The files of ids made here, kept open until every rank has attached.
+// The files of the ids that this process made, kept open until every rank has attached.
 struct Offers {
   std::mutex mutex;
   std::map<std::uint64_t, int> files;  // by token
@@ -131,7 +131,7 @@ inline void withdraw(std::uint64_t token) {
   offers().files.erase(found);
 }
 
-// A descriptor of the file of an id, as long as the communicator needs it to be; -1: there is none.
+// Opens an id's file and grows it to the size for so many ranks. Returns its descriptor, or -1.
 inline int take(const Place& place, int ranks) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%lld/fd/%lld", static_cast<long long>(place.pid),
@@ -144,7 +144,7 @@ inline int take(const Place& place, int ranks) {
     Shared first(fd, 1);
     int none = 0;
     good = first.mapped() && first.header().token == place.token;
-    // all ranks must mean as many; the file then only grows, whoever asks
+    // all ranks must agree on `ranks`; then the file only grows, whichever rank comes first
     good = good && (first.header().ranks.compare_exchange_strong(none, ranks) || none == ranks);
   }
   good = good && (std::size_t(status.st_size) >= Shared::size(ranks) ||

@@ -1,5 +1,4 @@
-// NCCL's C types and numbers, as far as a caller over host memory needs them: NCCL's documentation
-// of its API gives them. The library is this file's names with other insides.
+// NCCL's C types and constants, as documented for its API, as far as a caller over host memory needs them.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +17,13 @@ enum ncclResult_t {
   ncclRemoteError,
 };
 
-constexpr int kVersion = 22707;  // the one whose API this has: 2.27.7
+constexpr int kVersion = 22707;  // 2.27.7, whose API this has
 
 struct ncclUniqueId {
   char internal[128];
 };
 
-// The first fields; what follows them tunes GPUs.
+// The first fields; those after them tune GPUs.
 struct ncclConfig_t {
   std::size_t size;
   unsigned int magic, version;
@@ -51,7 +50,7 @@ enum ncclDataType_t {
 
 namespace hostnccl {
 
-// Bytes of an element; 0: no such type.
+// Returns the bytes of an element, or 0 if there is no such type.
 inline std::size_t size_of(ncclDataType_t type) {
   constexpr std::size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
   return type < 0 || type > ncclFloat8e5m2 ? 0 : sizes[type];

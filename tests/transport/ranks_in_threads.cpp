@@ -93,7 +93,7 @@ void direct(int n) {
             const Job job{what, dtype(0, 0), number, 0, n * shard, kNowhere};
             const bool sliced = n > 1 && shard == 40000 && number % 5 == 2;
             const auto ticket = !sliced && number % 3 == 1
-                                    ? ranks[me]->dash(job)
+                                    ? ranks[me]->run_brief(job)
                                     : ranks[me]->start(job, !sliced && number % 4 == 0);
             if (sliced) check(!ranks[me]->wait(ticket, 0), "a slice ends where the others keep up, too");
             ++number;
