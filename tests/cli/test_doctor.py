@@ -169,7 +169,7 @@ def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[byte
     ranks[0].waits(1, 1)
     for k, rank in enumerate(ranks):
         introduce(one, k)
-        rank.last_word()
+        rank.publish_last()
     environ = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": RUN}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     with in_environment(environ) as process:

@@ -41,7 +41,7 @@ def test_what_makes_no_sense_is_a_failure_too(asking, said: str):
     store = HashStore()
     store.set("failed", said)
     here = Failures(asking(store), 0, 2, busy)
-    here.look()
+    here.poll()
     assert here.failure is not None
     assert here.failure.kind is FailureKind.DAMAGED
 
@@ -53,11 +53,11 @@ def test_what_a_closed_rank_sent_last_may_come_late(asking):
     for _ in range(2):
         with here.waits_for(1):
             for _ in range(failures.LAST_LOOKS):
-                here.look()
+                here.poll()
     assert here.failure is None
     with here.waits_for(1):
         for _ in range(failures.LAST_LOOKS + 1):
-            here.look()
+            here.poll()
     assert here.failure is not None
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
@@ -66,15 +66,15 @@ def test_who_closed_before_a_collective_that_this_rank_is_in_is_lost(asking):
     store = HashStore()
     here, other = (Failures(asking(store), rank, 3, busy) for rank in range(2))
     store.set("closed/2", "9" * 5000)  # which makes no sense
-    other.leave(7)
+    other.close(7)
     assert other.failure is not None
     assert other.failure.kind is FailureKind.STOPPED
     for collective in (6, 6, 7, None, 7, 8):
         for _ in range(failures.LAST_LOOKS):
-            here.look(collective)
+            here.poll(collective)
     assert here.failure is None
     for _ in range(failures.LAST_LOOKS + 1):
-        here.look(7)
+        here.poll(7)
     assert here.failure is not None
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
@@ -89,7 +89,7 @@ class Gone(HashStore):
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(asking, busy: bool):
     here = Failures(asking(Gone()), 1, 2, lambda: busy)
-    here.look()
+    here.poll()
     assert (here.failure is not None) == busy
     if here.failure:
         assert here.failure[:2] == (FailureKind.LOST, 0)

@@ -122,7 +122,7 @@ def test_a_rank_without_an_answer_is_told_by_its_process(asking, monkeypatch):
     place.set("place/1", place.get("place/1").decode().replace(str(os.getpid()), str(ended)))
     place.set("place/2", "1 another host")
     place.set("place/3", "x")
-    ranks[1].last_word(closed=True)
+    ranks[1].publish_last(closed=True)
     seen = ranks[0].survey(failed=False)
     assert seen.record(1).pid == CLOSED
     assert [seen.record(r)[:3] for r in (2, 3)] == [(ELSEWHERE, SILENT, SILENT)] * 2

@@ -94,7 +94,7 @@ def test_a_lack_of_threads_is_an_error_of_ours(monkeypatch):
 
 def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, stopped: Stopped):
     failures = Failures(asking(stopped), 1, 2, lambda: True)
-    failures.look()
+    failures.poll()
     assert failures.failure is None
     failures.fail(FailureKind.TIMEOUT, 1)
     assert failures.failure is not None
@@ -102,7 +102,7 @@ def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, s
     stopped.goes_on.set()
     other = Failures(asking(stopped), 0, 2, lambda: True)
     while other.failure is None:
-        other.look()
+        other.poll()
     assert other.failure == failures.failure
 
 

@@ -37,7 +37,7 @@ def watch_for_end(group: wire.Group, failures: Failures, rank: int) -> None:
         with suppress(DistError):  # the store has gone too, which waiting threads will notice
             while failures.failure is None:
                 with suppress(StoreSilent):  # ask again
-                    if not failures.left(rank):
+                    if not failures.has_closed(rank):
                         failures.fail(FailureKind.LOST, rank)
                     return
 
@@ -55,8 +55,8 @@ def retire(
     if os.getpid() != process:
         return
     with suppress(DistError):
-        board.last_word(closed=True)
-    failures.leave(board.state().record.finished)
+        board.publish_last(closed=True)
+    failures.close(board.state().record.finished)
     for queue in queues:
         queue.end()
     store.end()

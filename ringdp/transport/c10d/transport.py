@@ -43,7 +43,7 @@ from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
 from ringdp.transport.c10d.wire import COLLECTIVE, rest_tag, tag_of
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
-from ringdp.transport.store.failures import Failures, somebody
+from ringdp.transport.store.failures import Failures, some_rank
 from ringdp.transport.store.processes import check_process
 from ringdp.transport.store.status import Reporting, listen
 
@@ -249,7 +249,7 @@ class C10dTransport(Reporting):
             try:
                 sent = rows.run(row, received)
             except Unequal:
-                raise Failed(FailureKind.MISMATCH, somebody(row.recv_peer, self.rank)) from None
+                raise Failed(FailureKind.MISMATCH, some_rank(row.recv_peer, self.rank)) from None
             if sent is not None:
                 stamp = job.call[0], job.digest, 0
                 with self._talking(row.send_peer):
@@ -285,7 +285,7 @@ class C10dTransport(Reporting):
         try:
             yield
         except RuntimeError as e:
-            raise Failed(FailureKind.LOST, somebody(peer, self.rank)) from e
+            raise Failed(FailureKind.LOST, some_rank(peer, self.rank)) from e
 
     def _until(self, part: wire.Pending, peer: int) -> None:
         with self._failures.waits_for(peer), self._talking(peer):

@@ -68,7 +68,7 @@ class Failures:
                 self.failure = _parsed(first, self.rank, self.ranks)
         self.changed.ring()
 
-    def leave(self, finished: int) -> None:
+    def close(self, finished: int) -> None:
         """Record that this rank closes, having finished so many collectives. Its own waits end,
         and ranks that wait for it will notice."""
         with self.lock, suppress(DistError):
@@ -81,7 +81,7 @@ class Failures:
         store.set(f"closed/{self.rank}", finished)
         store.set("closed", "")
 
-    def left(self, rank: int) -> bool:
+    def has_closed(self, rank: int) -> bool:
         """Return whether that rank has closed."""
         return self._store.ask(partial(self._closed_in, rank))
 
@@ -100,7 +100,7 @@ class Failures:
         finally:
             del self._waiting[key]
 
-    def look(self, collective: int | None = None) -> None:
+    def poll(self, collective: int | None = None) -> None:
         """Read the store for failures, and for ranks that have closed though this one needs them:
         those that it waits for, and all that had not finished the collective that it runs."""
         if self.failure is not None:
@@ -122,7 +122,7 @@ class Failures:
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:
             _, rank = min(lost)
-            self.fail(FailureKind.LOST, somebody(rank, self.rank))
+            self.fail(FailureKind.LOST, some_rank(rank, self.rank))
 
     def _found(
         self, waiting: dict[int, int], collective: int | None, store: Store
@@ -150,7 +150,7 @@ def failure_in(store: Store, ranks: int) -> Failure | None:
     return _parsed(store.get("failed"), 0, ranks)
 
 
-def somebody(rank: int, here: int) -> int:
+def some_rank(rank: int, here: int) -> int:
     """Return the rank, or for -1 some rank other than `here`."""
     return rank if rank >= 0 else int(here == 0)
 

@@ -155,7 +155,7 @@ class Handshake:
     def _look(self, lost: Collection[int]) -> None:
         for rank in lost:
             self._failures.fail(FailureKind.LOST, rank)
-        self._failures.look()
+        self._failures.poll()
         if failure := self._failures.failure or self._places.failed():
             raise self._error(failure)
 

@@ -129,7 +129,7 @@ class StatusBoard:
 
     # --- between ranks; these raise DistError if the store has gone or does not answer
 
-    def see(self) -> None:
+    def read_pids(self) -> None:
         """Read where the other ranks' processes are, for reports after the store has gone."""
         self._pids = self._store.ask(partial(_pids, ranks=self._ranks))
 
@@ -137,7 +137,7 @@ class StatusBoard:
         """Publish this rank's status if a request is unanswered."""
         self._publish(self._store.ask(lambda store: store.add("asked", 0)))
 
-    def last_word(self, *, closed: bool = False) -> None:
+    def publish_last(self, *, closed: bool = False) -> None:
         """Publish the last status of a rank whose communicator has failed or closes."""
         self._publish(LAST, closed=closed)
 
@@ -148,7 +148,7 @@ class StatusBoard:
         """
         found = {self._rank: self.state()}
         with suppress(DistError):
-            self.see()
+            self.read_pids()
             asked = LAST if failed else self._store.ask(lambda store: store.add("asked", 1))
             self._publish(asked)
             _collect(self._store, asked, self._pids, found, lost)
@@ -199,14 +199,14 @@ class Reporting:
 def listen(failures: Failures, board: StatusBoard) -> None:
     """Poll the store for failures and requests until a failure, on one thread per transport."""
     with suppress(DistError):
-        board.see()
+        board.read_pids()
     while failures.failure is None:
-        failures.look(board.under_way())
+        failures.poll(board.under_way())
         with suppress(DistError):
             board.answer()
         failures.changed.wait_for(lambda: failures.failure, LOOK)
     with suppress(DistError):
-        board.last_word()
+        board.publish_last()
 
 
 def survey_from_outside(store: StoreClient, ranks: int) -> Survey:
