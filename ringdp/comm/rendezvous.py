@@ -145,9 +145,9 @@ def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -
 
 def _one_host(store: Store, rank: int, ranks: int, instead: str) -> None:
     here, handshake = host(), Handshake(store, rank, ranks)
-    with handshake.telling():
-        handshake.say(f"host/{rank}", here)
-        hosts = [handshake.heard(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
+    with handshake.session():
+        handshake.publish(f"host/{rank}", here)
+        hosts = [handshake.read(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
     for other, there in enumerate(hosts):
         if there.split()[-1:] != here.split()[-1:]:
             raise CommunicationError(
@@ -194,11 +194,11 @@ def _connect(
         between = "between hosts transport 'nccl', or 'c10d'"
         _one_host(PrefixStore("host", prefixed), here, size, between)
     handshake = Handshake(prefixed, here, size, places)
-    with handshake.telling():
+    with handshake.session():
         if transport == "shm":
             return ShmTransport(handshake, arena=arena, link=link)
         # Who waits for a key, as gloo does, keeps others from the connection that it uses.
-        own: Store = handshake.called(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
+        own: Store = handshake.run(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
         group = gloo(handshake, own, timeout)
         if transport == "c10d":
             return C10dTransport(own, group)

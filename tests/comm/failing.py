@@ -31,7 +31,7 @@ from ringdp.transport.store.handshake import Handshake
 def joined(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:
     """That rank's end of shared memory, with those that meet in the store."""
     handshake = Handshake(store, rank, ranks)
-    with handshake.telling():
+    with handshake.session():
         return ShmTransport(handshake, arena=arena)
 
 

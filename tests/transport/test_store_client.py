@@ -146,6 +146,6 @@ def test_who_makes_a_communicator_waits_no_longer_than_the_timeout(stopped: Stop
             CollectiveTimeout,
             match="rank 0 of 2 waited to make a communicator; the store has given no answer",
         ),
-        handshake.telling(),
+        handshake.session(),
     ):
-        handshake.together("here")
+        handshake.barrier("here")

@@ -30,13 +30,13 @@ class Said:
         self.ranks = 1 + len(others)
         self.said: dict[str, str] = {f"window/{r}": said for r, said in enumerate(others, 1)}
 
-    def say(self, key: str, what: str) -> None:
+    def publish(self, key: str, what: str) -> None:
         self.said[key] = what
 
-    def heard(self, key: str, rank: int) -> bytes:
+    def read(self, key: str, rank: int) -> bytes:
         return self.said[key].encode()
 
-    def together(self, what: str) -> None: ...
+    def barrier(self, what: str) -> None: ...
 
 
 def held(size: int) -> tuple[int, str]:

@@ -69,7 +69,7 @@ class Failed(Exception):
         stamps: tuple[Stamp, Stamp] | None = None,
         why: str = "",
     ) -> None:
-        self.told = kind, rank, stamps, why
+        self.report = kind, rank, stamps, why
 
 
 class C10dTransport(Reporting):
@@ -319,7 +319,7 @@ def attempt(failures: Failures, act: Callable[[], None]) -> None:
     try:
         act()
     except Failed as e:
-        failures.fail(*e.told)
+        failures.fail(*e.report)
     except BaseException:
         failures.fail(FailureKind.ABORTED, failures.rank)  # or the others would wait for ever
         raise

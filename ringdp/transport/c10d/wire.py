@@ -53,9 +53,9 @@ def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> Group:
 
     Raises CommunicationError if the ranks do not meet.
     """
-    handshake.together("here")
+    handshake.barrier("here")
     try:
-        made = handshake.called(
+        made = handshake.run(
             lambda: ProcessGroupGloo(store, handshake.rank, handshake.ranks, timeout)
         )
     except (CommunicationError, StoreSilent):

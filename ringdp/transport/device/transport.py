@@ -39,7 +39,7 @@ class DeviceTransport(Watching):
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
         self._launches.put(self._streams.watch)  # a user may capture while it allocates
-        given.handshake.called(self._come)
+        given.handshake.run(self._come)
         if self.ranks > 1:
             self._look_after_rank((self.rank + 1) % self.ranks)
         self._spawn(self._look_after)
@@ -175,7 +175,7 @@ class DeviceTransport(Watching):
                 sent, end = act(), self._streams.end()
             self._streams.settle(end)
         except Failed as e:
-            self._failures.fail(*e.told)
+            self._failures.fail(*e.report)
             return self._never()
         ticket = next(self._tickets)
 

@@ -155,8 +155,8 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
 def shared_id(handshake: Handshake, nccl: Binding) -> bytes:
     """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
     if handshake.rank == 0:
-        handshake.say("nccl", bytes(nccl.get_unique_id()).hex())
-    said = handshake.heard("nccl", 0)
+        handshake.publish("nccl", bytes(nccl.get_unique_id()).hex())
+    said = handshake.read("nccl", 0)
     try:
         return bytes.fromhex(said.decode())
     except ValueError as e:

@@ -52,12 +52,12 @@ class HostWindows:
         rank = handshake.rank
         fd = create(f"ringdp-window-{rank}", size, reserve=True)
         try:
-            handshake.say(f"window/{rank}", f"{os.getpid()} {fd}")
+            handshake.publish(f"window/{rank}", f"{os.getpid()} {fd}")
             self._mapped = {
                 r: _mapped(fd if r == rank else _opened(handshake, r), size, r == rank)
                 for r in range(handshake.ranks)
             }
-            handshake.together("windows")
+            handshake.barrier("windows")
         finally:
             os.close(fd)
         self._rank = rank
@@ -74,7 +74,7 @@ class HostWindows:
 
 
 def _opened(handshake: Handshake, rank: int) -> int:
-    said = handshake.heard(f"window/{rank}", rank)
+    said = handshake.read(f"window/{rank}", rank)
     try:
         pid, fd = map(int, said.split())
     except ValueError as e:
@@ -121,11 +121,11 @@ class CudaWindows:
                 mark = torch.tensor([size, rank])
                 self._cuda.memcpy(own + MARK, mark.data_ptr(), mark.nbytes, TO_DEVICE)
                 self._cuda.deviceSynchronize()
-                handshake.say(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
+                handshake.publish(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
                 for r in set(range(ranks)) - {rank}:
                     self._mapped[r] = self._open(handshake, r)
                     self._check(r, size)
-            handshake.together("windows")
+            handshake.barrier("windows")
         except BaseException as e:
             self.close()
             self.free()
@@ -140,7 +140,7 @@ class CudaWindows:
         return on(self._cupy, self._device)
 
     def _open(self, handshake: Handshake, rank: int) -> int:
-        said = handshake.heard(f"window/{rank}", rank)
+        said = handshake.read(f"window/{rank}", rank)
         try:
             handle = bytes.fromhex(said.decode())
         except ValueError:

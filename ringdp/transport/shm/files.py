@@ -88,7 +88,7 @@ def open_other(pid: int, fd: int, rank: int = 0) -> int:
 
 def read_address(handshake: Handshake) -> Address:
     """Return the address that rank 0 publishes. Raises CommunicationError if it is malformed."""
-    text = handshake.heard("segment", 0)
+    text = handshake.read("segment", 0)
     try:
         address = Address(*map(int, text.split()))
         address.token.to_bytes(8)  # it must fit csrc's uint64
@@ -98,4 +98,4 @@ def read_address(handshake: Handshake) -> Address:
 
 
 def publish_address(handshake: Handshake, address: Address) -> None:
-    handshake.say("segment", " ".join(map(str, address)))
+    handshake.publish("segment", " ".join(map(str, address)))

@@ -106,7 +106,7 @@ class ShmTransport:
             self._map(files, address.token, shape, arena)
             if rank == 0:
                 publish_address(handshake, address)
-            handshake.together("attached")
+            handshake.barrier("attached")
             try:
                 with _translated(rank):
                     self._core.connect()

@@ -54,13 +54,13 @@ class Handshake:
         """`store` must not be used by any other transport."""
         self.rank, self.ranks = rank, ranks
         self._places = places or Places(store, range(ranks))
-        self._allowed: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
-        self._until = time.monotonic() + self._allowed
+        self._timeout: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
+        self._deadline = time.monotonic() + self._timeout
         self._store = StoreClient(lambda: store)
         self._failures = Failures(self._store, rank, ranks, lambda: True)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """Enclose everything that this rank does in the handshake, once. If the block raises, the
         other ranks' blocks raise, too."""
         try:
@@ -76,28 +76,28 @@ class Handshake:
         finally:
             self._store.end()
 
-    def say(self, key: str, what: str) -> None:
-        """Set a key of the store, which other ranks read with `heard`."""
-        self._ask(lambda store: store.set(key, what))
+    def publish(self, key: str, value: str) -> None:
+        """Set a key of the store, which other ranks read with `read`."""
+        self._ask(lambda store: store.set(key, value))
 
-    def heard(self, key: str, rank: int) -> bytes:
+    def read(self, key: str, rank: int) -> bytes:
         """Return the value of a key, once that rank has set it."""
         self._await({rank: key})
         return self._ask(lambda store: store.get(key))
 
-    def together(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait until all ranks have reached the point named `what`."""
-        self.say(f"{what}/{self.rank}", "")
+        self.publish(f"{what}/{self.rank}", "")
         self._await({rank: f"{what}/{rank}" for rank in range(self.ranks)})
 
-    def called(self, act: Callable[[], T]) -> T:
+    def run(self, act: Callable[[], T]) -> T:
         """Return `act()`, which waits for the other ranks and cannot be cancelled.
 
         It runs on a thread, which is abandoned if this raises.
         """
         done = threads.Answer[T]()
         threads.spawn(partial(done.find, act), "ringdp-making")
-        self._until, looks = time.monotonic() + self._allowed, 0
+        self._deadline, looks = time.monotonic() + self._timeout, 0
         while True:
             try:
                 return done.get(LOOK)
@@ -107,22 +107,22 @@ class Handshake:
                 self._look(ended if looks > LAST_LOOKS else [])  # a finished rank may exit
 
     def _await(self, keys: Mapping[int, str]) -> None:
-        looked = time.monotonic()
-        self._until, pause = looked + self._allowed, FIRST_PAUSE
+        last_look = time.monotonic()
+        self._deadline, pause = last_look + self._timeout, FIRST_PAUSE
         self._look([])  # a rank may have set its key and given up since
         while not self._ask(lambda store: store.check(list(keys.values()))):
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-            if (now := time.monotonic()) < looked + LOOK:
+            if (now := time.monotonic()) < last_look + LOOK:
                 continue
-            looked, ended = now, self._ended(self._missing(keys))
+            last_look, ended = now, self._ended(self._missing(keys))
             missing = self._missing(keys)
             self._look(set(ended) & set(missing))  # it may have set its key before it ended
-            if missing and now > self._until:
+            if missing and now > self._deadline:
                 self._failures.fail(FailureKind.TIMEOUT, self.rank)
                 late = ", ".join(map(str, missing))
                 raise CollectiveTimeout(
-                    f"{self._here()} until the timeout of {self._allowed:g} s; of its ranks, "
+                    f"{self._here()} until the timeout of {self._timeout:g} s; of its ranks, "
                     f"{late} did not come"
                 )
 
@@ -142,7 +142,7 @@ class Handshake:
 
     def _ask(self, act: Callable[[Store], T]) -> T:
         """Like StoreClient.ask. Raises StoreSilent if the store is silent until the timeout."""
-        return self._store.ask(act, max(PATIENCE, self._until - time.monotonic()))
+        return self._store.ask(act, max(PATIENCE, self._deadline - time.monotonic()))
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
         return self._ask(lambda store: [r for r, key in keys.items() if not store.check([key])])
