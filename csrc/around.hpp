@@ -1,14 +1,17 @@
 // What a repeated call does before and after a program. A program has one buffer, which it changes in
 // place, and computes the sum for an average.
 //
-//   collective       buffer                                          before         after
-//   all_reduce       the tensor                                                     divided
-//   reduce           the tensor; but a copy where it would change                   the root's divided
-//   reduce_scatter   a copy of the input                                            to the output, divided
-//   all_gather       the output                                      the input in
-//   gather           the output; elsewhere the input, or room        the input in
-//   scatter          the input, or a copy; elsewhere output or room                 to the output
-//   all_to_all       the output                                      the input in
+//   collective       buffer                                    before          after
+//   all_reduce       the tensor                                                divide
+//   reduce           the tensor, or a copy if not the root's                   divide the root's
+//                    and the program changes it
+//   reduce_scatter   a copy of the input                                       copy to the output, divide
+//   all_gather       the output                                copy input in
+//   gather           root: the output                          copy input in
+//                    others: the input, or new memory
+//   scatter          root: the input, or a copy                                copy to the output
+//                    others: the output, or new memory
+//   all_to_all       the output                                copy input in
 //
 // A first call does the same in Python (comm/moves.py and comm/reductions.py), with the same bits.
 #pragma once

@@ -96,9 +96,9 @@ class Messages {
   std::size_t begin_of(int shard) const { return job_.bounds[shard] * dtype_.size; }
   std::size_t bytes(int shard) const { return begin_of(shard + 1) - begin_of(shard); }
   std::size_t bytes(int first, int last) const { return begin_of(last) - begin_of(first); }
-  // Returns the bytes of the longest message to lay out whole. Then everyone reads all messages; in tiles
-  // it reads only its own shard of each, and reads the arena in place. But the sender of a whole message
-  // waits for nobody.
+  // Returns the bytes of the longest message to lay out whole. Every rank reads all of a whole message; with
+  // tiles it reads only its own shard, and reads the arena in place. But a whole message never makes its
+  // sender wait.
   std::size_t whole_limit() const {
     return job_.collective == Collective::all_reduce ? kWhole / (ranks_ - 1) : kShort;
   }

@@ -121,7 +121,8 @@ class Mailbox {
     return moved;
   }
 
-  // Throws if `peer`, or every peer if -1, can no longer send or take a message.
+  // Throws if `peer` has ended, or for -1, if any rank has died or all have closed, and what they sent has
+  // been taken.
   void look(int peer) {
     int left = 0, gone = -1;
     for (int r = 0; r < ranks_; ++r) {
