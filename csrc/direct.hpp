@@ -147,13 +147,14 @@ class Direct : private Messages {
   }
 
   void take_shards(std::size_t t) {
+    const auto tile = tiles_ + t;
     for (int i = 0; i < ranks_; ++i) {
       const int r = (rank_ + i) % ranks_;
       const Span s = span(r, t);
       if (s.bytes == 0) continue;
-      const std::byte* from = job_.part;
-      if (r != rank_) from = registered(r) ? at(r) : laid(r, tiles_ + t, segment_.result(r, tiles_ + t));
-      if (r == rank_ || registered(r)) from += s.first;
+      const auto* const from = r == rank_      ? job_.part + s.first
+                               : registered(r) ? at(r) + s.first
+                                               : laid(r, tile, segment_.result(r, tile));
       copy_bytes(job_.whole + begin_of(r) + s.first, from, s.bytes);
       moved_ += s.bytes;
     }
