@@ -46,7 +46,7 @@ class Watch final : public Records {
     ranks_ = int(ranks);
   }
   [[noreturn]] static void refuse(const std::string& why) {
-    throw std::runtime_error("not a segment to read: " + why);
+    throw std::runtime_error("not a readable segment: " + why);
   }
 
   std::optional<Mapped> mapped_;

@@ -91,7 +91,7 @@ class Arena:
             most = max((end - begin for begin, end in self._free), default=0)
         raise CommunicationError(
             f"no room in the arena for {size:,} bytes: of this rank's {self._part:,}, {most:,} are "
-            "free in one piece; let go of tensors that `empty` has given, or ask for less"
+            "free in one piece; drop tensors made with `empty`, or ask for less"
         )
 
     def _join(self) -> None:

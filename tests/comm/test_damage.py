@@ -129,12 +129,12 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ("", "cannot be at"),
-        ("1", "cannot be at"),
-        (address(1, 2, 3) + " 4", "cannot be at"),
-        (address("here", 2, 3), "cannot be at"),
-        (address(1, 2, -1), "cannot be at"),
-        (address(1, 2, 1 << 64), "cannot be at"),
+        ("", "published a malformed address"),
+        ("1", "published a malformed address"),
+        (address(1, 2, 3) + " 4", "published a malformed address"),
+        (address("here", 2, 3), "published a malformed address"),
+        (address(1, 2, -1), "published a malformed address"),
+        (address(1, 2, 1 << 64), "published a malformed address"),
         (address(os.getpid(), 99999, 7), "cannot open"),
         (address(os.getpid(), 0, 7), "is not the shared memory of a rank 0"),
     ],

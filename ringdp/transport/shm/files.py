@@ -60,8 +60,8 @@ def advice(error: Exception, otherwise: str = "") -> str:
     if os.strerror(errno.EMFILE) not in str(error):
         return otherwise
     return (
-        ". A communicator holds one for each of its ranks, and two more: close those that are done "
-        "with, or raise `ulimit -n`"
+        ". A communicator holds one descriptor per rank and two more: close unused communicators, "
+        "or raise `ulimit -n`"
     )
 
 
@@ -94,7 +94,7 @@ def read_address(handshake: Handshake) -> Address:
         address.token.to_bytes(8)  # it must fit csrc's uint64
         return address
     except (TypeError, ValueError, OverflowError) as e:
-        raise CommunicationError(f"rank 0's shared memory cannot be at {text!r}") from e
+        raise CommunicationError(f"rank 0 published a malformed address: {text!r}") from e
 
 
 def publish_address(handshake: Handshake, address: Address) -> None:

@@ -30,8 +30,8 @@ class StoreSilent(DistError):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"the store has given no answer for {seconds:.1f} s: whoever serves it, as rank 0 may, "
-            "is stopped, or out of reach"
+            f"the store has given no answer for {seconds:.1f} s: the process that serves it, "
+            "perhaps rank 0, is stopped or unreachable"
         )
 
 

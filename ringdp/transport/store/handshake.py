@@ -136,7 +136,7 @@ class Handshake:
             self._failures.fail(FailureKind.TIMEOUT, self.rank)
             raise CollectiveTimeout(f"{self._here()}; {e}") from e
         except DistError as e:
-            raise CommunicationError(f"{self._here()}; the store is out of reach: {e}") from e
+            raise CommunicationError(f"{self._here()}; the store is unreachable: {e}") from e
         except (OSError, RuntimeError) as e:  # no descriptor or no thread left
             raise CommunicationError(f"{self._here()}: {e}") from e
 
