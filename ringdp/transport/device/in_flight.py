@@ -178,8 +178,7 @@ class Watching(C10dTransport):
             self._leave()
 
     def _until_failure(self) -> None:
-        with self._streams.current():
-            self._streams.watch()
+        self._streams.watch()
         while self._failures.failure is None:
             self._failures.changed.wait_for(
                 lambda: self._busy() or self._failures.failure,
@@ -221,8 +220,8 @@ class Watching(C10dTransport):
 
     def _let_go(self, hangs: bool) -> None:
         """And of the device's memory: a thread that waits for a peer's end keeps this transport."""
+        self._streams.watch()  # a user may capture
         with self._streams.current():
-            self._streams.watch()  # a user may capture
             self._leave_device(hangs=hangs)
             self._streams.drain()  # folds may have been behind what was aborted
             self._captured.clear()

@@ -97,8 +97,8 @@ class Streams:
         return False
 
     def watch(self) -> None:
-        """For a thread that asks for ends or issues, before it does: see Note [asking during a
-        capture]."""
+        """For a thread that asks for ends or issues, before all else: see Note [asking during a
+        capture]. From then on this device is its current one."""
 
 
 class CudaStreams(Streams):
@@ -188,6 +188,9 @@ class CudaStreams(Streams):
             return torch.cuda.is_current_stream_capturing()
 
     def watch(self) -> None:
+        # Whoever leaves a stream goes back to the device before it: to GPU 0 in a new thread, where
+        # every rank would then have a context, of hundreds of MB.
+        torch.cuda.set_device(self.device)
         _event().record(self._comm)  # a first call, which asks nothing: for a context
         mode = ctypes.c_int(THREAD_LOCAL)
         code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -65,8 +65,9 @@ def test_collectives_in_turn(comm: Communicator) -> None:
 
 
 def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that begins while the user captures, as to end a communicator."""
-    modes = list[int]()
+    """One that begins while the user captures, as to end a communicator. And it stays there: see
+    what torch does where a stream of another device is left."""
+    modes, devices = list[int](), list[torch.device]()
 
     class Driver:
         def __init__(self, name: str) -> None:
@@ -78,5 +79,7 @@ def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.Monk
 
     faked(monkeypatch)  # whose streams cannot be asked
     monkeypatch.setattr(ctypes, "CDLL", Driver)
-    CudaStreams(torch.device("cpu")).watch()
-    assert modes == [THREAD_LOCAL]
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    one = torch.device("cuda:1")
+    CudaStreams(one).watch()
+    assert (modes, devices) == ([THREAD_LOCAL], [one])
