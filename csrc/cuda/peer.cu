@@ -1,4 +1,4 @@
-// The kernels: grid (channels, ranks in this launch), a block for each. Launched cooperatively, so
+// The kernels: grid (1, channels, ranks in this launch), a block for each. Launched cooperatively, so
 // that blocks which wait for one another all run, or the launch is refused. Two blocks fit a
 // multiprocessor: while the leader of one waits, the team of the other moves.
 #include "dtypes.hpp"
@@ -9,7 +9,7 @@ namespace ringdp {
 template <class T>
 __device__ void rows(const Job* jobs, const Given& given) {
   extern __shared__ __align__(16) char memory[];
-  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.y], given, blockIdx.x, memory);
+  run_rows<T>({int(threadIdx.x), int(blockDim.x)}, jobs[blockIdx.z], given, blockIdx.y, memory);
 }
 
 }  // namespace ringdp

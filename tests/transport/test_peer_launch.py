@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,9 @@ from ringdp.transport.peer.kernels import Launch
 from ringdp.transport.peer.virtual import VirtualRanks
 from tests.builds import ROOT
 from tests.transport.test_peer import SLAB, programs
+
+
+Grid = tuple[int, ...]
 
 
 class Noted:
@@ -60,8 +64,12 @@ class Refused(RuntimeError):
     pass
 
 
+LIMIT = 132  # blocks that run at once
+
+
 class Cupy:
-    """What CuPy's documentation says of the names that are used of it; notes what is launched."""
+    """What CuPy's documentation says of the names that are used of it, and its source of cooperative
+    launches; notes what is launched."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -86,9 +94,14 @@ class Cupy:
         self.loaded.append(name)
         return partial(self._launch, name)
 
-    def _launch(self, name: str, grid: object, block: object, args: object, *, shared_mem: int):
+    def _launch(self, name: str, grid: Grid, block: object, args: object, *, shared_mem: int):
         if self.refuses == "launch":
-            raise Refused("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+            raise Refused("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+        if prod(grid) > LIMIT:
+            if set(grid[1:]) <= {1}:
+                grid = (LIMIT,)
+            else:
+                raise ValueError(f"The specified grid size exceeds the limit ({LIMIT}).")
         self.launched.append((name, grid, block, args, shared_mem, self._current[-1]))
 
     @contextmanager
@@ -133,7 +146,7 @@ def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     assert cupy.devices == [torch.device("cuda:3"), 3]
     kernels.launch(Launch("rows_int8", (3, 2), Jobs(), 400))
     assert cupy.devices[2:] == [Jobs.device, 1]
-    assert cupy.launched == [("rows_int8", (3, 2), (peer.THREADS,), (5, 0, 0, 0), 400, 77)]
+    assert cupy.launched == [("rows_int8", (1, 3, 2), (peer.THREADS,), (5, 0, 0, 0), 400, 77)]
     assert cupy.loaded == list(map(kernel_name, DTYPES))  # before, and once
 
 
@@ -161,9 +174,13 @@ def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyP
 
 def test_what_the_driver_refuses_is_an_error_of_ours(cupy: Cupy) -> None:
     kernels = peer.CudaKernels()
+    for grid in ((99, 2), (LIMIT + 1, 1), (1, LIMIT + 1)):
+        match = rf"refused {grid[0]} channels of {grid[1]} ranks.*exceeds the limit"
+        with pytest.raises(CommunicationError, match=match):
+            kernels.launch(Launch("rows_int8", grid, Jobs(), 400))
     cupy.refuses = "launch"
-    with pytest.raises(CommunicationError, match=r"refused 99 channels of 2 ranks.*TOO_LARGE"):
-        kernels.launch(Launch("rows_int8", (99, 2), Jobs(), 400))
+    with pytest.raises(CommunicationError, match=r"refused 2 channels of 2 ranks.*OUT_OF_RESOURCES"):
+        kernels.launch(Launch("rows_int8", (2, 2), Jobs(), 400))
     cupy.refuses = "load"
     with pytest.raises(UsageError, match=r"driver of cuda:1 does not take .*NO_BINARY.*update"):
         peer.CudaKernels("cuda:1")

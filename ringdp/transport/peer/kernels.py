@@ -88,13 +88,14 @@ class CudaKernels:
             ) from e
 
     def launch(self, launch: Launch) -> None:
-        """Raises CommunicationError where the driver refuses."""
+        """Raises CommunicationError where the driver refuses, or CuPy, which asks it how many blocks
+        run at once. It would launch fewer than too many if they all were in the first dimension."""
         name, grid, jobs, shared, *others = launch
         try:
             with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
                 at = jobs.data_ptr()
-                self._kernels[name](grid, (THREADS,), (at, *others), shared_mem=shared)
-        except self._cupy.cuda.driver.CUDADriverError as e:
+                self._kernels[name]((1, *grid), (THREADS,), (at, *others), shared_mem=shared)
+        except (self._cupy.cuda.driver.CUDADriverError, ValueError) as e:
             raise CommunicationError(
                 f"the driver of {jobs.device} refused {grid[0]} channels of {grid[1]} ranks, a "
                 f"block of {THREADS} threads for each, of kernel {name}: {e}. All blocks must run "
