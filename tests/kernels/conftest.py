@@ -14,6 +14,7 @@ import torch
 import ringdp.kernels
 from ringdp.kernels.jit import Kernel
 from tests.kernels.dispatch import Dispatch
+from tests.kernels.executed import execute
 
 KERNELS = [
     found
@@ -60,6 +61,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in KERNELS:
         assert kernel.function is not None  # the first use puts `tl` where the kernel finds it
         monkeypatch.setitem(vars(kernel), "function", interpreter.InterpretedFunction(kernel.fn))
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`*_triton` launchers take CPU tensors here, and run what Triton compiles of the kernels."""
+    pytest.importorskip("triton")
+    execute(monkeypatch, KERNELS)
 
 
 @pytest.fixture

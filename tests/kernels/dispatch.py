@@ -31,12 +31,26 @@ class Compiled:
         self.launched.append(((x, y, z), *args))
 
 
+class Driver:
+    """In place of Triton's."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM
+
+
 class Dispatch:
     """`asked`: how often Triton was asked for a variant; `compiled`: the keys of those it wanted;
     `launched`: (grid, *arguments)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
         from triton.runtime.jit import JITFunction
 
@@ -44,16 +58,6 @@ class Dispatch:
         self.launched: list[tuple[Any, ...]] = []
         self.monkeypatch = monkeypatch
         run = JITFunction.run
-
-        class Driver:
-            def get_current_target(self) -> Any:
-                return GPUTarget("cuda", 90, 32)
-
-            def get_current_device(self) -> int:
-                return 0
-
-            def get_current_stream(self, device: int) -> int:
-                return STREAM
 
         def asked(function: Any, *args: Any, **options: Any) -> Any:
             self.asked += 1

@@ -22,7 +22,6 @@ from ringdp.transport.peer.virtual import VirtualRanks
 from tests.builds import ROOT
 from tests.transport.test_peer import SLAB, programs
 
-
 Grid = tuple[int, ...]
 
 
@@ -68,8 +67,8 @@ LIMIT = 132  # blocks that run at once
 
 
 class Cupy:
-    """What CuPy's documentation says of the names that are used of it, and its source of cooperative
-    launches; notes what is launched."""
+    """What CuPy's documentation says of the names that are used of it, and its source of launches
+    that are cooperative; notes what is launched."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -179,7 +178,9 @@ def test_what_the_driver_refuses_is_an_error_of_ours(cupy: Cupy) -> None:
         with pytest.raises(CommunicationError, match=match):
             kernels.launch(Launch("rows_int8", grid, Jobs(), 400))
     cupy.refuses = "launch"
-    with pytest.raises(CommunicationError, match=r"refused 2 channels of 2 ranks.*OUT_OF_RESOURCES"):
+    with pytest.raises(
+        CommunicationError, match=r"refused 2 channels of 2 ranks.*OUT_OF_RESOURCES"
+    ):
         kernels.launch(Launch("rows_int8", (2, 2), Jobs(), 400))
     cupy.refuses = "load"
     with pytest.raises(UsageError, match=r"driver of cuda:1 does not take .*NO_BINARY.*update"):

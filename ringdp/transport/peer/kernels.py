@@ -88,8 +88,8 @@ class CudaKernels:
             ) from e
 
     def launch(self, launch: Launch) -> None:
-        """Raises CommunicationError where the driver refuses, or CuPy, which asks it how many blocks
-        run at once. It would launch fewer than too many if they all were in the first dimension."""
+        """Raises CommunicationError where the driver refuses; or CuPy, which asks it how many
+        blocks run at once, and of more in the grid's first dimension would launch that many."""
         name, grid, jobs, shared, *others = launch
         try:
             with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):

@@ -1,0 +1,305 @@
+"""PTX, run on the host: what Triton compiles of the kernels gives its bits without a GPU.
+
+Triton's own interpreter runs the kernels' Python, and believes no hint: where one that says of an
+address or a length that it is a multiple of 16 is wrong, only what was compiled reads astray.
+
+All blocks of a launch go through the code in step, and a register is an array over their threads.
+Where a branch parts blocks each part goes on by itself, the one with the last block behind the
+others, for which that may wait; the threads of one block stay together, as in Triton's code. A
+vector access must be aligned, all accesses in tensors, and a register that nothing was written to
+holds noise. Leaves out: instructions that are not in the kernels, which are errors, and all that
+ptxas and the order of memory accesses may still change.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.ptx_code import Code, Line, names
+from tests.kernels.ptx_memory import MEMORY, PAGE, Tensors
+from tests.kernels.ptx_numbers import (
+    COMPARISONS,
+    FLOAT,
+    HALVES,
+    NATURAL,
+    OPERATIONS,
+    SIGNED,
+    Lanes,
+    as_bits,
+    bits_of,
+    quotient,
+    real_of,
+    rounded,
+)
+
+WIDTHS = {"rs": 16, "r": 32, "rd": 64}  # of registers, by their names
+TOGETHER = 4096  # blocks
+LONGEST = 100_000  # instructions of a block, which would wait for ever
+_tensors = Tensors()
+
+
+class Blocks:
+    """Some of a launch that are at the same place of the code."""
+
+    def __init__(
+        self,
+        code: Code,
+        blocks: Lanes,
+        launched: int,
+        arguments: list[int],
+        shared: Lanes,  # uint8[blocks, bytes]
+        registers: dict[str, Lanes],
+    ) -> None:
+        self._code, self._blocks, self._launched = code, blocks, launched
+        self._arguments, self._shared, self._registers = arguments, shared, registers
+        self._lanes = len(blocks) * code.threads
+
+    def run(self, at: int = 0) -> None:
+        for _ in range(LONGEST):
+            line = self._code.lines[at]
+            at += 1
+            where = self._registers[line.predicate] != line.negated if line.predicate else None
+            if line.name == "ret":
+                return
+            if line.name != "bra":
+                self._do(line, where)
+                continue
+            to = self._code.labels[line.operands[0]]
+            taken = np.ones(1, bool) if where is None else self._of_blocks(where)
+            if taken.all():
+                at = to
+            elif taken.any():
+                parts = (self._part(taken), to), (self._part(~taken), at)
+                for part, begin in sorted(parts, key=lambda p: p[0]._blocks.max()):
+                    part.run(begin)
+                return
+        raise AssertionError(f"{LONGEST} instructions, and no end")
+
+    def _of_blocks(self, where: Lanes) -> Lanes:
+        by_block = where.reshape(-1, self._code.threads)
+        assert (by_block == by_block[:, :1]).all(), "the threads of a block part"
+        return by_block[:, 0]
+
+    def _part(self, some: Lanes) -> Blocks:
+        lanes = np.repeat(some, self._code.threads)
+        registers = {name: x[lanes] for name, x in self._registers.items()}
+        return Blocks(
+            *(self._code, self._blocks[some], self._launched, self._arguments),
+            *(self._shared[some], registers),
+        )
+
+    # --- operands
+
+    def _get(self, name: str, bits: int) -> Lanes:
+        threads = self._code.threads
+        special = {
+            "%tid": lambda: np.tile(np.arange(threads), len(self._blocks)),
+            "%ctaid": lambda: np.repeat(self._blocks, threads),
+            "%nctaid": lambda: np.full(self._lanes, self._launched),
+            "global_smem": lambda: np.zeros(self._lanes, int),
+        }
+        if (base := name.removesuffix(".x")) in special:
+            return special[base]().astype(NATURAL[bits])
+        if name in self._registers:
+            return self._registers[name]
+        if name.startswith("%"):
+            noise = np.random.default_rng(0).integers(0, 1 << 63, self._lanes, np.uint64)
+            return noise.astype(NATURAL[bits])
+        if bits == 1:
+            return np.full(self._lanes, name not in ("0", "false"))
+        prefix, base = (2, 16) if name[:2] in ("0f", "0d") else (0, 0)  # a float's bits
+        number = int(name[prefix:].rstrip("U"), base) & (1 << bits) - 1
+        return np.full(self._lanes, number, NATURAL[bits])
+
+    def _set(self, name: str, value: Lanes, where: Lanes | None) -> None:
+        register = re.match(r"%(rs|rd|r)\d", name)
+        assert not register or value.itemsize * 8 == WIDTHS[register[1]], (name, value.dtype)
+        assert len(value) == self._lanes
+        if where is not None:
+            value = np.where(where, value, self._get(name, value.itemsize * 8))
+        self._registers[name] = value
+
+    def _address(self, operand: str) -> Lanes:
+        base, *offset = names(operand)
+        return self._get(base, 64) + np.uint64(int(offset[0], 0) if offset else 0)
+
+    def _place(
+        self, line: Line, operand: str, bits: int, count: int, where: Lanes | None
+    ) -> tuple[Lanes, Any]:
+        """Of the threads that access memory, which they are and the first element's index."""
+        at = self._address(operand)
+        mask = np.ones(self._lanes, bool) if where is None else where
+        assert not (at[mask] % np.uint64(count * bits // 8)).any(), f"not aligned: {line.text}"
+        if "shared" not in line.text:
+            assert _tensors.hold(at[mask], count * bits // 8), f"in no tensor: {line.text}"
+            at = at - np.uint64(PAGE)
+        return mask, (at[mask] // np.uint64(bits // 8)).astype(np.int64)
+
+    def _memory(self, line: Line, bits: int, mask: Lanes) -> tuple[Lanes, tuple[Any, ...]]:
+        """And the index before that of the element."""
+        if "shared" not in line.text:
+            return MEMORY[bits], ()
+        block = np.repeat(np.arange(len(self._blocks)), self._code.threads)
+        return self._shared.view(NATURAL[bits]), (block[mask],)
+
+    # --- instructions
+
+    def _do(self, line: Line, where: Lanes | None) -> None:
+        if act := getattr(self, f"_{line.name}", None):
+            act(line, where)
+        else:
+            self._set(line.operands[0], self._computed(line), where)
+
+    def _bar(self, line: Line, where: Lanes | None) -> None:
+        """They are in step."""
+
+    def _ld(self, line: Line, where: Lanes | None) -> None:
+        bits, into = bits_of(line.type), names(line.operands[0])
+        if line.parts[0] == "param":
+            number = self._arguments[int(re.findall(r"_param_(\d+)", line.text)[0])]
+            loaded = [np.full(self._lanes, number & (1 << bits) - 1, NATURAL[bits])]
+        else:
+            mask, at = self._place(line, line.operands[1], bits, len(into), where)
+            memory, before = self._memory(line, bits, mask)
+            loaded = [np.zeros(self._lanes, NATURAL[bits]) for _ in into]
+            for i, value in enumerate(loaded):
+                value[mask] = memory[*before, at + i]
+        for name, value in zip(into, loaded, strict=True):
+            self._set(name, self._widened(value, name, line.type), where)
+
+    def _widened(self, value: Lanes, name: str, kind: str) -> Lanes:
+        """As a register holds it that may be longer."""
+        bits = WIDTHS[re.findall(r"%([a-z]+)", name)[0]]
+        if kind.startswith("s"):
+            return value.view(SIGNED[bits_of(kind)]).astype(SIGNED[bits]).view(NATURAL[bits])
+        return value.astype(NATURAL[bits])
+
+    def _st(self, line: Line, where: Lanes | None) -> None:
+        bits, of = bits_of(line.type), names(line.operands[1])
+        mask, at = self._place(line, line.operands[0], bits, len(of), where)
+        memory, before = self._memory(line, bits, mask)
+        for i, name in enumerate(of):
+            memory[*before, at + i] = self._get(name, bits)[mask].astype(NATURAL[bits])
+
+    def _atom(self, line: Line, where: Lanes | None) -> None:
+        assert "exch" in line.parts, line.text
+        old, place, new = line.operands
+        self._ld(line._replace(operands=(old, place)), where)
+        self._st(line._replace(operands=(place, new)), where)
+
+    def _mov(self, line: Line, where: Lanes | None) -> None:
+        target, source = line.operands
+        bits, into, of = bits_of(line.type), names(target), names(source)
+        if len(of) > 1 and source.startswith("{"):
+            parts = [self._get(name, bits // len(of)) for name in of]
+            together = np.stack([p.astype(NATURAL[bits // len(of)]) for p in parts], 1)
+            self._set(target, together.view(NATURAL[bits])[:, 0], where)
+        elif len(into) > 1:
+            parts = self._get(source, bits).view(NATURAL[bits // len(into)])
+            for i, name in enumerate(into):
+                self._set(name, parts[i :: len(into)].copy(), where)
+        else:
+            self._set(target, self._get(source, bits).copy(), where)
+
+    def _cvt(self, line: Line, where: Lanes | None) -> None:
+        target, *sources = line.operands
+        into, of = line.parts[-2:]
+        if into.endswith("x2"):  # the first is the upper half
+            reals = (self._get(s, 32).view(np.float32) for s in reversed(sources))
+            halves = [rounded(x, into[:-2]) for x in reals]
+            self._set(target, np.stack(halves, 1).view(np.uint32)[:, 0], where)
+            return
+        value = self._get(sources[0], bits_of(of)).astype(NATURAL[bits_of(of)])
+        value = value.view(SIGNED[bits_of(of)]) if of[0] == "s" else value
+        if of in HALVES or of[0] == "f":
+            real, half = real_of(value, of), into in HALVES
+            kept = rounded(real, into) if half else as_bits(real.astype(FLOAT[bits_of(into)]))
+        else:
+            kept = value.astype((SIGNED if of[0] == "s" else NATURAL)[bits_of(into)])
+        self._set(target, kept.view(NATURAL[bits_of(into)]), where)
+
+    def _setp(self, line: Line, where: Lanes | None) -> None:
+        target, *operands = line.operands
+        how, bits = line.parts[0], bits_of(line.type)
+        a, b = (self._get(o, bits) for o in operands)
+        nan = np.zeros(self._lanes, bool)
+        if line.type[0] == "f":
+            a, b = a.view(FLOAT[bits]), b.view(FLOAT[bits])
+            nan = np.isnan(a) | np.isnan(b)
+        elif line.type[0] == "s":
+            a, b = a.view(SIGNED[bits]), b.view(SIGNED[bits])
+        if how in ("num", "nan"):
+            found = nan == (how == "nan")
+        else:
+            found = np.where(nan, len(how) == 3, COMPARISONS[how[:2]](a, b))  # ltu, neu: or nan
+        self._set(target, found, where)
+
+    def _selp(self, line: Line, where: Lanes | None) -> None:
+        target, a, b, which = line.operands
+        one, other = (self._get(o, bits_of(line.type)) for o in (a, b))
+        self._set(target, np.where(self._get(which, 1), one, other), where)
+
+    def _shfl(self, line: Line, where: Lanes | None) -> None:
+        assert "bfly" in line.parts, line.text
+        target, source, across, *_ = line.operands
+        lanes = np.arange(self._lanes) ^ int(across, 0)
+        self._set(target, self._get(source, 32)[lanes], where)
+
+    def _redux(self, line: Line, where: Lanes | None) -> None:
+        assert "add" in line.parts, line.text
+        warps = self._get(line.operands[1], 32).reshape(-1, 32).sum(1, dtype=np.uint32)
+        self._set(line.operands[0], np.repeat(warps, 32), where)
+
+    def _ldmatrix(self, line: Line, where: Lanes | None) -> None:
+        """Of matrix i threads 8 i ... 8 i + 7 of a warp say where its rows of 16 bytes lie; thread
+        t of it gets word t % 4 of row t // 4."""
+        lanes, every = np.arange(self._lanes), np.ones(self._lanes, bool)
+        memory, block = self._memory(line, 32, every)
+        rows = self._address(line.operands[1]) // np.uint64(4)
+        for i, name in enumerate(names(line.operands[0])):
+            row = rows[lanes // 32 * 32 + 8 * i + lanes % 32 // 4].astype(np.int64)
+            self._set(name, memory[*block, row + lanes % 4], where)
+
+    def _computed(self, line: Line) -> Lanes:
+        name, kind, operands = line.name, line.type, line.operands[1:]
+        if kind == "pred":
+            return OPERATIONS[name](*(self._get(o, 1) for o in operands))
+        bits = bits_of(kind)
+        whole = 2 * bits if kind.endswith("x2") else bits  # bits of a register
+        if kind[0] == "f":
+            return self._float(line, whole)
+        assert not set(line.parts) & {"hi", "sat"}, line.text
+        kinds, wide = SIGNED if kind[0] == "s" else NATURAL, "wide" in line.parts
+        out = 2 * bits if wide else bits  # of the result, and of what is added to a product
+        numbers = list[Lanes]()
+        for i, operand in enumerate(operands):
+            held, each = (out, out) if wide and i == 2 else (whole, bits)
+            number = self._get(operand, held).astype(NATURAL[held]).view(kinds[each])
+            numbers.append(number.astype(kinds[out]))
+        found = (quotient if name == "div" else OPERATIONS[name])(*numbers)
+        return found.view(NATURAL[max(out, whole)])
+
+    def _float(self, line: Line, whole: int) -> Lanes:
+        assert line.name != "fma", f"fused: {line.text}"
+        assert not set(line.parts) & {"ftz", "approx", "full"}, f"not IEEE's: {line.text}"
+        kinds = [line.type] * (len(line.operands) - 1)
+        if line.type in HALVES or line.parts[-2:-1] == ("f32",):  # add.f32.bf16: of its first alone
+            kinds, whole = [line.type, "f32"], 32
+        reals = [
+            real_of(self._get(o, bits_of(k) if k in HALVES else whole), k.removesuffix("x2"))
+            for o, k in zip(line.operands[1:], kinds, strict=True)
+        ]
+        act = np.divide if line.name == "div" else OPERATIONS[line.name]
+        return as_bits(np.ascontiguousarray(act(*reals))).view(NATURAL[whole])
+
+
+def launch(code: Code, programs: int, arguments: list[int], shared: int) -> None:
+    """`arguments`: bits of a kernel's, in their order. `shared`: bytes of a block."""
+    with np.errstate(all="ignore"):
+        for first in range(0, programs, TOGETHER):
+            blocks = np.arange(first, min(first + TOGETHER, programs))
+            room = np.zeros((len(blocks), -(-max(shared, 8) // 16) * 16), np.uint8)
+            Blocks(code, blocks, programs, [*arguments, 0, 0], room, {}).run()

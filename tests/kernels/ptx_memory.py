@@ -1,0 +1,44 @@
+"""Memory as `ptx` reaches it: this process's, by its addresses, and of that what tensors have."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import numpy as np
+import torch
+
+from tests.kernels.ptx_numbers import Lanes
+
+PAGE, TOP = 4096, 1 << 47  # no address is outside
+TYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
+MEMORY = {  # by the bits of an element; its index is its address, less PAGE, over its bytes
+    bits: np.ctypeslib.as_array((kind * ((TOP - PAGE) // (bits // 8))).from_address(PAGE))
+    for bits, kind in TYPES.items()
+}
+
+
+class Tensors:
+    """Those that were there when a place was asked for that is in none seen before."""
+
+    def __init__(self) -> None:
+        self._begins = self._ends = np.zeros(1, np.uint64)
+
+    def hold(self, at: Lanes, size: int) -> bool:
+        """Whether `size` bytes from each of these addresses on are in a tensor."""
+        if not self._hold(at, size):
+            self._look()
+        return self._hold(at, size)
+
+    def _hold(self, at: Lanes, size: int) -> bool:
+        which = np.searchsorted(self._begins, at, side="right") - 1
+        return bool((at + np.uint64(size) <= self._ends[which]).all())
+
+    def _look(self) -> None:
+        spans = {0: 0}
+        for x in gc.get_objects():
+            if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu":
+                storage = x.untyped_storage()
+                spans[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+        self._begins = np.array(sorted(spans), np.uint64)
+        self._ends = np.array([spans[int(begin)] for begin in self._begins], np.uint64)

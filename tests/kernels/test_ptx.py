@@ -1,0 +1,143 @@
+"""What Triton compiles of the kernels for sm_90 gives the references' bits: see `ptx`.
+
+Lengths and addresses are such that every way through a kernel is taken; every launch is repeated as
+`jit` repeats it. These are the tests on a GPU, on fewer cases.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ringdp.kernels.adamw import adamw_torch, adamw_triton
+from ringdp.kernels.flatten import flatten_torch, flatten_triton
+from ringdp.kernels.fold import fold_torch, fold_triton
+from ringdp.kernels.jit import Kernel
+from ringdp.kernels.norm import BLOCK, PROGRAMS, squared_norm_triton
+from ringdp.kernels.precision import wide_dtype
+from ringdp.kernels.stochastic import keys, stochastic_round_torch, stochastic_round_triton
+from ringdp.kernels.unflatten import unflatten_torch, unflatten_triton
+from ringdp.kernels.unscale import unscale_torch, unscale_triton
+from tests.kernels.executed import execute
+from tests.kernels.inputs import LENGTHS, same_bits, some
+from tests.kernels.test_adamw import FACTORS, State, random_state, same_numbers
+from tests.kernels.test_fold import random_parts
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SOME = [(F32, F32), (BF16, BF16), (BF16, F32)]
+OTHERS = [(F32, F16), (F32, F64), (F64, F32), (F64, F64)]
+PAIRS = [*SOME, *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in OTHERS)]
+SHORT = [pytest.param(1, marks=pytest.mark.exhaustive), 17, 2500]
+
+pytestmark = pytest.mark.usefixtures("executed")
+
+
+def same_but_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whose bits IEEE leaves open."""
+    return same_bits(*(x.where(~x.isnan(), torch.nan) for x in (a, b)))
+
+
+@pytest.mark.parametrize("elems", SHORT)
+@pytest.mark.parametrize(("source", "target"), [*PAIRS, (torch.int8, torch.int8)])
+def test_fold(source: torch.dtype, target: torch.dtype, elems: int) -> None:
+    parts, want = random_parts(6, elems, source), torch.empty(elems, dtype=target)
+    wide = target if source == target == torch.int8 else wide_dtype(source, target)
+    fold_torch(parts, want, wide)
+    for own, at in ((None, 0), (parts[0].clone(), 0), (parts[5].clone(), 5)):
+        others = parts if own is None else parts[1:] if at == 0 else parts[:5]
+        for _ in range(2):
+            got = torch.zeros(elems, dtype=target)
+            fold_triton(others, got, wide, own, at)
+            assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_flatten_and_back(source: torch.dtype, target: torch.dtype, skip: int) -> None:
+    """All lengths in one launch, with a gap behind each, from places that are aligned or not."""
+    sizes = [*(n for n in LENGTHS if n < 5000), 18, 48, 4096 + 16]
+    tensors = [some(n, source, skip=skip * (n % 2), special=n > 15) for n in sizes]
+    offsets = [16 + sum(sizes[:i]) + 16 * i for i in range(len(sizes))]
+    got, want = (torch.full((sum(sizes) + 200,), torch.nan, dtype=target) for _ in range(2))
+    back, wanted = ([torch.empty_like(x) for x in tensors] for _ in range(2))
+    for scale in (0.1, -0.375):
+        flatten_torch(tensors, want, scale, offsets)
+        flatten_triton(tensors, got, scale, offsets)
+        assert same_but_nan(got, want)
+        unflatten_torch(want, wanted, scale, offsets)
+        unflatten_triton(want, back, scale, offsets)
+        assert all(map(same_but_nan, back, wanted))
+
+
+@pytest.mark.parametrize("elems", SHORT)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_unscale(source: torch.dtype, target: torch.dtype, elems: int) -> None:
+    for special in (False, True) if elems > 15 else (False,):
+        x = some(elems, source, skip=elems % 2, special=special)
+        got, want = (torch.empty(elems, dtype=target) for _ in range(2))
+        found, flag = torch.zeros(1), torch.zeros(1)
+        for scale in (0.1, 0.2):
+            unscale_torch(x, want, flag, scale)
+            unscale_triton(x, got, found, scale)
+            assert same_but_nan(got, want)
+            assert found.item() == flag.item()
+
+
+@pytest.mark.parametrize("elems", SHORT)
+def test_stochastic_round(elems: int) -> None:
+    for skip, offset in ((0, 2**40 + 3), (1, 2**32 - 20)):
+        x = some(elems, F32, skip=skip, special=elems > 15)
+        got, want = (torch.empty(elems, dtype=BF16) for _ in range(2))
+        for seed in (3, 4):
+            stochastic_round_torch(x, want, keys(seed), offset)
+            stochastic_round_triton(x, got, keys(seed), offset)
+            assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16, F16])
+@pytest.mark.parametrize("elems", SHORT)
+def test_adamw(elems: int, dtype: torch.dtype | None) -> None:
+    for skip in (0, 1):
+        start = random_state(elems + skip)
+        if elems > 51:
+            start.grad[skip : skip + 51] = some(51, F32, special=True)
+        got, want = (State(*(x.clone() for x in start)).part(skip, elems + skip) for _ in range(2))
+        copies = [None if dtype is None else torch.empty(elems, dtype=dtype) for _ in range(2)]
+        for _ in range(2):
+            adamw_torch(*want, copies[0], FACTORS)
+            adamw_triton(*got, copies[1], FACTORS)
+        assert same_numbers(got, want)
+        assert dtype is None or same_but_nan(*copies)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_squared_norm(dtype: torch.dtype) -> None:
+    """Of ones, so it is exact: by one program, and by all, of which some have two chunks."""
+    for elems in (1, BLOCK - 1, BLOCK * (PROGRAMS + 1) + 5):
+        x = torch.ones(elems + 1, dtype=dtype)[1:]
+        for _ in range(2):
+            assert squared_norm_triton([x, x[:7]]).item() == elems + len(x[:7])
+
+
+def test_what_is_believed_and_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's interpreter would not."""
+
+    def misled(x: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:  # noqa: N803
+        lane = tl.arange(0, BLOCK)
+        there = x.to(tl.int64).to(tl.pointer_type(tl.float32))
+        tl.store(out + lane, tl.load(tl.multiple_of(there, 16) + lane))
+
+    kernel = Kernel(misled, (), {"num_warps": 1}, capturable=True)
+    execute(monkeypatch, [kernel])
+    x, out = torch.randn(129), torch.zeros(128)
+    kernel.launch(1, x[:128], out, BLOCK=128)
+    assert torch.equal(out, x[:128])
+    with pytest.raises(AssertionError, match=r"not aligned: ld\.global"):
+        kernel.launch(1, x[1:], out, BLOCK=128)
+    with pytest.raises(AssertionError, match=r"in no tensor: st\.global"):
+        kernel.launch(1, x[:128], out[64:].clone(), BLOCK=128)
