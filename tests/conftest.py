@@ -77,13 +77,28 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.fixture
-def fresh_ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]:
+def fresh_ranks() -> Iterator[Callable[..., Pool]]:
     """fresh_ranks(n, timeout=...): a pool for one test, which may ruin it."""
     pools: list[Pool] = []
-    spawned = request.node.get_closest_marker("gpu") is not None
 
     def pool(size: int, timeout: float = TIMEOUT) -> Pool:
-        pools.append(Pool(size, timeout, spawned=spawned))
+        pools.append(Pool(size, timeout))
+        return pools[-1]
+
+    yield pool
+    for p in pools:
+        p.close()
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks() -> Iterator[Callable[[int, float], Pool]]:
+    """gpu_ranks(n, timeout): a pool for a module's tests, until one fails: to import torch and
+    start CUDA takes a process seconds, and `make gpu` has few."""
+    pools: list[Pool] = []
+
+    def pool(size: int, timeout: float) -> Pool:
+        if not pools or not pools[-1].alive:
+            pools.append(Pool(size, timeout, spawned=True))
         return pools[-1]
 
     yield pool

@@ -34,8 +34,8 @@ LIMIT = 14.0  # seconds: less than `make gpu` gives all of them, so that the oth
 
 
 @pytest.fixture
-def pool(fresh_ranks) -> Pool:
-    return fresh_ranks(2, timeout=LIMIT)
+def pool(gpu_ranks) -> Pool:
+    return gpu_ranks(2, LIMIT)
 
 
 @pytest.fixture

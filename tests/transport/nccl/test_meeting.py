@@ -25,5 +25,5 @@ def added(comm: Communicator) -> list[float]:
     return found
 
 
-def test_two_processes_of_one_gpu_add(fresh_ranks):
-    assert fresh_ranks(2, timeout=22.0)(over_gpu, "nccl", 60.0, added) == [[3.0, 3.0]] * 2
+def test_two_processes_of_one_gpu_add(gpu_ranks):
+    assert gpu_ranks(2, 22.0)(over_gpu, "nccl", 60.0, added) == [[3.0, 3.0]] * 2
