@@ -26,6 +26,7 @@ from tests.kernels.ptx_numbers import (
     HALVES,
     NATURAL,
     OPERATIONS,
+    REALS,
     SIGNED,
     Lanes,
     as_bits,
@@ -214,7 +215,7 @@ class Blocks:
             return
         value = self._get(sources[0], bits_of(of)).astype(NATURAL[bits_of(of)])
         value = value.view(SIGNED[bits_of(of)]) if of[0] == "s" else value
-        if of in HALVES or of[0] == "f":
+        if of in REALS:
             real, half = real_of(value, of), into in HALVES
             kept = rounded(real, into) if half else as_bits(real.astype(FLOAT[bits_of(into)]))
         else:
@@ -269,7 +270,7 @@ class Blocks:
             return OPERATIONS[name](*(self._get(o, 1) for o in operands))
         bits = bits_of(kind)
         whole = 2 * bits if kind.endswith("x2") else bits  # bits of a register
-        if kind[0] == "f":
+        if kind.removesuffix("x2") in REALS:
             return self._float(line, whole)
         assert not set(line.parts) & {"hi", "sat"}, line.text
         kinds, wide = SIGNED if kind[0] == "s" else NATURAL, "wide" in line.parts
@@ -285,15 +286,14 @@ class Blocks:
     def _float(self, line: Line, whole: int) -> Lanes:
         assert line.name != "fma", f"fused: {line.text}"
         assert not set(line.parts) & {"ftz", "approx", "full"}, f"not IEEE's: {line.text}"
-        kinds = [line.type] * (len(line.operands) - 1)
-        if line.type in HALVES or line.parts[-2:-1] == ("f32",):  # add.f32.bf16: of its first alone
-            kinds, whole = [line.type, "f32"], 32
-        reals = [
-            real_of(self._get(o, bits_of(k) if k in HALVES else whole), k.removesuffix("x2"))
-            for o, k in zip(line.operands[1:], kinds, strict=True)
-        ]
+        kind = line.type.removesuffix("x2")
+        kinds, bits = [kind] * (len(line.operands) - 1), [whole] * (len(line.operands) - 1)
+        if line.parts[-2:-1] == ("f32",):  # add.f32.bf16: only the first is of 16 bits
+            kinds, bits, kind, whole = [kind, "f32"], [16, 32], "f32", 32
+        reals = map(real_of, map(self._get, line.operands[1:], bits), kinds)
         act = np.divide if line.name == "div" else OPERATIONS[line.name]
-        return as_bits(np.ascontiguousarray(act(*reals))).view(NATURAL[whole])
+        found = np.ascontiguousarray(act(*reals))
+        return (rounded(found, kind) if kind in HALVES else as_bits(found)).view(NATURAL[whole])
 
 
 def launch(code: Code, programs: int, arguments: list[int], shared: int) -> None:

@@ -15,6 +15,7 @@ NATURAL = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # what reg
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT = {32: np.float32, 64: np.float64}
 HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
+REALS = (*HALVES, "f32", "f64")
 
 
 def bits_of(kind: str) -> int:
