@@ -68,7 +68,7 @@ MEETING = "two processes meet over NCCL"  # on one GPU, as if on two hosts
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 10, tests=False),
     pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
-    benched("bench of kernels", 70, "256K", "1G", "kernels"),
+    benched("bench of kernels", 70, "4K", "1G", "kernels"),
     pytested("NCCL with virtual ranks", 40, "tests/transport/nccl/test_virtual.py"),
     pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
