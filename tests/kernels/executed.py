@@ -63,5 +63,5 @@ def execute(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel]) -> None:
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     for kernel in kernels:
         fresh = Kernel(kernel.fn, kernel.unspecialized, kernel.options, capturable=True)
-        for name in ("function", "_compiled"):
+        for name in ("function", "_variants"):
             monkeypatch.setitem(vars(kernel), name, getattr(fresh, name))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ringdp.kernels.adamw import adamw_kernel
 from ringdp.kernels.fold import BLOCK, fold_kernel, fold_triton
-from ringdp.kernels.jit import Kernel, sixteens
+from ringdp.kernels.jit import Kernel, sixteens, variant_of
 from ringdp.kernels.spans import tables
 from ringdp.kernels.stochastic import keys, stochastic_round_kernel, stochastic_round_triton
-from tests.kernels.dispatch import Dispatch
+from tests.kernels.dispatch import STREAM, Dispatch
 from tests.kernels.inputs import Elsewhere
 
 pytest.importorskip("triton")
@@ -111,3 +114,45 @@ def test_a_cuda_graph_may_hold_only_what_it_may_repeat(monkeypatch: pytest.Monke
     kernel.function = {(1,): lambda x, **_: ran.append(x)}
     kernel.launch(1, there)
     assert ran == [there]
+
+
+def launcher(calls: list[object]) -> Any:
+    """Triton's own, of a kernel that needs no scratch memory, but for the driver."""
+    made = object.__new__(import_module("triton.backends.nvidia.driver").CudaLauncher)
+    names = ("global_scratch_size", "global_scratch_align", "profile_scratch_size")
+    vars(made).update(dict.fromkeys((*names, "profile_scratch_align"), 0), num_ctas=1)
+    vars(made).update(launch_cooperative_grid=False, launch_pdl=False)
+    vars(made).update(arg_annotations=["a"], kernel_signature=b"s")  # from 3.7 on
+    made.launch = lambda *given: calls.append(given)
+    return made
+
+
+WHERE = 3, 1, 1, STREAM, 7
+COMPILED = SimpleNamespace(function=7, packed_metadata=(4, 1, 0))
+
+
+def test_a_variant_calls_what_tritons_launcher_does() -> None:
+    """Without the launcher, which takes longer."""
+    calls = list[object]()
+    COMPILED.run = launcher(calls)
+    found = variant_of(COMPILED, (1 << 40, 16, 0.5, torch.float32, 1024))
+    assert not calls
+    assert found.run is not COMPILED.run
+    for late in (0.5, 0.25):
+        arguments = 1 << 40, 32, late, torch.float32, 1024
+        COMPILED.run(*WHERE, COMPILED.packed_metadata, None, None, None, *arguments)
+        found.run(*WHERE, *found.middle, *arguments)
+    assert len(calls) == 4
+    assert calls[::2] == calls[1::2]
+
+
+def test_a_launcher_that_is_not_understood_is_called_itself() -> None:
+    class Other:
+        launch = print
+
+        def __call__(self, *given: object) -> None:
+            self.launch(given[::-1])
+
+    for run in (print, Other()):
+        COMPILED.run = run
+        assert variant_of(COMPILED, (1, 2)) == (run, 7, ((4, 1, 0), None, None, None))
