@@ -212,8 +212,8 @@ COLLECTIVE: dict[Any, Callable[..., Any]] = {
     Tensor.norm: _norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
-# What makes a tensor that knows no engine. copy.deepcopy keeps what it copies: Tensor's own leaves in
-# the memo the id of a tensor that is gone, under which the next one's copy would be found.
+# These make plain tensors. copy.deepcopy keeps what it copies alive; Tensor's own __deepcopy__
+# leaves in the memo the id of a tensor that is gone, where the next one's copy would be found.
 _LEAVE: dict[Any, Callable[..., Any]] = {
     Tensor.__deepcopy__: copy.deepcopy,
     Tensor.__reduce_ex__: Tensor.__reduce_ex__,
