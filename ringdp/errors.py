@@ -2,22 +2,22 @@
 
     RingdpError
     ├── UsageError              a bad argument: what was given, what is allowed (also ValueError)
-    │   └── ModelError          a model or a loop that does not fit (also RuntimeError, as torch's)
+    │   └── ModelError          a model or training loop that is not supported (also RuntimeError)
     ├── CheckpointError         a checkpoint that cannot be written, read, or used for this model
     ├── ScheduleError           a schedule breaks a rule: names round, transfer, rank and chunk
     └── CommunicationError      a collective could not finish (also RuntimeError, as torch's)
-        ├── PeerLost            a rank has died, closed the communicator or aborted it
-        ├── CollectiveTimeout   a rank that it waited for is late
+        ├── PeerLost            a rank died, or closed or aborted the communicator
+        ├── CollectiveTimeout   a rank did not arrive in time
         └── CollectiveMismatch  two ranks issued different collectives
 
 After a CommunicationError the communicator is unusable: the ranks no longer agree on what was
-exchanged, so every later call on it raises the same error. `Communicator.abort` and another
-`ringdp.init` bring the ranks together again.
+exchanged, so every later call raises the same error. To recover, call `Communicator.abort` and then
+`ringdp.init` on every rank.
 """
 
 
 class RingdpError(Exception):
-    """Root of the tree."""
+    """Base class of all ringdp errors."""
 
 
 class UsageError(RingdpError, ValueError):
@@ -25,8 +25,8 @@ class UsageError(RingdpError, ValueError):
 
 
 class ModelError(UsageError, RuntimeError):
-    """DistributedDataParallel cannot serve this model, this training loop, or these arguments, and
-    torch's would raise RuntimeError; or ranks gave `shard` different models."""
+    """DistributedDataParallel does not support this model, training loop or argument, and torch's
+    would raise RuntimeError; or ranks passed different models to `shard`."""
 
 
 class CheckpointError(RingdpError):
@@ -42,11 +42,11 @@ class CommunicationError(RingdpError, RuntimeError):
 
 
 class PeerLost(CommunicationError):
-    """A rank has died, or has closed or aborted the communicator, before the collective's end."""
+    """A rank died, or closed or aborted the communicator, before the collective finished."""
 
 
 class CollectiveTimeout(CommunicationError):
-    """A rank that the collective waited for did not arrive in time."""
+    """The collective waited for a rank that did not arrive in time."""
 
 
 class CollectiveMismatch(CommunicationError):

@@ -1,4 +1,4 @@
-"""What moves where: collective algorithms as data. Pure; needs no device and no process."""
+"""Collective algorithms as data: what moves where. Pure Python; needs no device and no process."""
 
 from ringdp.schedule.algorithms import ALGORITHMS, Collective, schedule
 from ringdp.schedule.contracts import Contract, contract

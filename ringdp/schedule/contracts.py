@@ -1,9 +1,9 @@
-"""What a collective means: the symbolic value of every slot before and after it.
+"""What each collective means: the symbolic value of every slot before and after it.
 
-The value of a slot is the set of inputs that have been summed into it; an input is named by the
-slot (rank, chunk) that held it. A slot that is not listed is undefined before, and free after.
-Rank r owns chunk c where c // (chunks / n) == r: its shard is contiguous.
-all_to_all exchanges shards in place; in all_to_all_v chunk s * n + d goes from rank s to rank d.
+The value of a slot is the set of inputs summed into it; an input is named by the slot (rank, chunk)
+that held it. A slot that is not listed is undefined before and arbitrary after. Rank r owns the
+chunks c with c // (chunks / n) == r, so its shard is contiguous. all_to_all exchanges shards in
+place; in all_to_all_v chunk s * n + d goes from rank s to rank d.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ringdp.errors import ScheduleError
-from ringdp.schedule.algorithms import Collective, check_asked
+from ringdp.schedule.algorithms import Collective, check_collective
 
 Slot = tuple[int, int]  # (rank, chunk)
 Value = frozenset[Slot]
@@ -24,17 +24,17 @@ class Contract(NamedTuple):
 
 
 def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Contract:
-    """The contract of `collective` over n ranks; `root` counts for one to all and all to one.
+    """Return the contract of `collective` over n ranks. `root` only matters if it has a root.
 
-    Raises UsageError for an unknown collective, and for n < 1; ScheduleError for a number of chunks
-    that it cannot have.
+    Raises UsageError if the collective is unknown or n < 1, and ScheduleError if it cannot have so
+    many chunks.
     """
-    check_asked(collective, n)
+    check_collective(collective, n)
     slots = [(r, c) for r in range(n) for c in range(chunks)]
     own = {(r, c): frozenset({(r, c)}) for r, c in slots}
     total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
     whole = {(root, c): own[root, c] for c in range(chunks)}
-    match collective:  # those that need no owner of a chunk
+    match collective:  # those without shards
         case "all_reduce":
             return Contract(own, {(r, c): total[c] for r, c in slots})
         case "broadcast":

@@ -1,17 +1,17 @@
-"""What a schedule costs: α per message, β per byte moved, γ per byte reduced, and a shared bus.
+"""The cost model: α per message, β per byte moved, γ per byte reduced, and a shared bus.
 
     time = call + α · messages + S · (β · moved + γ · reduced + bus · crossing)
          + Σ more · max(S · crossing - end, 0)    over the caches (end, more)
 
-for a buffer of S bytes. The four counts are exact fractions, summed over rounds; a round is as slow
-as its slowest rank, which sends and receives at once (Hockney 1994; Chan et al. 2007). `bus` is the
-time in which a byte crosses what all ranks share: the memory of one host, zero where links are
-separate. There a byte costs `more` from where a cache ends; the last line goes on for ever. All
-chunks cross in one message between two ranks and in one round. `call` is what a call takes,
-whatever it moves: to be issued, taken up by every rank and waited for. Without it a fit to
-algorithms of many messages halves what those of one, as `doubling` on two ranks, take when small.
+for a buffer of S bytes. The four counts are exact fractions, summed over rounds. A round takes as
+long as its slowest rank; a rank sends and receives at once (Hockney 1994; Chan et al. 2007). `bus`
+is seconds per byte over what all ranks share: the memory of one host. It is zero if links are
+separate. Beyond the end of a cache each byte on the bus costs `more`. All chunks that one rank
+sends another in a round are one message. `call` is the fixed time of a call: to be issued, picked
+up by every rank and waited for. Without it, a fit to algorithms with many messages predicts half
+the real time of small calls with a single message, such as `doubling` on two ranks.
 
-Leaves out: local copies, the overlap of rounds that streaming brings, contention of links.
+Leaves out local copies, the overlap of rounds through streaming, and contention of links.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ringdp.errors import UsageError
-from ringdp.schedule.algorithms import ALGORITHMS, Collective, check_asked
+from ringdp.schedule.algorithms import ALGORITHMS, Collective, check_collective
 from ringdp.schedule.algorithms.ring import local_of
 from ringdp.schedule.ir import Round, Schedule
 
 
 class Price(NamedTuple):
-    """Counts to be weighed: messages, and shares of the buffer."""
+    """What an algorithm uses: a number of messages, and bytes as fractions of the buffer."""
 
     messages: int
     moved: Fraction
     reduced: Fraction
-    crossing: Fraction  # by all ranks together
+    crossing: Fraction  # the shared bus, by all ranks together
 
     def __add__(self, other: Price) -> Price:  # type: ignore[override]
         return Price(
@@ -47,31 +47,33 @@ class Price(NamedTuple):
         )
 
     def times(self, share: Fraction | int) -> Price:
-        """The same algorithm on `share` of the buffer."""
+        """Return the price of the same algorithm on `share` of the buffer."""
         return Price(self.messages, *(share * x for x in self[1:]))
 
 
 class Machine(NamedTuple):
-    """Seconds per message, byte moved, byte reduced, byte on the shared bus, and call."""
+    """Seconds per message, per byte moved, per byte reduced, per byte on the bus, and per call."""
 
     alpha: float
     beta: float
     gamma: float
     bus: float = 0.0
     call: float = 0.0
-    caches: tuple[tuple[float, float], ...] = ()  # bytes on the bus, s more for each after them
+    caches: tuple[tuple[float, float], ...] = ()  # (end in bytes, more seconds per byte beyond it)
 
 
 FREE = Price(0, Fraction(0), Fraction(0), Fraction(0))
-LEAST_CACHE = 1 << 20  # bytes on the bus; below, the call takes most of the time
-LEAST_SHARE = 1e-9  # of any measured time; a term that explains less is noise of the arithmetic
+LEAST_CACHE = 1 << 20  # bytes on the bus; below, the call itself takes most of the time
+LEAST_SHARE = 1e-9  # a term that explains a smaller share of every measured time is rounding noise
 
 
 def seconds(price: Price, machine: Machine, size: int, *, among: int = 0) -> float:
-    """The time for a buffer of `size` bytes, one of several that take turns and have `among` bytes
-    together: each pushes the others out of the caches, so a byte costs what it costs in one buffer
-    of so many. (448 MiB on 2 cores of an Intel Xeon with 480 MiB of L3: 71 µs/MB in one buffer, 70
-    in 28, 76 in 448, but 35 where 16 MiB are alone.)
+    """Return the predicted time for a buffer of `size` bytes.
+
+    `among` is the total size of several buffers used in turn, if this is one of them. They evict
+    one another from the caches, so a byte costs what it does in one buffer of `among` bytes.
+    (448 MiB on 2 cores of an Intel Xeon with 480 MiB of L3: 71 µs/MB in one buffer, 70 in 28
+    buffers, 76 in 448; but 35 for a single buffer of 16 MiB.)
     """
     whole = max(size, among, 1)
     each = machine.beta, machine.gamma, machine.bus
@@ -82,7 +84,7 @@ def seconds(price: Price, machine: Machine, size: int, *, among: int = 0) -> flo
 
 
 def price(schedule: Schedule) -> Price:
-    """Counted transfer by transfer."""
+    """Return the price of `schedule`, counted transfer by transfer."""
     return sum((_round(r, schedule.chunks) for r in schedule.rounds), FREE)
 
 
@@ -98,19 +100,19 @@ def _round(transfers: Round, chunks: int) -> Price:
 
 
 def _most(ranks: Iterable[int]) -> int:
-    """How often the rank comes that comes most often."""
+    """Return the count of the most frequent rank."""
     return max(Counter(ranks).values(), default=0)
 
 
-# ---- the same in closed form, for any n
+# ---- closed forms, for any n
 
 
 def closed(collective: Collective, algorithm: str, n: int) -> Price:
-    """What `price` counts, from a formula: fast for n up to 65536 and beyond.
+    """Return the same as `price`, from a formula: fast for n up to 65536 and beyond.
 
-    Raises UsageError if there is no such algorithm or collective, and for n < 1.
+    Raises UsageError if the collective or algorithm is unknown or n < 1.
     """
-    check_asked(collective, n)
+    check_collective(collective, n)
     form = CLOSED.get((collective, algorithm))
     if form is None:
         names = ", ".join(a for c, a in CLOSED if c == collective)
@@ -119,22 +121,22 @@ def closed(collective: Collective, algorithm: str, n: int) -> Price:
 
 
 def choose(collective: Collective, n: int, size: int, machine: Machine) -> str:
-    """The algorithm with the least predicted time for a buffer of `size` bytes on n ranks.
+    """Return the algorithm with the least predicted time for a buffer of `size` bytes on n ranks.
 
-    Raises UsageError if there is no such collective, and for n < 1.
+    Raises UsageError if the collective is unknown or n < 1.
     """
-    check_asked(collective, n)
+    check_collective(collective, n)
     names = [a.name for a in ALGORITHMS if a.collective == collective]
     return min(names, key=lambda name: seconds(closed(collective, name, n), machine, size))
 
 
 def fit(measured: Iterable[tuple[Price, int, float]]) -> Machine:
-    """α, β, γ, the bus, a call and the caches from (price, bytes, seconds) of benchmark rows.
+    """Fit α, β, γ, bus, call and caches to benchmark rows of (price, bytes, seconds).
 
-    Least squares of the relative error, none negative: a term that would come out below zero is
-    left out and the others are fitted again. Terms that the rows cannot tell apart (for two ranks
-    moved, reduced and crossing are in one proportion; of one algorithm and number of ranks, so are
-    messages and calls) share what they explain.
+    Non-negative least squares of the relative error: a term that would come out negative is dropped
+    and the others are fitted again. Terms that the rows cannot separate share what they explain:
+    moved, reduced and crossing are proportional on two ranks, and so are messages and calls in rows
+    of one algorithm and number of ranks.
     """
     rows = list(measured)
     if not rows:
@@ -162,8 +164,10 @@ def fit(measured: Iterable[tuple[Price, int, float]]) -> Machine:
 
 
 def _ends(crossing: Sequence[float]) -> list[float]:
-    """Where a cache may end: at bytes that were measured, with twice as many measured above, or
-    noise would say what all beyond it cost."""
+    """Return the measured bytes at which a cache may end.
+
+    At least twice as many bytes must be measured beyond each, or noise would set the cost there.
+    """
     found, above = list[float](), max(crossing)
     for on in sorted(set(crossing), reverse=True):
         if LEAST_CACHE <= on <= above / 2:
@@ -181,7 +185,7 @@ def _levels(n: int) -> int:
 
 
 def _scattered(n: int, *, reduced: bool, messages: int) -> Price:
-    """Each rank sends and receives n - 1 chunks of n."""
+    """Each rank sends and receives n - 1 of n chunks."""
     return Price(messages, _share(n), _share(n) if reduced else Fraction(0), Fraction(n - 1))
 
 
@@ -194,7 +198,7 @@ def _two_way(n: int, *, reduced: bool) -> Price:
 
 
 def _halving(n: int, *, reduced: bool) -> Price:
-    """By levels: groups fall in two; see `algorithms.halving` for who sends what."""
+    """Level by level, as groups split in two. `algorithms.halving` says who sends what."""
     total, groups = FREE, Counter({n: 1})
     while any(size > 1 for size in groups):
         worst, crossing, next_groups = (0, 0), 0, Counter[int]()
@@ -204,8 +208,8 @@ def _halving(n: int, *, reduced: bool) -> Price:
             if b:
                 next_groups[b] += count
                 crossing += 2 * a * b * count
-                givers = 1 if a == b else 2  # to the last rank of the smaller half
-                worst = (max(worst[0], givers), max(worst[1], a, b * givers))
+                senders = 1 if a == b else 2  # to the last rank of the smaller half
+                worst = (max(worst[0], senders), max(worst[1], a, b * senders))
         moved = Fraction(worst[1], n)
         zero = Fraction(0)
         total += Price(worst[0], moved, moved if reduced else zero, Fraction(crossing, n))
@@ -223,8 +227,10 @@ def _doubling(n: int) -> Price:
 
 
 def _tree(n: int) -> Price:
-    """A parent hears from two children at each level; from one at the top, and at the level below
-    it where its second child would be past the last rank."""
+    """A parent receives from two children at each level.
+
+    At the top it has one child; so it has a level below if the second would be beyond rank n - 1.
+    """
     if n == 1:
         return FREE
     height = _levels(n)
@@ -266,7 +272,7 @@ def _chain(n: int) -> Price:
 
 
 def _star(n: int) -> Price:
-    """Everyone but the root sends it the whole buffer."""
+    """Every rank but the root sends the root the whole buffer."""
     most = Fraction(n - 1)
     return Price(n - 1, most, most, most)
 

@@ -1,9 +1,9 @@
-"""A user's own algorithm: a function n -> Schedule, in hand or in a file, proved before it is used.
+"""User-defined algorithms: a function n -> Schedule, proved before it is used.
 
-An algorithm is asked for by its name, by `FILE.py:function`, or as the function itself; `proved`
-takes all three. What a function returns is checked for its form first (UsageError: it is no
-schedule over n ranks) and then proved (ScheduleError: it is one, and wrong). A file is run from its
-source each time, with no module search: it may import packages, not the files beside it.
+An algorithm is given by its name, as `FILE.py:function`, or as the function itself; `proved` takes
+all three. A function's result is first checked to be a schedule over n ranks (else UsageError), and
+then proved (else ScheduleError). A file is run from source each time, without module search: it can
+import packages, but not the files beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 
 from ringdp.errors import ScheduleError, UsageError
-from ringdp.schedule.algorithms import Collective, check_asked, rooted, schedule
+from ringdp.schedule.algorithms import Collective, check_collective, rooted, schedule
 from ringdp.schedule.contracts import contract
 from ringdp.schedule.ir import Schedule, Transfer, short
 from ringdp.schedule.verify import verify
@@ -25,32 +25,31 @@ Builder = Callable[[int], Schedule]
 
 
 def proved(algorithm: str | Builder, collective: Collective, n: int, root: int = 0) -> Schedule:
-    """The algorithm's schedule for n ranks, which keeps the contract of `collective`.
+    """Return the algorithm's schedule for n ranks, proved to meet the contract of `collective`.
 
-    A function says what happens with root 0; for another `root` the ranks are renamed.
+    A function builds the schedule for root 0; for another `root` the ranks are renamed.
 
-    Raises UsageError where there is no such algorithm, or where a function or its file is missing,
-    raises, or makes something else than a schedule over n ranks. Raises ScheduleError, with the
-    transfer at fault, where the schedule is wrong.
+    Raises UsageError if the algorithm is unknown, or if a function or its file is missing, raises,
+    or returns something other than a schedule over n ranks. Raises ScheduleError, which names the
+    faulty transfer, if the schedule is wrong.
     """
     if isinstance(algorithm, str) and not _is_file(algorithm):
-        made = schedule(collective, algorithm, n, root)
+        plan = schedule(collective, algorithm, n, root)
     else:
-        check_asked(collective, n)
+        check_collective(collective, n)
         builder = load(algorithm) if isinstance(algorithm, str) else algorithm
-        made = _made(builder, name_of(algorithm), n)
-        made = rooted(made, root)
+        plan = rooted(_build(builder, name_of(algorithm), n), root)
     try:
-        verify(made, contract(collective, n, made.chunks, root))
+        verify(plan, contract(collective, n, plan.chunks, root))
     except ScheduleError as error:
         raise ScheduleError(
             f"{name_of(algorithm)} is no {collective} on {n} ranks: {error}"
         ) from None
-    return made
+    return plan
 
 
 def load(where: str) -> Builder:
-    """The function that `FILE.py:function` names. Raises UsageError where there is none."""
+    """Return the function that `FILE.py:function` names. Raises UsageError if there is none."""
     file, _, name = where.rpartition(":")
     if not file:
         raise UsageError(f"{where} names no function; allowed: {where}:function")
@@ -60,7 +59,7 @@ def load(where: str) -> Builder:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
     module = ModuleType(f"ringdp_own_{Path(file).stem}")
     module.__file__ = file
-    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
     try:
         exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
@@ -82,32 +81,32 @@ def _is_function_of(module: ModuleType, value: object) -> bool:
 
 
 def name_of(algorithm: str | Builder) -> str:
-    """A `functools.partial`, for one, has no name, and is called by its repr."""
+    """Return the algorithm's name; for a callable without one, such as a partial, its repr."""
     if isinstance(algorithm, str):
         return algorithm
     return getattr(algorithm, "__qualname__", repr(algorithm))
 
 
-def _made(builder: Builder, name: str, n: int) -> Schedule:
-    """builder(n), with whatever it used for whole numbers made ints."""
+def _build(builder: Builder, name: str, n: int) -> Schedule:
+    """Return builder(n), checked, with all its numbers converted to int."""
     try:
-        made = builder(n)
+        plan = builder(n)
     except (Exception, SystemExit) as error:
         file = getattr(getattr(builder, "__code__", None), "co_filename", "")
         raise UsageError(f"{name}({n}) raised {said(error, file)}") from error
-    if not isinstance(made, Schedule):
-        raise UsageError(f"{name}({n}) returned {short(made)}; allowed: a ringdp.schedule.Schedule")
-    if made.ranks != n:
-        raise UsageError(f"{name}({n}) returned a schedule over {made.ranks} ranks; allowed: {n}")
-    if not isinstance(made.chunks, int) or made.chunks < 1:
+    if not isinstance(plan, Schedule):
+        raise UsageError(f"{name}({n}) returned {short(plan)}; allowed: a ringdp.schedule.Schedule")
+    if plan.ranks != n:
+        raise UsageError(f"{name}({n}) returned a schedule over {plan.ranks} ranks; allowed: {n}")
+    if not isinstance(plan.chunks, int) or plan.chunks < 1:
         raise UsageError(
-            f"{name}({n}) returned a schedule of {short(made.chunks)} chunks; allowed: at least 1"
+            f"{name}({n}) returned a schedule of {short(plan.chunks)} chunks; allowed: at least 1"
         )
     return Schedule(
         n,
-        made.chunks,
+        plan.chunks,
         tuple(
-            tuple(_transfer(t, f"{name}({n})", r) for t in ts) for r, ts in enumerate(made.rounds)
+            tuple(_transfer(t, f"{name}({n})", r) for t in ts) for r, ts in enumerate(plan.rounds)
         ),
     )
 
@@ -124,7 +123,7 @@ def _transfer(t: Transfer, what: str, r: int) -> Transfer:
 
 
 def said(error: BaseException, file: str) -> str:
-    """Its type, its first line, and the last line of `file` that it came through."""
+    """Describe an error: its type, its first line, and the last line of `file` in its traceback."""
     text = (str(error).splitlines() or [""])[0]
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     where = f" (line {lines[-1]})" if lines else ""

@@ -11,17 +11,17 @@ from math import cos, pi, sin
 from ringdp.schedule.ir import Schedule, Transfer
 
 WIDTH = 80  # columns of text
-MOST_A_ROUND = 16  # transfers that the grid of an error shows
-AROUND = 3  # rounds that the grid shows on either side of the marked one
+MOST_A_ROUND = 16  # transfers that the grid shows per round, unless it is to be whole
+AROUND = 3  # rounds that the grid shows before and after the marked one
 
 
 def grid(
     schedule: Schedule, *, here: tuple[int, Transfer] | None = None, whole: bool = False
 ) -> str:
-    """A round a line: `src.chunk +> dst.chunk` for a reduce, `->` for a copy; at most 80 columns.
+    """Draw one line per round, `src.chunk +> dst.chunk` for a reduce and `->` for a copy.
 
-    `here` marks one (round, transfer) with `<-- here`, and leaves out the rounds far from it. More
-    than 16 transfers a round are cut, unless it is to be `whole`.
+    Lines have at most 80 columns. `here` marks one (round, transfer) with `<-- here` and omits the
+    rounds far from it. At most 16 transfers of a round are shown, unless `whole`.
     """
     first = max(0, here[0] - AROUND) if here else 0
     last = here[0] + AROUND + 1 if here else len(schedule.rounds)
@@ -36,7 +36,7 @@ def grid(
 
 
 def _line(r: int, transfers: tuple[Transfer, ...], most: int) -> list[str]:
-    # A transfer is one word to the wrapping: its spaces come back afterwards.
+    # textwrap must not break a transfer: its spaces are replaced and restored below.
     words = [str(t).replace(" ", "\0") for t in transfers[:most]]
     if len(transfers) > len(words):
         words.append(f"...\0{len(transfers) - len(words)}\0more")
@@ -53,11 +53,11 @@ def _line(r: int, transfers: tuple[Transfer, ...], most: int) -> list[str]:
 
 
 def svg(schedule: Schedule, *, columns: int = 3) -> str:
-    """One panel a round, ranks on a circle; an arrow carries the chunks that move.
+    """Draw one panel per round: ranks on a circle, and arrows labelled with the chunks that move.
 
-    Reduces are solid, copies dashed; the colour is the first chunk's. Local transfers are a loop at
-    their rank. A panel with more than three arrows a rank has no labels, of which it would be full,
-    and all arrows but rank 0's are pale: of so many none could be followed.
+    Reduces are solid and copies dashed; the colour is that of the first chunk. A local transfer is
+    a loop at its rank. For legibility a panel with more than three arrows per rank has no labels,
+    and all arrows but rank 0's are pale.
     """
     radius = max(62.0, 32 / sin(pi / max(2, schedule.ranks)))
     loops = any(t.src == t.dst for transfers in schedule.rounds for t in transfers)
@@ -84,10 +84,10 @@ def svg(schedule: Schedule, *, columns: int = 3) -> str:
 
 
 def colour(chunk: int, chunks: int) -> str:
-    """Evenly spread hues, one a chunk; light ones are darker, so that text can be read in them."""
+    """Return the chunk's colour. Hues are evenly spread; light ones are darkened to be legible."""
     hue = 360 * chunk // chunks
     red, green, blue = (x**2.2 for x in hls_to_rgb(hue / 360, 0.38, 0.7))
-    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue  # of white's, as WCAG weighs it
+    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue  # relative luminance (WCAG)
     return f"hsl({hue},70%,{38 * min(1.0, (0.17 / light) ** (1 / 2.2)):.0f}%)"
 
 
@@ -119,8 +119,7 @@ def _place(rank: int, ranks: int, reach: float) -> tuple[float, float]:
 def _arrow(
     transfers: list[Transfer], schedule: Schedule, radius: float, *, labels: bool
 ) -> tuple[str, str]:
-    """All that one rank adds to, or all that it copies to, another in a round: one arrow, and its
-    label."""
+    """Draw the arrow and the label for all reduces, or all copies, from one rank to another."""
     first, chunks = transfers[0], ranges(t.read for t in transfers)
     x0, y0 = _place(first.src, schedule.ranks, radius)
     if first.src == first.dst:
@@ -129,7 +128,7 @@ def _arrow(
         near = (first.src - first.dst) % schedule.ranks in (1, schedule.ranks - 1)
         place = _place(first.dst, schedule.ranks, radius)
         path, at = _bow(x0, y0, *place, near=near, wide=len(chunks) > 2)
-    # Scratch has no colour of its own: it wears that of the chunk at the arrow's other end.
+    # Scratch has no colour: it takes that of the chunk at the other end.
     chunk = (first.read if first.read < schedule.chunks else first.write) % schedule.chunks
     dash = "" if first.reduce else ' stroke-dasharray="5 3"'
     stroke = colour(chunk, schedule.chunks)
@@ -148,25 +147,27 @@ def _arrow(
 def _bow(
     x0: float, y0: float, x1: float, y1: float, *, near: bool, wide: bool
 ) -> tuple[str, tuple[float, float]]:
-    """From circle to circle, bent so that a pair's two directions stay apart; and where its label
-    goes."""
+    """Return the path from circle to circle and the label's position.
+
+    The path is bent, so that the two directions of a pair do not overlap.
+    """
     length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
     ux, uy = (x1 - x0) / length * 17, (y1 - y0) / length * 17
-    # To the left; of those that pass other ranks, both directions inwards, one of them farther.
-    turn = x0 * y1 - y0 * x1  # > 0 where the left is outside
+    # Neighbours bend to the left; others bend inwards in both directions, one of them more.
+    turn = x0 * y1 - y0 * x1  # > 0 if left is outwards
     bend = 0.16 if near else 0.08 if abs(turn) < 1 else -0.04 if turn > 0 else 0.2
     mx, my = (x0 + x1) / 2 + (y1 - y0) * bend, (y0 + y1) / 2 - (x1 - x0) * bend
     path = f"M{x0 + ux:.1f} {y0 + uy:.1f}Q{mx:.1f} {my:.1f} {x1 - ux:.1f} {y1 - uy:.1f}"
     if near:
-        aside = 0.2 if wide and turn > 1 else 0.0  # outside, it need not cover its arrow
+        aside = 0.2 if wide and turn > 1 else 0.0  # outside the circle, clear of the arrow
         return path, (mx + (y1 - y0) * aside, my - (x1 - x0) * aside)
-    # Others cross each other in their middle, so they carry the label nearer to the source.
-    s, m, d = 0.68**2, 2 * 0.68 * 0.32, 0.32**2  # the curve's point at 0.32
+    # Other arrows cross in the middle, so their labels are nearer to the source.
+    s, m, d = 0.68**2, 2 * 0.68 * 0.32, 0.32**2  # the point of the curve at 0.32
     return path, (s * (x0 + ux) + m * mx + d * (x1 - ux), s * (y0 + uy) + m * my + d * (y1 - uy))
 
 
 def _loop(x: float, y: float, radius: float) -> tuple[str, tuple[float, float]]:
-    """Out of a circle and back into it, on the side that looks away from the middle."""
+    """Return the path of a loop on the outer side of a rank, and the label's position."""
     ux, uy = x / radius, y / radius
 
     def point(out: float, aside: float) -> str:
@@ -176,7 +177,7 @@ def _loop(x: float, y: float, radius: float) -> tuple[str, tuple[float, float]]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-2,5` for 0, 1, 2 and 5."""
+    """Format numbers as ranges: 0, 1, 2 and 5 are `0-2,5`."""
     parts: list[list[int]] = []
     for x in sorted(set(numbers)):
         if parts and x == parts[-1][-1] + 1:

@@ -1,10 +1,10 @@
-"""A collective algorithm as data: rounds of transfers, seen from above all ranks at once.
+"""A collective algorithm as data: rounds of transfers that cover all ranks at once.
 
-A schedule says WHAT moves where. It knows no sizes, dtypes, pointers or streams, so it is a value
-that can be compared, cached by (algorithm, n), proved, drawn and run by any transport.
+A schedule says WHAT moves where. It has no sizes, dtypes, pointers or streams, so it is a plain
+value: it can be compared, cached by (algorithm, n), proved, drawn, and run by any transport.
 
 The four combinators (`then`, `beside`, `embed`, `transpose`) build schedules from schedules. They
-check shapes only; `verify` proves what they build.
+check shapes only; `verify` proves the result.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ringdp.errors import ScheduleError, UsageError
 
 
 class Transfer(NamedTuple):
-    """Rank dst's chunk `write` becomes (`+=` if reduce, else `=`) rank src's chunk `read`.
+    """Rank src's chunk `read` is copied to rank dst's chunk `write`, or added to it if `reduce`.
 
-    `src == dst` is local: nothing is sent. Chunk indices >= `Schedule.chunks` are scratch.
+    If `src == dst`, the transfer is local: nothing is sent. Chunk indices >= `Schedule.chunks` are
+    scratch.
     """
 
     src: int
@@ -38,14 +39,13 @@ Round = tuple[Transfer, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """`rounds` of transfers that may happen at once, over `ranks` ranks of `chunks` chunks each.
+    """Rounds of transfers over `ranks` ranks with `chunks` chunks each.
 
-    Within a round every read sees the slots as they were before it, and no slot is both read and
-    written, so the order of transfers matters in one case only: several reduces into one slot are
-    folded in the order in which they are listed.
+    The transfers of a round may happen at once. Every read sees the slots as they were before the
+    round, and no slot is both read and written. So the order of transfers matters in one case only:
+    several reduces into one slot are folded in the order listed.
 
-    Rounds may be given as other sequences. Raises UsageError for what is no sequence of sequences
-    of Transfers.
+    `rounds` may be any sequence of sequences of Transfers. Raises UsageError if it is not one.
     """
 
     ranks: int
@@ -57,12 +57,12 @@ class Schedule:
 
     @property
     def scratch(self) -> int:
-        """Scratch chunks that a rank needs beside its `chunks` chunks."""
+        """The number of scratch chunks that a rank needs besides its `chunks` chunks."""
         used = (max(t.read, t.write) for r in self.rounds for t in r)
         return max(0, max(used, default=-1) + 1 - self.chunks)
 
     def then(self, after: Schedule) -> Schedule:
-        """This schedule, and after it `after` on the same chunks."""
+        """Run this schedule, then `after`, on the same chunks."""
         if (self.ranks, self.chunks) != (after.ranks, after.chunks):
             raise ScheduleError(
                 f"then() joins schedules over the same ranks and chunks: {self.ranks} x "
@@ -71,32 +71,32 @@ class Schedule:
         return Schedule(self.ranks, self.chunks, self.rounds + after.rounds)
 
     def beside(self, other: Schedule) -> Schedule:
-        """Both at once on disjoint chunks: chunk c of `other` becomes chunk `self.chunks + c`."""
+        """Run both at once on disjoint chunks: chunk c of `other` becomes `self.chunks + c`."""
         if self.ranks != other.ranks:
             raise ScheduleError(
                 f"beside() joins schedules over the same ranks: {self.ranks} and {other.ranks}"
             )
         chunks = self.chunks + other.chunks
-        mine = [c if c < self.chunks else c + other.chunks for c in range(self._slots)]
-        theirs = [
+        own = [c if c < self.chunks else c + other.chunks for c in range(self._slots)]
+        others = [
             c + self.chunks if c < other.chunks else c + self.chunks + self.scratch
             for c in range(other._slots)
         ]
         ranks = range(self.ranks)
         return Schedule.together(
             [
-                Schedule(self.ranks, chunks, tuple(_rename(r, ranks, mine) for r in self.rounds)),
+                Schedule(self.ranks, chunks, tuple(_rename(r, ranks, own) for r in self.rounds)),
                 Schedule(
-                    self.ranks, chunks, tuple(_rename(r, ranks, theirs) for r in other.rounds)
+                    self.ranks, chunks, tuple(_rename(r, ranks, others) for r in other.rounds)
                 ),
             ]
         )
 
     @staticmethod
     def together(parts: Sequence[Schedule]) -> Schedule:
-        """All at once on the same ranks and chunks: round r is every part's round r.
+        """Run all `parts` at once, on the same ranks and chunks: round r is every part's round r.
 
-        For parts that touch different slots, as the rings inside different nodes do.
+        The parts must touch different slots, as the rings inside different nodes do.
         """
         shapes = {(p.ranks, p.chunks) for p in parts}
         if len(shapes) != 1:
@@ -112,12 +112,12 @@ class Schedule:
         *,
         into: tuple[int, int] | None = None,
     ) -> Schedule:
-        """The same algorithm under other names: rank r becomes `ranks[r]`, chunk c `chunks[c]`.
+        """Rename ranks and chunks: rank r becomes `ranks[r]`, chunk c becomes `chunks[c]`.
 
-        `into` is the (ranks, chunks) of the schedule that holds it, by default this schedule's
-        own: a reversed ring is `ring.embed(range(n)[::-1], range(n)[::-1])`, a ring inside one
-        node of eight is `ring.embed([4, 5, 6, 7], range(4), into=(8, 4))`. Scratch stays scratch.
-        Where `chunks[c]` is a sequence, chunk c is cut into those, and each transfer with it.
+        `into` is the (ranks, chunks) of the resulting schedule, by default those of this one. A
+        reversed ring is `ring.embed(range(n)[::-1], range(n)[::-1])`; a ring on the last four of
+        eight ranks is `ring.embed([4, 5, 6, 7], range(4), into=(8, 4))`. Scratch stays scratch.
+        If `chunks[c]` is a sequence, chunk c is split into those chunks, and so is each transfer.
         """
         n, c = into or (self.ranks, self.chunks)
         pieces = [[x] if isinstance(x, int) else list(x) for x in chunks]
@@ -140,11 +140,11 @@ class Schedule:
         )
 
     def transpose(self) -> Schedule:
-        """Reverse time, swap source and destination, swap reduce and copy.
+        """Reverse the rounds, swap source and destination, and swap reduce and copy.
 
-        See each transfer as a matrix; this is the transpose of their product. It turns a proved
-        reduce-scatter into an all-gather and a broadcast into a reduce. It is exact only where a
-        slot that was reduced from is dead afterwards: transpose, then verify.
+        If each transfer is a matrix, this is the transpose of their product. It turns a
+        reduce-scatter into an all-gather and a broadcast into a reduce. It is exact only if a slot
+        is dead once it has been the source of a reduce, so verify the result.
         """
         return Schedule(
             self.ranks,
@@ -161,7 +161,7 @@ class Schedule:
 
 
 def short(value: object) -> str:
-    """Its repr, in one line that fits into another."""
+    """Return repr(value) on one line, cut to 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 

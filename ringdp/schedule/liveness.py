@@ -1,12 +1,12 @@
-"""Can the programs stall when every rank runs its rows in order over bounded FIFOs?
+"""Decides whether programs can stall when every rank runs its rows in order over bounded FIFOs.
 
-One event a row: its completion. It comes after the row before it, after the row that sent what it
-receives, and after the row that freed the slot it sends into (the receive `depth` messages
-earlier on that channel). The programs run to their end iff these events have an order, which
-Kahn's algorithm finds (Kahn 1962). A streaming row holds its incoming slot until it has sent.
+Each row is one event, its completion. It comes after the previous row, after the row that sent what
+it receives, and after the row that freed the slot it sends into (the receive `depth` messages
+earlier on that channel). The programs finish iff these events have a topological order, which is
+checked with Kahn's algorithm (1962). A streaming row holds its incoming slot until it has sent.
 
-A depth that serves one pass serves any number: order the passes one after the other.
-Executors that post whole rounds at once cannot stall and need none of this.
+A depth that suffices for one pass suffices for any number, since passes can run one after another.
+Executors that post whole rounds at once cannot stall and do not need this check.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from ringdp.errors import ScheduleError
 from ringdp.schedule.program import NONE, Program
 
 Event = tuple[int, int]  # (rank, row)
-Channels = dict[tuple[int, int], list[Event]]  # by who sends and who receives
+Channels = dict[tuple[int, int], list[Event]]  # by (sender, receiver)
 
 
 def fifo_depth(programs: Sequence[Program]) -> int:
-    """The least number of slots per channel with which `programs` cannot stall (at least 1).
+    """Return the least number of slots per channel with which `programs` cannot stall (at least 1).
 
-    Raises ScheduleError if no depth serves: a receive has no send, or the ranks wait in a circle.
+    Raises ScheduleError if no depth suffices: sends and receives do not match, or the ranks wait
+    in a cycle.
     """
     sends, receives = _channels(programs)
     most = max((len(s) for s in sends.values()), default=1)
@@ -35,13 +36,15 @@ def fifo_depth(programs: Sequence[Program]) -> int:
 
 
 def fits(programs: Sequence[Program], depth: int) -> bool:
-    """Whether they cannot stall with so many slots per channel. Raises ScheduleError where a
-    receive has no send."""
+    """Return whether `programs` cannot stall with `depth` slots per channel.
+
+    Raises ScheduleError if sends and receives do not match.
+    """
     return _ends(programs, *_channels(programs), depth)
 
 
 def _channels(programs: Sequence[Program]) -> tuple[Channels, Channels]:
-    """What each one sends, and receives, in order."""
+    """Return the sends and the receives of every channel, in order."""
     sends: Channels = defaultdict(list)
     receives: Channels = defaultdict(list)
     for p in programs:
@@ -61,6 +64,7 @@ def _channels(programs: Sequence[Program]) -> tuple[Channels, Channels]:
 
 
 def _ends(programs: Sequence[Program], sends: Channels, receives: Channels, depth: int) -> bool:
+    """Return whether all events have a topological order."""
     after: dict[Event, list[Event]] = defaultdict(list)
     waits: dict[Event, int] = {(p.rank, i): 0 for p in programs for i in range(len(p.rows))}
 

@@ -1,14 +1,14 @@
 """One rank's part of a schedule, as rows that a transport interprets in order.
 
-A row receives, combines, stores and sends, each if it says so:
+A row may receive, reduce, store and send:
 
-    value = received from recv_peer, or chunk src_chunk where there is no recv_peer
+    value = received from recv_peer, or chunk src_chunk if there is no recv_peer
     if REDUCE: value = chunk dst_chunk + value
     if STORE:  chunk dst_chunk = value
     if send_peer: send value
 
-Every NCCL primitive is a corner of that, and `name` derives NCCL's names from a row. Messages
-between two ranks arrive in the order in which they were sent, so rows carry no tags.
+Every NCCL primitive is a special case, and `Row.name` derives NCCL's name from a row. Messages
+between two ranks arrive in the order sent, so rows carry no tags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def reads(self) -> set[int]:
-        """Chunks whose old value matters."""
+        """The chunks that the row reads."""
         source = {self.src_chunk} if self.recv_peer == NONE else set()
         return source | ({self.dst_chunk} if self.flags & REDUCE else set())
 
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """NCCL's name: recv, send, recv_reduce_copy_send, ... (`copy` and `reduce` are local)."""
+        """NCCL's name: recv, send, recv_reduce_copy_send, ...; `copy` and `reduce` are local."""
         parts = ["recv"] if self.recv_peer != NONE else []
         parts += ["reduce"] if self.flags & REDUCE else []
         if self.flags & STORE and (self.send_peer != NONE or self.flags & REDUCE or not parts):
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Rows of rank `rank`, int32[rows, 6], that do what `schedule` says of it."""
+    """The rows, int32[rows, 6], that carry out the part of `rank` in `schedule`."""
 
     rank: int
     schedule: Schedule
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def chunks(self) -> int:
-        """Of a buffer; scratch is more."""
+        """The number of chunks in a buffer, without scratch."""
         return self.schedule.chunks
 
     @cached_property
@@ -87,19 +87,21 @@ class Program:
 
     @cached_property
     def touched(self) -> frozenset[int]:
-        """Chunks that the rows name, or that scratch is as long as: only they need be there."""
+        """The chunks that need memory: those that rows name, or that give scratch its length."""
         named = {int(c) for c in self.rows[:, 3:5].flat if 0 <= c < self.chunks}
         return frozenset(named | set(self.incoming.values()))
 
     @cached_property
     def changes(self) -> bool:
-        """Whether it stores into a chunk that is not scratch."""
+        """Whether the program stores into a chunk that is not scratch."""
         return any(c < self.chunks for row in self for c in row.writes)
 
     @cached_property
     def incoming(self) -> Mapping[tuple[int, int], int]:
-        """[round, c]: the chunk as long as what scratch chunk c receives there, for those who must
-        know it before."""
+        """Maps (round, scratch chunk c) to the chunk that has the length of what c receives then.
+
+        For transports that must know the length of a message before it arrives.
+        """
         return {
             (r, t.write): source
             for r, t, source, target in _sized(self.schedule)
@@ -108,16 +110,20 @@ class Program:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of chunks that must be equally long: what one holds is somewhere copied over, or
-        added to, the other. Of our own schedules only in an all_to_all, whose parts are."""
+        """Pairs of chunks that must have equal lengths, since one is copied or added to the other.
+
+        Of the built-in schedules only all_to_all has any, and its parts are equal.
+        """
         pairs = {(a, b) for _, _, a, b in _sized(self.schedule) if b not in (None, a)}
         return tuple(sorted(pairs))
 
     @cached_property
     def staged(self) -> int:
-        """The most chunks that any rank has beside its own, of what others have sent it: scratch,
-        and what is to be added to a chunk, which it is when that is read."""
-        most, staged = 0, [Counter[int]() for _ in range(self.ranks)]  # by the chunk written
+        """The largest number of received chunks that any rank holds besides its own chunks.
+
+        These are scratch, and data to be reduced into a chunk, which happens when it is next read.
+        """
+        most, staged = 0, [Counter[int]() for _ in range(self.ranks)]  # [rank][chunk written]
         for transfers in self.schedule.rounds:
             for t in transfers:
                 if t.read < self.chunks:
@@ -134,21 +140,21 @@ def _table(rows: Iterable[Row]) -> NDArray[np.int32]:
 
 
 def project(schedule: Schedule, rank: int) -> Program:
-    """The rows of `rank`.
+    """Return the program of `rank`: its rows, not fused.
 
-    Within a round the k-th message of every channel has turn k; in a turn sends go before receives.
-    All ranks then agree on an order in which each send finds the slot of the one before it free, so
-    FIFOs of one slot suffice. Only reduces into one slot, which keep the order in which they are
-    listed, can put off a receive to a later turn than its send's.
+    Within a round the k-th message of every channel has turn k, and in a turn sends come before
+    receives. So there is an order over all ranks in which each send finds the slot of the previous
+    one free: FIFOs of one slot suffice. The exception is several reduces into one slot: they keep
+    the order listed, which can move a receive to a later turn than its send.
 
-    Raises UsageError for a rank that the schedule does not have.
+    Raises UsageError if the schedule has no such rank.
     """
     if not 0 <= rank < schedule.ranks:
         raise UsageError(f"rank is {rank}; allowed: 0 to {schedule.ranks - 1}")
     rows: list[Row] = []
     for r, transfers in enumerate(schedule.rounds):
         timed: list[tuple[int, bool, Row]] = []
-        turns: Counter[tuple[str, int]] = Counter()  # the next turn of a channel, of a slot
+        turns: Counter[tuple[str, int]] = Counter()  # the next turn of each channel and slot
 
         def turn(transfer: Transfer, turns: Counter[tuple[str, int]] = turns) -> int:
             channel, slot = ("from", transfer.src), ("slot", transfer.write)
@@ -170,11 +176,14 @@ def project(schedule: Schedule, rank: int) -> Program:
 
 
 def _sized(schedule: Schedule) -> Iterator[tuple[int, Transfer, int, int | None]]:
-    """Every transfer with its round, and the chunks as long as what it reads and what it writes to:
-    None for scratch that it copies to, which takes any length."""
-    like: dict[tuple[int, int], int] = {}  # of scratch: by rank and chunk
+    """Yield (round, transfer, source, target) for every transfer.
+
+    `source` and `target` are buffer chunks with the lengths of the slot read and the slot written.
+    `target` is None for a copy to scratch, which takes any length.
+    """
+    like: dict[tuple[int, int], int] = {}  # (rank, scratch chunk) -> a chunk of that length
     for r, transfers in enumerate(schedule.rounds):
-        for t in transfers:  # none of which reads what another writes
+        for t in transfers:  # none reads a slot that another writes
             source, slot = like.get((t.src, t.read), t.read), (t.dst, t.write)
             copied = t.write >= schedule.chunks and not t.reduce
             yield r, t, source, None if copied else like.get(slot, t.write)
@@ -183,15 +192,15 @@ def _sized(schedule: Schedule) -> Iterator[tuple[int, Transfer, int, int | None]
 
 
 def fuse(program: Program, live: Iterable[int] | None = None) -> Program:
-    """The same effect in fewer rows and fewer passes over memory.
+    """Return an equivalent program with fewer rows and fewer passes over memory.
 
-    1. A row that receives into chunk c and the later send of c become one streaming row.
-    2. A row that receives into scratch and the later row that alone reads it become one.
+    1. A row that receives into chunk c and a later send of c become one streaming row.
+    2. A row that receives into scratch and the only row that reads it become one.
     3. A store that is overwritten before it is read is dropped.
 
-    A row moves only across rows that neither touch its chunk nor use its channel: a send hoisted
+    A row moves only across rows that neither touch its chunk nor use its channel: moving a send
     past another send to the same peer would swap two messages. The fused ring all-reduce has
-    2n - 1 rows, as NCCL's. `live` are the chunks whose value counts at the end, by default all.
+    2n - 1 rows, like NCCL's. `live` are the chunks whose final value matters, by default all.
     """
     rows = _join_recv_send(_join_recv_read(list(program), program.chunks))
     return program.with_rows(
@@ -205,7 +214,9 @@ def _join_recv_send(rows: list[Row]) -> list[Row]:
         if row.recv_peer == NONE and row.send_peer != NONE:
             at = _last(out, sends_to=row.send_peer, writes=row.src_chunk)
             if at is not None and out[at].recv_peer != NONE == out[at].send_peer:
-                out[at] = out[at]._replace(send_peer=row.send_peer)  # it receives what `row` sends
+                out[at] = out[at]._replace(
+                    send_peer=row.send_peer
+                )  # out[at] receives row.src_chunk
                 continue
         out.append(row)
     return out
@@ -239,7 +250,7 @@ def _drop_dead_stores(rows: list[Row], live: set[int]) -> list[Row]:
 def _last(
     rows: list[Row], *, sends_to: int = NONE, receives_from: int = NONE, writes: int = NONE
 ) -> int | None:
-    """Index of the last row that uses that channel or writes that chunk."""
+    """Return the index of the last row that uses the channel or writes the chunk, or None."""
     for at in range(len(rows) - 1, -1, -1):
         row = rows[at]
         if (

@@ -1,8 +1,7 @@
-"""A replay of a schedule: one HTML file that steps through the rounds, and needs nothing else.
+"""Replays a schedule in one self-contained HTML file that steps through the rounds.
 
-What a slot holds after a round is what the proof says it holds: the page shows the states that
-`verify` walks through, and computes none of its own. The page is replay.html, with the schedule put
-in as JSON. It leaves out time: all rounds look equally long.
+The page shows the states that `verify` steps through, and computes none of its own. It is
+replay.html with the schedule inserted as JSON. It does not show time: all rounds look equally long.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from ringdp.schedule.ir import Schedule
 from ringdp.schedule.verify import states
 
 PAGE, HEAD = (Path(__file__).with_name(f"{name}.html") for name in ("replay", "head"))
-MOST_SLOTS = 4096  # ring all-reduce up to 64 ranks; a browser still steps through it at once
+MOST_SLOTS = 4096  # a ring all-reduce of 64 ranks; browsers still step through it without delay
 
 
 def html(schedule: Schedule, collective: Collective, *, title: str | None = None) -> str:
-    """The page. `#round=3` behind its address opens it at round 3.
+    """Return the page. Append `#round=3` to its URL to open it at round 3.
 
-    Raises UsageError for more than 4096 slots, and ScheduleError where a transfer breaks a rule.
+    Raises UsageError if there are more than 4096 slots, and ScheduleError if a transfer breaks a
+    rule.
     """
     slots = schedule.chunks + schedule.scratch
     if schedule.ranks * slots > MOST_SLOTS:
@@ -44,7 +44,7 @@ def html(schedule: Schedule, collective: Collective, *, title: str | None = None
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
-    """`page` below our pages' head, with the parts in the place of their names in {{ and }}."""
+    """Return `page` with {{head}} replaced by head.html, and {{name}} by parts[name]."""
     before, *pieces = page.replace("{{head}}", HEAD.read_text(encoding="utf-8")).split("{{")
     return before + "".join(
         parts[name] + rest for name, _, rest in (p.partition("}}") for p in pieces)
@@ -52,7 +52,8 @@ def filled(page: str, parts: Mapping[str, str]) -> str:
 
 
 def _data(schedule: Schedule, collective: Collective) -> dict[str, object]:
-    """Slot (rank, chunk) is the number rank · slots + chunk; a value is a place in `values`."""
+    """Return the page's data. Slot (rank, chunk) is rank · slots + chunk; a value is an index
+    into `values`."""
     slots = schedule.chunks + schedule.scratch
     places: dict[Value, int] = {}
 

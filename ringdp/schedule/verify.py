@@ -1,13 +1,13 @@
-"""Proof that a schedule meets a contract, by running it on sets instead of numbers.
+"""Proves that a schedule meets a contract, by running it on sets instead of numbers.
 
-Rules, checked in every round, so that the error names the transfer at fault:
-- a transfer reads a defined slot, and a reduce adds to one;
-- no slot is both read and written in a round, copied to twice, or copied to and reduced into;
-- a reduce joins disjoint sets: no input is ever counted twice;
-- at the end every slot holds what the contract says; of one that does not, the error names the
-  transfer that wrote there last.
+The rules are checked in every round, so an error names the transfer at fault:
+- A transfer reads a defined slot, and a reduce adds to a defined slot.
+- In a round no slot is both read and written, copied to twice, or both copied to and reduced into.
+- A reduce joins disjoint sets: no input is counted twice.
+- At the end every slot holds what the contract says. If one does not, the error names the last
+  transfer that wrote to it.
 
-A proof is for one n, and for all data, sizes and dtypes.
+A proof holds for one n, and for all data, sizes and dtypes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 
 def verify(schedule: Schedule, promise: Contract | Collective) -> None:
-    """Raise ScheduleError, with the guilty transfer, unless `schedule` keeps `promise`."""
+    """Raises ScheduleError, which names the faulty transfer, unless `schedule` meets `promise`."""
     if isinstance(promise, str):
         promise = contract(promise, schedule.ranks, schedule.chunks)
     (state,) = deque(states(schedule, promise.before), maxlen=1)  # the last
@@ -38,7 +38,10 @@ def verify(schedule: Schedule, promise: Contract | Collective) -> None:
 
 
 def states(schedule: Schedule, before: State) -> Iterator[State]:
-    """`before`, then the state after every round; ScheduleError at the first guilty transfer."""
+    """Yield `before`, then the state after each round.
+
+    Raises ScheduleError at the first transfer that breaks a rule.
+    """
     state = dict(before)
     yield state
     for r, transfers in enumerate(schedule.rounds):
@@ -49,7 +52,7 @@ def states(schedule: Schedule, before: State) -> Iterator[State]:
 def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: State) -> State:
     reads = {(t.src, t.read) for t in transfers}
     after = dict(state)
-    written: dict[Slot, bool] = {}  # slot -> was it a reduce
+    written: dict[Slot, bool] = {}  # slot -> whether by a reduce
     for t in transfers:
         source, target = (t.src, t.read), (t.dst, t.write)
 
@@ -79,7 +82,7 @@ def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: S
 
 
 def _last_write(schedule: Schedule, slot: Slot) -> tuple[tuple[int, Transfer] | None, str]:
-    """The last (round, transfer) into `slot`, if there is one, and in words."""
+    """Return the last (round, transfer) that wrote to `slot`, or None, and a description of it."""
     writes = [
         (r, t) for r, ts in enumerate(schedule.rounds) for t in ts if (t.dst, t.write) == slot
     ]
@@ -95,7 +98,7 @@ def _place(schedule: Schedule, slot: Slot) -> str:
 
 
 def _text(value: Value | None) -> str:
-    """`1.0+2.0` for the inputs of ranks 1 and 2 in chunk 0."""
+    """Format a value: `1.0+2.0` is the inputs of ranks 1 and 2 in chunk 0."""
     if not value:
         return "nothing"
     return "+".join(f"{rank}.{chunk}" for rank, chunk in sorted(value))

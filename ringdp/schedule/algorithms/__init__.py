@@ -1,6 +1,6 @@
-"""The algorithms by name: short pure functions n -> Schedule, one file a family.
+"""The table of algorithms by name: pure functions n -> Schedule, one file per family.
 
-A name may carry a parameter, as in `hierarchical:4` (four ranks a node).
+A name may carry a parameter: `hierarchical:4` has four ranks per node.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 class Algorithm(NamedTuple):
-    """What it does, under which name, and the function n -> Schedule."""
+    """One row of the table: the collective, the algorithm's name and the function to build it."""
 
     collective: Collective
     name: str
     build: Callable[[int], Schedule]
-    at_root: Callable[[int, int], Schedule] | None = None  # (n, root), where it is no renaming
+    # (n, root) -> Schedule, if another root takes more than renaming the ranks.
+    at_root: Callable[[int, int], Schedule] | None = None
 
 
 ALGORITHMS = (
@@ -70,13 +71,14 @@ ALGORITHMS = (
 
 @cache
 def schedule(collective: Collective, algorithm: str, n: int, root: int = 0) -> Schedule:
-    """The schedule of that name for n ranks. Not proved: see `verify`.
+    """Return the named algorithm's schedule for n ranks. It is not proved here: see `verify`.
 
-    `root` counts for the collectives that have one.
+    `root` only matters for collectives that have one.
 
-    Raises UsageError for an unknown collective or algorithm, n < 1, or an n that it can't serve.
+    Raises UsageError if the collective or algorithm is unknown, if n < 1, or if the algorithm does
+    not support n ranks.
     """
-    check_asked(collective, n)
+    check_collective(collective, n)
     for a in ALGORITHMS:
         if (a.collective, a.name) == (collective, algorithm):
             return a.at_root(n, root) if a.at_root else rooted(a.build(n), root)
@@ -89,8 +91,8 @@ def schedule(collective: Collective, algorithm: str, n: int, root: int = 0) -> S
     )
 
 
-def check_asked(collective: str, n: int) -> None:
-    """Raises UsageError for an unknown collective, and for n < 1."""
+def check_collective(collective: str, n: int) -> None:
+    """Raises UsageError if the collective is unknown or n < 1."""
     if n < 1:
         raise UsageError(f"a collective needs at least 1 rank, got {n}")
     if collective not in COLLECTIVES:
@@ -98,7 +100,7 @@ def check_asked(collective: str, n: int) -> None:
 
 
 def rooted(plan: Schedule, root: int) -> Schedule:
-    """`plan`, made for root 0, with rank r renamed r + root, and its shard with it (mod n)."""
+    """Rename the ranks of `plan`, built for root 0: r becomes r + root mod n, and so do shards."""
     if root == 0:
         return plan
     n, each = plan.ranks, plan.chunks // plan.ranks if plan.chunks % plan.ranks == 0 else 0

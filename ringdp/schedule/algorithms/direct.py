@@ -1,6 +1,6 @@
-"""Direct: everyone sends to everyone at once.
+"""Direct algorithms: every rank sends to every other rank at once.
 
-Chunk c of n is owned by rank c.
+Rank c owns chunk c.
 """
 
 from __future__ import annotations
@@ -11,77 +11,78 @@ from ringdp.schedule.ir import Round, Schedule, Transfer
 
 
 def direct_reduce_scatter(n: int) -> Schedule:
-    """Everyone sends chunk c to rank c, which then folds the parts in rank order.
+    """Every rank sends chunk c to rank c, which then folds the parts in rank order.
 
-    One round that sends, (n-1)/n S, and n scratch chunks. Rank order makes the rounding of an
-    element independent of chunk boundaries: this is what gives the same bits for every bucket size.
+    One round sends, (n-1)/n S; n scratch chunks. Because of the rank order, an element's rounding
+    does not depend on chunk boundaries: the bits are the same for every bucket size.
     """
     exchange = _exchange(n)
     return Schedule(n, n, _nonempty(exchange, *_fold(n, {r: r for r in range(n)}, n)))
 
 
 def direct_reduce(n: int, root: int = 0) -> Schedule:
-    """Everyone sends its buffer to the root, which folds them in rank order.
+    """Every rank sends its buffer to the root, which folds them in rank order.
 
-    One round that sends: S from every rank, (n-1) S to the root. The order of additions is that of
-    ranks whatever the root, so that the result has the bits of a direct all_reduce.
+    One round sends: S from every rank, (n-1) S to the root. The fold is in rank order whatever the
+    root, so the result has the bits of a direct all_reduce.
     """
     inward = tuple(Transfer(r, root, 0, 1 + r, reduce=False) for r in range(n) if r != root)
     return Schedule(n, 1, _nonempty(inward, *_fold(n, {root: 0}, 1)))
 
 
 def direct_gather(n: int) -> Schedule:
-    """Everyone sends its chunk to rank 0. One round, S/n sent by each, (n-1)/n S received there."""
+    """Every rank sends its chunk to rank 0. One round: S/n from each rank, (n-1)/n S to rank 0."""
     return Schedule(n, n, _nonempty(tuple(Transfer(r, 0, r, r, False) for r in range(1, n))))
 
 
 def direct_scatter(n: int) -> Schedule:
-    """Rank 0 sends every rank its chunk. One round, (n-1)/n S sent by it."""
+    """Rank 0 sends every rank its chunk. One round: (n-1)/n S from rank 0."""
     return Schedule(n, n, _nonempty(tuple(Transfer(0, r, r, r, False) for r in range(1, n))))
 
 
 def direct_all_gather(n: int) -> Schedule:
-    """Everyone sends its chunk to everyone. One round, (n-1)/n S sent."""
+    """Every rank sends its chunk to every other rank. One round, (n-1)/n S sent."""
     sends = tuple(Transfer(src, dst, src, src, reduce=False) for src, dst in _pairs(n))
     return Schedule(n, n, _nonempty(sends))
 
 
 def direct_all_reduce(n: int) -> Schedule:
-    """Direct reduce-scatter, then direct all-gather: two rounds that send, 2(n-1)/n S."""
+    """Direct reduce-scatter, then direct all-gather. Two rounds send, 2(n-1)/n S."""
     return direct_reduce_scatter(n).then(direct_all_gather(n))
 
 
 def direct_broadcast(n: int) -> Schedule:
-    """Rank 0 sends chunk c to rank c, then everyone sends its chunk to the ranks that lack it."""
+    """Rank 0 sends chunk c to rank c; then every rank sends its chunk to the ranks that lack it."""
     scatter = tuple(Transfer(0, c, c, c, reduce=False) for c in range(1, n))
     spread = tuple(Transfer(src, dst, src, src, reduce=False) for src, dst in _pairs(n) if dst)
     return Schedule(n, n, _nonempty(scatter, spread))
 
 
 def direct_all_to_all(n: int) -> Schedule:
-    """Everyone sends everyone its chunk at once: one round that sends, (n-1)/n S.
+    """Every rank sends each other rank its chunk at once. One round sends, (n-1)/n S.
 
-    What arrives waits in scratch until the chunk whose place it takes has been sent, so the last
+    A received chunk stays in scratch until the chunk that it replaces has been sent, so the last
     round is local.
     """
-    return Schedule(n, n, _nonempty(_exchange(n), _settle(n)))
+    return Schedule(n, n, _nonempty(_exchange(n), _from_scratch(n)))
 
 
 def pairwise_all_to_all(n: int) -> Schedule:
-    """In round s rank r sends its chunk for rank r + s there: n - 1 rounds, (n-1)/n S sent.
+    """The direct all_to_all with one partner per round: n - 1 rounds, (n-1)/n S sent.
 
-    The direct one, a partner at a time (Thakur, Rabenseifner & Gropp 2005, pairwise exchange).
+    In the s-th round rank r sends rank r + s its chunk (pairwise exchange; Thakur, Rabenseifner &
+    Gropp 2005).
     """
     sends = _exchange(n)
     rounds = [sends[s * n : (s + 1) * n] for s in range(n - 1)]
-    return Schedule(n, n, _nonempty(*rounds, _settle(n)))
+    return Schedule(n, n, _nonempty(*rounds, _from_scratch(n)))
 
 
 def direct_all_to_all_v(n: int) -> Schedule:
-    """Chunk s * n + d goes from rank s to rank d: one round.
+    """Rank s sends rank d chunk s * n + d. One round.
 
-    Every pair has a chunk of its own, which may have any size, 1/n^2 S on average, of which a rank
-    sends n-1. It only touches those that it sends or receives, so it needs room for no others.
+    Every pair has its own chunk of any size, on average S/n^2, and a rank sends n-1 of them. A rank
+    touches only the chunks that it sends or receives, so it needs memory for no others.
     """
     sends = tuple(
         Transfer(src, dst, src * n + dst, src * n + dst, reduce=False) for src, dst in _pairs(n)
@@ -90,28 +91,28 @@ def direct_all_to_all_v(n: int) -> Schedule:
 
 
 def _exchange(n: int) -> Round:
-    """Everyone sends chunk c to rank c, where the part of rank r waits in scratch chunk n + r."""
+    """Every rank sends chunk c to rank c, which stores rank r's part in scratch chunk n + r."""
     return tuple(Transfer(src, dst, dst, n + src, reduce=False) for src, dst in _pairs(n))
 
 
 def _pairs(n: int) -> Iterator[tuple[int, int]]:
-    """(src, dst), all of them: first of every rank and the next one, then the one after that."""
+    """Yield every pair (src, dst), src != dst: first all (r, r + 1), then all (r, r + 2), ..."""
     return ((src, (src + shift) % n) for shift in range(1, n) for src in range(n))
 
 
-def _settle(n: int) -> Round:
-    """Everyone copies the parts that wait in scratch home."""
+def _from_scratch(n: int) -> Round:
+    """Every rank copies the received parts from scratch to their chunks."""
     return tuple(
         Transfer(r, r, n + q, q, reduce=False) for r in range(n) for q in range(n) if q != r
     )
 
 
 def _fold(n: int, owned: dict[int, int], scratch: int) -> tuple[Round, Round]:
-    """Every owner adds the parts of its chunk in rank order: its own, and in chunk `scratch` + r
-    that of rank r.
+    """Return the rounds in which each owner folds the parts of its chunk in rank order.
 
-    Addition commutes, so rank 1 may start the fold from its own part, as rank 0 does; the others
-    start it in the scratch chunk of rank 0's part and copy the result home.
+    `owned` maps each owner to its chunk, which holds its own part; scratch chunk `scratch` + r
+    holds rank r's. Rank 0 folds into its own part. So does rank 1, since addition commutes. The
+    others fold into the scratch chunk of rank 0's part and copy the result to their chunk.
     """
 
     def part(owner: int, rank: int) -> int:
@@ -124,10 +125,10 @@ def _fold(n: int, owned: dict[int, int], scratch: int) -> tuple[Round, Round]:
         for rank in range(n)
         if rank != first[owner]
     )
-    home = tuple(
+    copies = tuple(
         Transfer(owner, owner, scratch, owned[owner], reduce=False) for owner in owned if owner > 1
     )
-    return fold, home
+    return fold, copies
 
 
 def _nonempty(*rounds: Round) -> tuple[Round, ...]:

@@ -1,9 +1,9 @@
-"""Recursive halving and doubling: logarithmic rounds.
+"""Recursive halving and doubling: a logarithmic number of rounds.
 
-Halving splits the ranks in two, and the chunks with them: each side sends the other what the other
-will own. With an odd number the larger side's last rank has no partner of its own and sends to the
-smaller side's last. So it serves any n; for powers of two it is Rabenseifner's (2004), and Thakur,
-Rabenseifner & Gropp (2005) give its cost.
+Halving splits the ranks in two, and the chunks with them: each half sends the other half the chunks
+that the other will own. If the number of ranks is odd, the last rank of the larger half has no
+partner and sends to the last rank of the smaller half. So it works for any n. For powers of two it
+is Rabenseifner's algorithm (2004); Thakur, Rabenseifner & Gropp (2005) give its cost.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 
 def halving_reduce_scatter(n: int) -> Schedule:
-    """ceil(log2 n) rounds; a rank sends (n-1)/n S at most."""
+    """Recursive halving. ceil(log2 n) rounds; a rank sends at most (n-1)/n S."""
     rounds, groups = [], [range(n)]
     while any(len(g) > 1 for g in groups):
         halves = [(g[: -(-len(g) // 2)], g[-(-len(g) // 2) :]) for g in groups]
-        rounds.append(tuple(t for a, b in halves for t in (*_hand_over(a, b), *_hand_over(b, a))))
+        rounds.append(tuple(t for a, b in halves for t in (*_send_half(a, b), *_send_half(b, a))))
         groups = [half for pair in halves for half in pair if half]
     return Schedule(n, n, tuple(rounds))
 
 
 def halving_all_gather(n: int) -> Schedule:
-    """Recursive doubling of what is held: ceil(log2 n) rounds."""
+    """Recursive doubling: the halving reduce-scatter transposed. ceil(log2 n) rounds."""
     return halving_reduce_scatter(n).transpose()
 
 
 def halving_all_reduce(n: int) -> Schedule:
-    """Halving, then doubling back: 2 ceil(log2 n) rounds; 2(n-1)/n S sent for powers of two."""
+    """Halving, then doubling. 2 ceil(log2 n) rounds; 2(n-1)/n S sent for powers of two."""
     return halving_reduce_scatter(n).then(halving_all_gather(n))
 
 
 def doubling_all_reduce(n: int) -> Schedule:
-    """Pairs at distance 1, 2, 4, ... exchange and add whole buffers: the fewest messages, log2 n,
-    and as many S.
+    """Pairs at distance 1, 2, 4, ... exchange and add whole buffers.
 
-    One chunk and one scratch chunk; each exchange is a round that sends and a local one that adds.
-    Ranks beyond the largest power of two first add theirs to a partner, and get the result at the
-    end: two more (Thakur, Rabenseifner & Gropp 2005).
+    log2 n messages, the fewest possible, of S each. One chunk and one scratch chunk; each exchange
+    is a round that sends and a local round that adds. Ranks beyond the largest power of two first
+    add their buffer to a partner's, and receive the result at the end: two more rounds (Thakur,
+    Rabenseifner & Gropp 2005).
     """
     power = 1 << (n.bit_length() - 1)
     extra = [(power + i, i) for i in range(n - power)]
@@ -54,10 +54,10 @@ def doubling_all_reduce(n: int) -> Schedule:
     return Schedule(n, 1, tuple(r for r in rounds if r))
 
 
-def _hand_over(givers: range, takers: range) -> list[Transfer]:
-    """Every giver adds its part of the takers' chunks to its partner among the takers."""
+def _send_half(senders: range, receivers: range) -> list[Transfer]:
+    """Every sender adds its part of the receivers' chunks to its partner among the receivers."""
     return [
-        Transfer(giver, takers[min(i, len(takers) - 1)], chunk, chunk, reduce=True)
-        for i, giver in enumerate(givers)
-        for chunk in takers
+        Transfer(sender, receivers[min(i, len(receivers) - 1)], chunk, chunk, reduce=True)
+        for i, sender in enumerate(senders)
+        for chunk in receivers
     ]

@@ -1,6 +1,6 @@
-"""Rings: each rank talks to its neighbours only.
+"""Ring algorithms: each rank talks only to its neighbours.
 
-Chunk c of n is owned by rank c.
+Rank c owns chunk c.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 
 def ring_reduce_scatter(n: int) -> Schedule:
-    """Chunk c starts at rank c + 1 and gathers every rank's part on its way round the ring to c.
+    """Chunk c starts at rank c + 1 and collects every rank's part on its way round the ring to c.
 
-    n - 1 rounds, (n-1)/n S sent (Patarasuk & Yuan 2009). The fold starts at another rank for each
-    chunk, so its rounding depends on where the chunk boundaries lie.
+    n - 1 rounds, (n-1)/n S sent (Patarasuk & Yuan 2009). The fold starts at a different rank for
+    each chunk, so rounding depends on the chunk boundaries.
     """
     return Schedule(
         n,
@@ -28,19 +28,19 @@ def ring_reduce_scatter(n: int) -> Schedule:
 
 
 def ring_all_gather(n: int) -> Schedule:
-    """Every rank's chunk goes once round the ring. n - 1 rounds, (n-1)/n S sent."""
+    """Every rank's chunk travels once round the ring. n - 1 rounds, (n-1)/n S sent."""
     return ring_reduce_scatter(n).transpose()
 
 
 def ring_all_reduce(n: int) -> Schedule:
-    """Reduce-scatter, then all-gather. 2(n-1) rounds, 2(n-1)/n S sent, the least possible."""
+    """Reduce-scatter, then all-gather. 2(n-1) rounds, 2(n-1)/n S sent, which is the minimum."""
     return ring_reduce_scatter(n).then(ring_all_gather(n))
 
 
 def ring_broadcast(n: int) -> Schedule:
-    """Rank 0's n chunks go down the line 0, 1, ..., n-1, one behind the other.
+    """Rank 0's n chunks are pipelined along the chain 0, 1, ..., n-1.
 
-    2n - 2 rounds; each rank but the last sends S, and a chunk's worth is in flight on every link.
+    2n - 2 rounds. Each rank but the last sends S; every link carries one chunk at a time.
     """
     return Schedule(
         n,
@@ -57,7 +57,7 @@ def ring_broadcast(n: int) -> Schedule:
 
 
 def two_way_reduce_scatter(n: int) -> Schedule:
-    """Half of every shard goes round one way, half the other: links carry both directions at once.
+    """Two rings in opposite directions, each on half of every shard: links are used both ways.
 
     n - 1 rounds, (n-1)/n S sent, in messages of half the size to each neighbour.
     """
@@ -68,25 +68,25 @@ def two_way_reduce_scatter(n: int) -> Schedule:
 
 
 def two_way_all_gather(n: int) -> Schedule:
-    """n - 1 rounds, (n-1)/n S sent."""
+    """The reduce-scatter transposed. n - 1 rounds, (n-1)/n S sent."""
     return two_way_reduce_scatter(n).transpose()
 
 
 def two_way_all_reduce(n: int) -> Schedule:
-    """2(n-1) rounds, 2(n-1)/n S sent."""
+    """Reduce-scatter, then all-gather. 2(n-1) rounds, 2(n-1)/n S sent."""
     return two_way_reduce_scatter(n).then(two_way_all_gather(n))
 
 
 def local_of(n: int) -> int:
-    """The divisor of n nearest above its root."""
+    """Return the smallest divisor of n that is at least sqrt(n)."""
     return next(d for d in range(1, n + 1) if n % d == 0 and d * d >= n)
 
 
 def hierarchical_all_reduce(n: int, local: int | None = None) -> Schedule:
-    """Reduce-scatter inside each node, all-reduce between nodes, all-gather inside: slow links
-    between nodes carry 1/local of the buffer.
+    """Reduce-scatter within each node, all-reduce between nodes, all-gather within each node.
 
-    Ranks k*local ... (k+1)*local - 1 are node k. By default `local` is `local_of(n)`.
+    A rank's all-reduce between nodes is on 1/local of the buffer, which spares slow links. Node k
+    has ranks k*local ... (k+1)*local - 1; `local` is `local_of(n)` by default.
     2(local-1) + 2(n/local - 1) rounds, 2(n-1)/n S sent, of which 2(nodes-1)/n S between nodes.
     """
     local = local or local_of(n)

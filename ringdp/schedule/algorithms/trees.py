@@ -1,4 +1,4 @@
-"""Trees: one rank to all, all to one, and two trees at once for an all-reduce."""
+"""Tree algorithms: one rank to all, all ranks to one, and a double tree for all-reduce."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 
 class Split(NamedTuple):
-    """Ranks first..last-1, led by `first`, fall in two; the second half is led by `middle`."""
+    """Ranks first..last-1, led by `first`, split in two; `middle` leads the second half."""
 
     first: int
     middle: int
@@ -16,9 +16,9 @@ class Split(NamedTuple):
 
 
 def binomial_broadcast(n: int) -> Schedule:
-    """Each leader passes the buffer to the leader of the far half of its ranks.
+    """Each leader sends the buffer to the leader of the second half of its ranks.
 
-    ceil(log2 n) rounds; rank 0 sends ceil(log2 n) S. For powers of two the binomial tree.
+    ceil(log2 n) rounds; rank 0 sends ceil(log2 n) S. For powers of two this is the binomial tree.
     """
     return Schedule(
         n,
@@ -31,13 +31,15 @@ def binomial_broadcast(n: int) -> Schedule:
 
 
 def binomial_reduce(n: int) -> Schedule:
-    """The broadcast transposed: ceil(log2 n) rounds; every rank but 0 sends S once."""
+    """The broadcast transposed. ceil(log2 n) rounds; every rank but 0 sends S once."""
     return binomial_broadcast(n).transpose()
 
 
 def binomial_scatter(n: int) -> Schedule:
-    """Each leader passes on the chunks of the far half of its ranks: ceil(log2 n) rounds, (n-1)/n S
-    sent by rank 0."""
+    """Each leader sends on the chunks of the second half of its ranks.
+
+    ceil(log2 n) rounds; rank 0 sends (n-1)/n S.
+    """
     return Schedule(
         n,
         n,
@@ -53,7 +55,7 @@ def binomial_scatter(n: int) -> Schedule:
 
 
 def binomial_gather(n: int) -> Schedule:
-    """The scatter backwards. (Not its transpose, which would add to chunks that hold nothing.)"""
+    """The scatter in reverse. (Not its transpose, which would add to undefined chunks.)"""
     return Schedule(
         n,
         n,
@@ -65,10 +67,10 @@ def binomial_gather(n: int) -> Schedule:
 
 
 def tree_all_reduce(n: int) -> Schedule:
-    """Double binary tree: each half of the buffer goes up a tree and down again.
+    """Double binary tree: each half of the buffer goes up its own tree and down again.
 
-    Every rank is a leaf in one of the trees (but for one rank where n is odd), so that none sends
-    more than 2 S, in 2 ceil(log2 n) rounds (Sanders, Speck & Träff 2009; NCCL's trees since 2.4).
+    2 ceil(log2 n) rounds. Every rank is a leaf in one of the two trees (except one rank if n is
+    odd), so no rank sends more than 2 S (Sanders, Speck & Träff 2009; NCCL's trees since 2.4).
     """
     up = _tree_reduce(n)
     other = [n - 1 - r if n % 2 == 0 else (r + 1) % n for r in range(n)]
@@ -77,8 +79,11 @@ def tree_all_reduce(n: int) -> Schedule:
 
 
 def _tree_reduce(n: int) -> Schedule:
-    """In-order binary tree rooted at 0. A rank's height is that of its lowest set bit, and it sends
-    to the nearest rank that is higher."""
+    """Reduce up an in-order binary tree rooted at 0.
+
+    A rank's height is the index of its lowest set bit; its parent is the nearest higher rank in the
+    tree.
+    """
 
     def parent(rank: int) -> int:
         bit = rank & -rank
@@ -97,6 +102,7 @@ def _tree_reduce(n: int) -> Schedule:
 
 
 def _levels(n: int) -> list[list[Split]]:
+    """Split the ranks in two until every group is a single rank; one list of splits per level."""
     levels, groups = [], [(0, n)]
     while any(last - first > 1 for first, last in groups):
         level = [
