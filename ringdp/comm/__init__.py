@@ -1,4 +1,4 @@
-"""What a user holds: a communicator, its collectives and their work handles."""
+"""The user's API: communicators, their collectives and their work handles."""
 
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.rendezvous import init

@@ -1,4 +1,4 @@
-"""What is asked of a communicator, checked before anything is sent: else a UsageError."""
+"""Checks of arguments to communicators, which raise UsageError before anything is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 1 << 56  # elements: csrc counts their bytes in 63 bits
 
 
 def check_tensor(collective: str, given: object, name: str = "tensor") -> None:
-    """A torch tensor whose elements lie in memory one by one."""
+    """Check that `given` is a dense torch tensor."""
     if not isinstance(given, Tensor):
         found = type(given).__name__
         raise UsageError(f"{collective}: {name} is a {found}; allowed: a torch.Tensor")
@@ -28,7 +28,7 @@ def check_tensor(collective: str, given: object, name: str = "tensor") -> None:
 
 
 def check_algorithm(collective: str, given: object) -> None:
-    """A name, or what may be a function; programs are remembered by it."""
+    """Check that `given` is a name, or a hashable callable: programs are cached by it."""
     if not (isinstance(given, str) or (callable(given) and isinstance(given, Hashable))):
         raise UsageError(
             f"{collective}: algorithm is {given!r}; allowed: a name of `ringdp show --list`, or a "
@@ -37,21 +37,24 @@ def check_algorithm(collective: str, given: object) -> None:
 
 
 def check_async(collective: str, given: object) -> None:
-    """True or False itself: whatever else counts as true would be a call that nobody waits for."""
+    """Check for a bool: any other truthy value could start a call that nobody waits for."""
     if not isinstance(given, bool):
         raise UsageError(f"{collective}: async_op is {given!r}; allowed: True or False")
 
 
 def index_of(given: object) -> int | None:
-    """A whole number as an int; None for what is none."""
+    """Return a whole number as an int, or None if `given` is not one."""
     try:
         return index(given)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # torch's, of a tensor without memory
+    except (TypeError, RuntimeError):  # RuntimeError: a torch tensor without memory
         return None
 
 
 def whole(collective: str, name: str, given: int, most: int, what: str, least: int = 0) -> int:
-    """A whole number from `least` to `most`, as an int; `what`: are there."""
+    """Return `given` as an int. Raises UsageError unless it is one from `least` to `most`.
+
+    `what` names, in the plural, what is numbered so.
+    """
     found = index_of(given)
     if found is None or not least <= found <= most:
         raise UsageError(f"{collective}: {name} is {given!r}; {what} are {least}..{most}")
@@ -61,10 +64,13 @@ def whole(collective: str, name: str, given: int, most: int, what: str, least: i
 def number(
     name: str, given: object, allowed: str, within: Callable[[float], bool] = lambda _: True
 ) -> float:
-    """A real number or a tensor of one, as a float that is `within` what is `allowed`."""
+    """Return a real number, or a tensor with one element, as a float.
+
+    Raises UsageError, which says what is `allowed`, unless it is one and `within` accepts it.
+    """
     found = None
     if isinstance(given, Real | Tensor):
-        with suppress(OverflowError, RuntimeError, ValueError):  # too large, or no one element
+        with suppress(OverflowError, RuntimeError, ValueError):  # too large, or not one element
             found = float(given)
     if found is None or not within(found):
         raise UsageError(f"{name} is {given!r}; allowed: {allowed}")
@@ -72,13 +78,13 @@ def number(
 
 
 def patience(timeout: float) -> float:
-    """How long a communicator's calls may wait."""
+    """Check a communicator's timeout."""
     allowed = "seconds, above 0 and below 1e13"  # a timedelta has room for 8e13
     return number("timeout", timeout, allowed, lambda s: 0 < s < 1e13)
 
 
 def own_patience(timeout: float) -> float:
-    """How long one of them may."""
+    """Check the timeout of one `wait`."""
     return number("wait: timeout", timeout, "seconds, or None", lambda s: not isnan(s))
 
 

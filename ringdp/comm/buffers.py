@@ -1,7 +1,8 @@
-"""Tensors of any form as the flat buffers that programs run on, and back.
+"""Converts tensors to the flat buffers that programs run on, and back.
 
-A buffer is 1-D, contiguous, real and detached. It is the tensor's own memory where the tensor's
-form allows that; else a copy, which `settle` brings home. A complex number is two real elements.
+A buffer is 1-D, contiguous, real and detached. It is the tensor's own memory if the tensor is
+contiguous, and otherwise a copy, which `settle` writes back. A complex number is two real
+elements.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from ringdp.errors import UsageError
 
 
 class Flat(NamedTuple):
-    """A tensor's elements as a buffer; `home` is where they have to be copied, None: nowhere."""
+    """A tensor's elements as a buffer. `home` is the tensor if `data` is a copy, else None."""
 
     data: Tensor  # [elements x width]
     home: Tensor | None
 
     def settle(self) -> None:
+        """Copy the buffer back to the tensor, if it is a copy."""
         if self.home is not None:
             writable(self.home).copy_(shaped(self.data, self.home))
 
 
 def flat(tensor: Tensor, *, read: bool = True) -> Flat:
-    """The tensor as a buffer. If not `read`, a copy holds anything: all of it will be written.
+    """Return the tensor as a buffer. Unless `read`, a copy is uninitialised, to be overwritten.
 
-    Raises UsageError for a tensor without memory, such as a fake one or one that FSDP has freed.
+    Raises UsageError if the tensor has no memory, such as a fake one or one that FSDP has freed.
     """
     data = tensor.detach()
     if tensor.device.type != "meta" and lacks_memory(data):
@@ -50,8 +52,10 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that torch lets us write: outside of inference mode it refuses to
-    change one that was made there."""
+    """Return the same memory as a tensor that may be written here.
+
+    Outside inference mode torch refuses to modify a tensor that was created in it.
+    """
     if not tensor.is_inference() or torch.is_inference_mode_enabled():
         return tensor
     storage, offset = tensor.untyped_storage(), tensor.storage_offset()
@@ -62,7 +66,7 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def lacks_memory(tensor: Tensor) -> bool:
-    """Whether elements lie nowhere, or behind the end of the tensor's storage."""
+    """Return whether the tensor has elements without memory, or beyond the end of its storage."""
     if tensor.numel() == 0:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -73,7 +77,7 @@ def lacks_memory(tensor: Tensor) -> bool:
 
 
 def flat_output(tensor: Tensor, what: str, *, read: bool = False) -> Flat:
-    """The same, for a tensor that will be written: UsageError where elements share their memory."""
+    """`flat` for a tensor that will be written. Raises UsageError if its elements share memory."""
     if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UsageError(
             f"{what} of shape {tuple(tensor.shape)} was made by expand(): several of its elements "
@@ -83,13 +87,13 @@ def flat_output(tensor: Tensor, what: str, *, read: bool = False) -> Flat:
 
 
 def empty(elements: int, like: Tensor) -> Tensor:
-    """A new buffer of that many real elements, for the tensor's dtype and device."""
+    """Return a new buffer of that many real elements, with the dtype and device of `like`."""
     dtype = like.dtype.to_real() if like.is_complex() else like.dtype
     return torch.empty(elements, dtype=dtype, device=like.device)
 
 
 def fill(buffer: Tensor, source: Tensor) -> None:
-    """Copy a tensor's elements into a buffer, which may be that tensor's memory or overlap it."""
+    """Copy the elements of `source` into a buffer, which may be or overlap its memory."""
     source = source.detach()
     if same(buffer, source):
         return
@@ -99,38 +103,37 @@ def fill(buffer: Tensor, source: Tensor) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two buffers share memory."""
+    """Return whether two buffers share memory."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def apart(source: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
-    """The source; or a copy, if it shares memory with what will be written, and is not `in_place`
-    there."""
+    """Return `source`, or a copy if it shares memory with `out`, unless that is `in_place`."""
     return source.clone() if overlap(source, out) and not in_place else source
 
 
 def shaped(buffer: Tensor, like: Tensor) -> Tensor:
-    """The buffer's elements, in the shape and (real or complex) dtype of `like`."""
+    """Return a view of the buffer with the shape and (real or complex) dtype of `like`."""
     if like.is_complex():
         return torch.view_as_complex(buffer.view(*like.shape, 2))
     return buffer.view(like.shape)
 
 
 def same(buffer: Tensor, tensor: Tensor) -> bool:
-    """Whether the tensor is the buffer: the same memory in the same order. (None is nobody's.)"""
+    """Return whether the tensor is the buffer: the same (non-null) memory in the same order."""
     return buffer.data_ptr() == tensor.data_ptr() != 0 and plain(tensor)
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether its memory has its elements one by one, as they are."""
+    """Return whether its memory holds exactly its elements, in order."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def form_of(tensor: Tensor) -> str:
-    """What tensors that exchange elements must have in common, as errors say it."""
+    """Return, for errors, what tensors that exchange elements must share: dtype and device."""
     return f"{tensor.dtype} on {tensor.device}"
 
 
 def width(tensor: Tensor) -> int:
-    """Real elements of the buffer for each element of the tensor."""
+    """Return the number of real elements per element of the tensor."""
     return 2 if tensor.is_complex() else 1

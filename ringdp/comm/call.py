@@ -1,11 +1,11 @@
-"""One collective as the user called it: its fingerprint, its file:line, and how to say both.
+"""One call of a collective: its fingerprint, the user's file:line, and the text of both in errors.
 
-A fingerprint is one number, since it goes with every message and into every rank's record:
+A fingerprint is one int, since it is part of every message and of every rank's record:
 
     algorithm << 55 | tag << 24 | root or peer << 14 | collective << 9 | dtype << 4 | op
 
-Ranks whose fingerprints of the same collective differ have made a mistake. Reading one trusts
-nothing: a code that stands for nothing is said to be unknown.
+Ranks that have different fingerprints for one collective number called different collectives. A
+fingerprint from another process is not trusted: an invalid code is shown as unknown.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ringdp.schedule import ALGORITHMS, Builder, Collective
 from ringdp.transport.base import DTYPES, REDUCE_OPS
 from ringdp.transport.records import SITE_BYTES, Call
 
-TAGS = 1 << 31  # how many there are: with the codes around them they fit 63 bits
-ROOTS = 1 << 10  # and so many ranks may be roots
+TAGS = 1 << 31  # number of tags: the whole fingerprint fits in 63 bits
+ROOTS = 1 << 10  # number of values of root or peer
 
 MESSAGES = ("send", "recv")
 COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES, "barrier")
 BY = ("direct", "nccl", *sorted({a.name for a in ALGORITHMS} - {"direct"}))  # algorithms
-OWN = 255  # a user's, whatever each rank calls it
-ANYBODY = ROOTS - 1  # as the peer of a recv
+OWN = 255  # any user-defined algorithm: its name may differ between ranks
+ANYBODY = ROOTS - 1  # the peer of a recv from any rank
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
@@ -44,14 +44,14 @@ def fingerprint(
     algorithm: str | Builder = "direct",
     tag: int = 0,
 ) -> int:
-    """`root`: for send and recv, the peer."""
+    """Return the fingerprint. For send and recv, `root` is the peer."""
     by = algorithm if isinstance(algorithm, str) else ""
     return tag << 24 | _but_for_tag(collective, dtype, op, root, by)
 
 
 @cache
 def _but_for_tag(collective: str, dtype: torch.dtype, op: str, root: int, algorithm: str) -> int:
-    name = algorithm.partition(":")[0]  # as hierarchical:4
+    name = algorithm.partition(":")[0]  # without a parameter, as in hierarchical:4
     by = BY.index(name) if name in BY else OWN
     codes = COLLECTIVES.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
     return by << 55 | root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
@@ -62,12 +62,12 @@ def tag_of(kind: int) -> int:
 
 
 def peer_of(kind: int) -> int:
-    """The root of a collective, or the peer of a message."""
+    """Return the root of a collective, or the peer of a message."""
     return kind >> 14 & ROOTS - 1
 
 
 def other_end(kind: int) -> str:
-    """Of a message."""
+    """Describe the peer of a message."""
     return "any rank" if peer_of(kind) == ANYBODY else f"rank {peer_of(kind)}"
 
 
@@ -80,7 +80,7 @@ def collective_of(kind: int) -> str:
 
 
 def named(number: int, kind: int) -> str:
-    """`all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1, by ring)`."""
+    """Name a call: `all_reduce #12 (float32, sum)`, `broadcast #13 (int64, root 1, by ring)`."""
     name = collective_of(kind)
     if name == "barrier":
         return f"{name} #{number}"
@@ -95,22 +95,25 @@ def named(number: int, kind: int) -> str:
 
 
 def counted(call: Call, unit: str = "") -> str:
-    """`all_reduce #12 (float32, sum) of 100`."""
+    """Name a call with its length: `all_reduce #12 (float32, sum) of 100`."""
     number, kind, elements, _ = call
     what = named(number, kind)
     return what if collective_of(kind) == "barrier" else f"{what} of {elements}{unit}"
 
 
 def told(call: Call, units: Sequence[str] = ()) -> str:
-    """`all_reduce #12 (float32, sum) of 100 elements, tag 3 (unit layer.2), at train.py:40`.
-    `units`: by tag, where tags are those of an engine's units."""
+    """Describe a call in full.
+
+    `all_reduce #12 (float32, sum) of 100 elements, tag 3 (unit layer.2), at train.py:40`. `units`
+    are the names of an engine's units by tag.
+    """
     tag = tag_of(call[1])
     unit = f" (unit {units[tag]})" if tag < len(units) else ""
     return f"{counted(call, f' elements, tag {tag}{unit}')}, at {place(call[3])}"
 
 
 def place(site: bytes) -> str:
-    """The file:line in it, whatever else another process may have written there."""
+    """Return the file:line in `site`. It may come from another process and hold any bytes."""
     text = site.rstrip(b"\0").decode(errors="replace")
     return "".join(c if c.isprintable() else "?" for c in text) or "an unknown line"
 
@@ -120,29 +123,29 @@ def _name(names: tuple[object, ...], code: int) -> str:
 
 
 # Note [the user's line]
-# Asking a frame for its line walks the function's line table, microseconds in a long function; so
-# the text is made once for each place of a call. A place is known by the address of its code object
-# plus the offset of its instruction: the instructions lie inside the object, so no two are the same
-# (a tuple of both would cost more to make). 0.13 µs a call; of one that was made before, a tenth of
-# that: csrc/sites.hpp remembers the last places itself.
-_sites: dict[int, bytes] = {}  # by place; empty: not the user's
+# frame.f_lineno walks the function's line table, which takes microseconds in a long function, so
+# the text is built once per call site. The key is the address of the code object plus the offset of
+# the instruction: instructions lie inside the object, so keys are unique (and cheaper than a
+# tuple). This takes 0.13 µs a call, and a tenth of that for recent sites, which csrc/sites.hpp
+# caches itself.
+_sites: dict[int, bytes] = {}  # by key; empty if the frame is not the user's
 _site_of = _sites.get
-_codes: list[CodeType] = []  # theirs: as long as they live, no other code gets their addresses
-_MOST_SITES = 4096  # then all are forgotten: code from exec, again and again, must not pile up
+_codes: list[CodeType] = []  # kept alive, so that no other code object gets the same address
+_MOST_SITES = 4096  # then both are cleared: code from repeated exec must not accumulate
 _HERE = os.path.dirname(__file__)
 _OURS = (
     os.path.join(_HERE, ""),
     os.path.join(os.path.dirname(_HERE), "parallel", ""),
     os.path.join(os.path.dirname(torch.__file__), ""),
-    contextlib.__file__,  # what runs our own context managers
+    contextlib.__file__,  # runs our own context managers
 )
 NOWHERE = b"a thread without the user's code".ljust(SITE_BYTES, b"\0")
 
 
 def call_site(depth: int) -> bytes:
-    """Where the user called: file:line of the first frame from `depth` up that is not ours.
+    """Return the user's file:line: that of the first frame, from `depth` up, that is not ours.
 
-    SITE_BYTES bytes, zeros at the end; the head of a long path is cut.
+    SITE_BYTES bytes, padded with zeros; a long path loses its beginning.
     """
     frame = _getframe(depth)
     return _site_of(id(frame.f_code) + frame.f_lasti) or _search(frame)
@@ -157,7 +160,7 @@ def _search(frame: FrameType | None) -> bytes:
 
 
 def line(frame: FrameType) -> bytes:
-    """Where that frame is: as `call_site`, or empty if it is not the user's."""
+    """Return the frame's file:line in the form of `call_site`, or b"" if it is not the user's."""
     site = _site_of(id(frame.f_code) + frame.f_lasti)
     return _learn(frame) if site is None else site
 

@@ -1,8 +1,8 @@
-"""A communicator seen from outside, where its transport keeps no tape: from call to result.
+"""Traces a communicator from outside, if its transport keeps no tape: from call to result.
 
-A collective then ends when whoever waits for it is told so; what happens in between is the
-transport's. They run one after the other, so one begins when it is called and the one before has
-ended. While it is watched the communicator's `_issue` is another one.
+A collective ends when a wait for it returns; what the transport does in between is not seen.
+Collectives run one after another, so one begins once it is called and the previous one has ended.
+While it is traced, the communicator's `_issue` is replaced.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ringdp.schedule.custom import name_of
 
 
 class CallTrace:
-    """Over a communicator, until `end`."""
+    """Traces one communicator until `end`."""
 
     def __init__(self, comm: Labelled, records: TraceRecords) -> None:
         self._comm, self._records, self._issue = comm, records, comm._issue
-        self._free = 0  # when the last collective so far has ended
+        self._free = 0  # when the last collective ended
         comm._issue = self.issue  # type: ignore[method-assign]
 
     def drain(self) -> None:
-        """Nothing: the recorder has it all."""
+        """Does nothing: the recorder already has everything."""
 
     def end(self) -> None:
         del self._comm._issue
@@ -39,7 +39,7 @@ class CallTrace:
         algorithm = name_of(how.algorithm)
 
         def ended(**more: Any) -> None:
-            if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # a user's own
+            if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # user-defined
                 self._records.schedule(how.collective, how.algorithm, how.root)
             first, now = max(begin, self._free), monotonic_ns()
             self._free = now
@@ -65,7 +65,7 @@ class CallTrace:
 
 
 def _watch(work: Work, ended: Callable[..., None], waited: Callable[[int], None]) -> None:
-    """Calls `ended` once, when the result or an error is there, and `waited` after every wait."""
+    """Call `ended` once, when the result or an error is there, and `waited` after every wait."""
     complete, wait = work._complete, work.wait
 
     def completes() -> None:

@@ -1,8 +1,8 @@
-"""The communicator: what a user holds.
+"""The Communicator class: construction, duplicate and split, groups of calls, close and abort.
 
-Its collectives are in `reductions` and `moves`, and issued by `job`; here are its copies and its
-end. Collectives run in the order in which they are issued; every rank must issue the same ones in
-the same order. One thread at a time may use a communicator; others take a `duplicate`.
+Its collectives are in `reductions` and `moves`, and are issued by `job`. Collectives run in the
+order issued, and every rank must issue the same ones in the same order. Only one thread at a time
+may use a communicator; give every other thread a `duplicate`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from ringdp.transport import heap
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import FailureKind, Transport
 
-# Joins those ranks of the job, under a name of their own; collective over them. The transport: of
-# which they have agreed on this one. The arena: that of another transport over the same ranks.
+# (name, ranks, parent, arena) -> a transport over those ranks of the job; collective over them. The
+# name is unique. `parent` is the transport over which the ranks agreed to make this one. `arena` is
+# that of another transport over the same ranks, which this one shares.
 Connect = Callable[[str, Sequence[int], Transport | None, Arena | None], Transport]
 
 
 @uncompiled
 class Communicator(Reductions, Moves, Messages, Traced):
-    """A group of `size` ranks, of which this process is `rank`. Made by `ringdp.init()`.
+    """A group of `size` ranks, of which this process is `rank`. `ringdp.init()` makes one.
 
-    What its collectives take and raise is in `ringdp.comm.job`; which `op` there is of which dtype,
-    in `ringdp.comm.reductions`. `closed`: whether it can be used no more.
+    `ringdp.comm.job` documents what its collectives take and raise, and `ringdp.comm.reductions`
+    which ops support which dtypes. `closed` is True once it can no longer be used.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class Communicator(Reductions, Moves, Messages, Traced):
         arena: Arena | None = None,
         duplicates: WeakSet[Transport] | None = None,
     ) -> None:
-        """Collective over `ranks`, which are numbers of the job: here they are 0, 1, ...
+        """Collective over `ranks`: the job's numbers of the ranks, which are 0, 1, ... here.
 
-        Raises UsageError for more ranks than a call's fingerprint can name.
+        Raises UsageError if there are more ranks than a call's fingerprint can name.
         """
         if len(ranks) > ANYBODY:
             raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANYBODY}")
@@ -73,36 +74,38 @@ class Communicator(Reductions, Moves, Messages, Traced):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are that it moves best, and those of `empty`."""
+        """The device of the tensors that `empty` returns, and that collectives move fastest."""
         return self._transport.device
 
     @property
     def timeout(self) -> float:
-        """How long a call may wait for another rank, in seconds."""
+        """The number of seconds that a call may wait for another rank."""
         return self._transport.timeout
 
     def set_timeout(self, timeout: float) -> None:
-        """For this rank's calls from now on, and for the communicators made of this one: above 0
-        and finite, as of `init`."""
+        """Set the timeout of this rank's later calls and of communicators made from this one later.
+
+        In seconds, above 0 and finite, as for `init`.
+        """
         self._transport.timeout = patience(timeout)
 
     @property
     def ended(self) -> bool:
-        """Whether no other call can end: it is closed, or one has raised a CommunicationError."""
+        """Whether no further call can succeed: it is closed or has raised a CommunicationError."""
         return self.closed or self._guard.error is not None
 
     @property
     def wired(self) -> bool:
-        """Whether bytes go over a network that knows none of our collectives: torch's, a `Link`."""
+        """Whether data moves over a network without collectives of ours: torch's, or a `Link`."""
         return self._transport.own is None or self._transport.link is not None
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor in the memory that the transport moves best.
+        """Return an uninitialised tensor in the memory that the transport moves fastest.
 
-        In shared memory: a CPU tensor that all ranks of the host have mapped. Collectives read and
-        write it in place, where others are copied: an all_reduce if every rank's tensor is such a
-        one, a reduce_scatter or broadcast if its input is, an all_gather if this rank's part is.
-        Its storage cannot be resized.
+        Over shared memory this is a CPU tensor that all ranks of the host have mapped. Collectives
+        use it in place and copy other tensors. An all_reduce is in place if every rank's tensor is
+        from `empty`, a reduce_scatter or broadcast if its input is, and an all_gather if this
+        rank's part is. The storage cannot be resized.
         """
         one = f"of the shape {shape} a length"
         lengths = tuple(whole("empty", one, length, MOST, "lengths") for length in shape)
@@ -111,7 +114,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         return self._transport.empty(lengths, dtype)
 
     def duplicate(self) -> Communicator:
-        """Another communicator over the same ranks, whose collectives do not queue behind these.
+        """Return a communicator over the same ranks, whose collectives do not queue behind these.
 
         Collective: every rank must call it.
         """
@@ -119,31 +122,33 @@ class Communicator(Reductions, Moves, Messages, Traced):
         return self._made(name, self._ranks, self._transport.arena, self._beside)
 
     def name_tags(self, units: Sequence[str]) -> None:
-        """Errors name the unit of a collective, which is its tag."""
+        """Make errors show units[tag] as the unit of a collective."""
         self._guard.units = units
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A communicator of the ranks that give the same `color`, a number from 0 on.
+        """Return a communicator of the ranks that pass the same `color`, or None if color is None.
 
-        Collective: every rank must call it. There, ranks are in the order of `key`, and of rank
-        here where keys are equal. None for a rank whose color is None.
+        Collective: every rank must call it. `color` is an int >= 0. The new ranks are in the order
+        of `key`; those with equal keys keep their order.
         """
         most = torch.iinfo(torch.int64).max
         if color is not None:
             color = whole("split", "color", color, most, "but for None, colors")
         key = whole("split", "key", key, most, "keys", -most)
-        mine = torch.tensor([-1 if color is None else color, key])
-        given = mine.new_empty(self.size, 2)
-        name = self._agreed(self.all_gather, given, mine)
+        color_key = torch.tensor([-1 if color is None else color, key])
+        gathered = color_key.new_empty(self.size, 2)
+        name = self._agreed(self.all_gather, gathered, color_key)
         if color is None:
             return None
-        asked = [(k, rank) for rank, (c, k) in enumerate(given.tolist()) if c == color]
-        ranks = [self._ranks[rank] for _, rank in sorted(asked)]
+        members = [(k, rank) for rank, (c, k) in enumerate(gathered.tolist()) if c == color]
+        ranks = [self._ranks[rank] for _, rank in sorted(members)]
         return self._made(f"{name}.{color}", ranks)
 
     def _agreed(self, call: Callable[..., Work], *tensors: Tensor) -> str:
-        """A name for what all ranks make next, once they have called this: on the host, where who
-        has died is lost, or late. Who leaves it by Ctrl-C gives up, as the others may have gone on.
+        """Run `call(*tensors)` on all ranks, and return a name for the communicator made next.
+
+        The tensors are on the host, where a dead rank raises PeerLost or CollectiveTimeout. Ctrl-C
+        during the call aborts this communicator, since the other ranks may have gone on.
         """
         issued = self.issued
         try:
@@ -176,10 +181,10 @@ class Communicator(Reductions, Moves, Messages, Traced):
 
     @contextmanager
     def group(self, *, async_op: bool = False) -> Iterator[Group]:
-        """Issue the calls of the block at once, and wait for all of them at its end.
+        """Issue the calls of the block without waiting, and wait for all of them at its end.
 
-        With `async_op` it does not wait: the Group that it gives can be waited for later. An error
-        in the block goes through, and leaves what was issued under way.
+        With `async_op` the block does not wait; wait for the Group that it yields. An error in the
+        block propagates, and the calls issued before it keep running.
         """
         check_async("group", async_op)
         outer, group = self._group, Group()
@@ -192,23 +197,25 @@ class Communicator(Reductions, Moves, Messages, Traced):
             group.wait()
 
     def _collect(self, group: Group | None) -> None:
-        """The works of calls from now on, in that group."""
+        """Add the works of later calls to `group`, or to none."""
         self._group = group
         if self._ready:
             self._ready.held = group is not None
 
     def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent to others over this communicator."""
+        """Return the number of payload bytes that this rank has sent over this communicator."""
         return self._transport.sent_bytes()
 
     def close(self) -> None:
-        """Stop. Ranks that still wait for this one raise PeerLost.
+        """Close the communicator. Ranks that still wait for this one raise PeerLost.
 
-        A collective that ended here may still fail elsewhere: a broadcast ends at its root before
-        all have it. If it is known by now that one did, and no call has raised it, this one does.
-        What Ctrl-C has ended half-way, a second call ends. One that is collected, with nothing
-        under way, is closed, and none is collected while a trace runs; over nccl and peer none is
-        before its end, and over peer each holds up to 64 MiB of its GPU until then.
+        A collective that has ended here may still fail elsewhere: a broadcast ends at its root
+        before all ranks have the data. If such a failure is known and no call has raised it, this
+        one does. If Ctrl-C interrupts `close`, call it again.
+
+        A communicator with no collectives running is closed when it is garbage-collected, but not
+        while a trace runs. Over nccl and peer it is never collected before it is closed, and over
+        peer each one holds up to 64 MiB of its GPU until then.
         """
         try:
             if not self.closed:
@@ -217,9 +224,9 @@ class Communicator(Reductions, Moves, Messages, Traced):
             self._close()
 
     def abort(self) -> None:
-        """Give up, with all duplicates: every other rank's calls raise PeerLost at once.
+        """Abort this communicator and all made from it: other ranks' calls raise PeerLost at once.
 
-        It waits for nobody. After it, the ranks may come together again by `ringdp.init()`.
+        Waits for no other rank. Afterwards the ranks can call `ringdp.init()` again.
         """
         for duplicate in list(self._duplicates):
             duplicate.abort()
@@ -239,5 +246,5 @@ class Communicator(Reductions, Moves, Messages, Traced):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # which says more than what else we could raise
+        else:  # do not hide the user's exception
             self._close()

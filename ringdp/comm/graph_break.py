@@ -1,8 +1,8 @@
-"""Keeps torch.compile out of a class: a graph ends at a call of its methods, which run as they are.
+"""Keeps torch.compile out of a class: calls of its methods break the graph and run uncompiled.
 
-Tracing them would find nothing to compile, and what it cuts at a call of a method in C++ loses the
-method's `self` (torch 2.13). torch.compiler.disable does the same at the price of a wrapper around
-every call, a microsecond, and of torch._dynamo's import, seconds.
+There is nothing to compile in them, and a graph break at a method in C++ loses its `self` (torch
+2.13). torch.compiler.disable does the same, but adds a wrapper to every call, which takes a
+microsecond, and imports torch._dynamo, which takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=type)
 
 
 def uncompiled(kind: C) -> C:
-    """The class itself. For its own methods; those that it inherits are their class's."""
+    """Class decorator for a class's own methods. Inherited ones need it on their own class."""
     for function in _functions(kind):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
     as_they_are(kind)
@@ -24,8 +24,11 @@ def uncompiled(kind: C) -> C:
 
 
 def as_they_are(*classes: type) -> None:
-    """Run their methods, and all that these call, untraced. By itself it is for what no compiled
-    function calls by name: C++ calls a group's methods while a compiled function runs."""
+    """Run the methods of `classes`, and all that they call, untraced.
+
+    This alone suffices for methods that compiled functions do not call themselves, such as those of
+    a group, which C++ calls while a compiled function runs.
+    """
     skip = eval_frame._FrameAction.SKIP
     plain = eval_frame._FrameExecStrategy(skip, skip)
     for function in (f for kind in classes for f in _functions(kind)):

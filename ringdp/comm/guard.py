@@ -1,8 +1,9 @@
-"""Why a collective does not end: the error that names the rank, the collective and the lines.
+"""Finds out why a collective does not finish; its errors name the ranks, the calls and the lines.
 
-Every message carries its collective's number and fingerprint, and every rank's record says what it
-called where. So ranks that disagree learn it from the first message, or, where each waits for the
-other's, from a look at the records; and every rank can say what all the others do.
+Every message carries the number and fingerprint of its collective, and every rank's record says
+what it called and where. So ranks that called different collectives notice this in the first
+message or, if each waits for the other's message, in the records. And every rank can report what
+all others are doing.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ ERRORS: dict[FailureKind, type[CommunicationError]] = {
     FailureKind.STOPPED: CommunicationError,
     FailureKind.DAMAGED: CommunicationError,
 }
-UNEVEN = {"all_to_all_v"}  # whose lengths may differ between ranks
+UNEVEN = {"all_to_all_v"}  # their lengths may differ between ranks
 
 
 class Guard:
-    """Turns a transport's failures into errors, and looks for their causes while a rank waits."""
+    """Raises a transport's failures as errors, and looks for their causes while a rank waits."""
 
     def __init__(
         self, transport: Transport, warn_after: float, beside: Iterable[Transport] = ()
     ) -> None:
-        """`warn_after`: seconds that a collective may last until it is told. `beside`: those of
-        all duplicates, this one's too."""
+        """`warn_after`: seconds until a warning about a collective that has not finished.
+        `beside`: the transports of all duplicates, including this one."""
         self.transport, self.warn_after, self.beside = transport, warn_after, beside
-        self.units: Sequence[str] = ()  # see `told`
-        # Never raised itself: it would hold its callers' frames, and so their tensors.
+        self.units: Sequence[str] = ()  # names of units by tag
+        # Only copies are raised: a traceback would keep the callers' frames and tensors alive.
         self.error: CommunicationError | None = None
 
     def check(self, call: Call) -> None:
-        """Raise if the transport has failed."""
+        """Raises the transport's failure, if it has failed."""
         if self.error is None and (failure := self.transport.failure()):
             self.error = self._error(call, failure)
         if self.error is not None:
             raise copy(self.error)
 
     def look(self, call: Call) -> None:
-        """Raise if it cannot end: a failure, or a rank that is in another collective instead."""
+        """Raises if `call` cannot finish: on a failure, or if a rank called another collective."""
         self.check(call)
         if collective_of(call[1]) in MESSAGES:
             self.transport.tell(call)
@@ -81,12 +82,12 @@ class Guard:
                 self.check(call)
 
     def over(self, call: Call) -> None:
-        """It has ended, after a `look`."""
+        """Tell other ranks that `call`, for which `look` was called, has finished."""
         if collective_of(call[1]) in MESSAGES:
             self.transport.tell(None)
 
     def warn(self, call: Call, waited: float) -> None:
-        """Say that a collective takes long, and who is missing; raise if it cannot end."""
+        """Log that a collective is slow and which ranks are missing. Raises if it cannot finish."""
         seen = self.transport.survey()
         self._compare(call, seen)
         log.warning(
@@ -96,7 +97,7 @@ class Guard:
         )
 
     def give_up(self, call: Call, waited: float) -> NoReturn:
-        """Tell the other ranks, and raise CollectiveTimeout, or what another look has found."""
+        """Tell the other ranks, and raise CollectiveTimeout, or CollectiveMismatch if it is one."""
         seen = self.transport.survey()
         self._compare(call, seen)
         self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
@@ -107,7 +108,7 @@ class Guard:
         raise copy(self.error)
 
     def farewell(self, issued: int) -> None:
-        """Raise, if no call has, how the `issued` collectives failed elsewhere, as far as known."""
+        """Raises a known failure of the `issued` collectives on other ranks that no call raised."""
         if self.error is not None:
             return
         last = self.transport.call(self.transport.rank, issued - 1)
@@ -120,11 +121,11 @@ class Guard:
                 self.check(last)
 
     def _died_before(self, rank: int, issued: int) -> bool:
-        """Whether it ended without having finished so many collectives."""
+        """Return whether the rank's process ended before it finished `issued` collectives."""
         record = self.transport.record(rank)
         if record is None or not has_ended(record.pid):
             return False
-        last = self.transport.record(rank)  # it may have gone on, and closed, until it ended
+        last = self.transport.record(rank)  # again: it may have finished more before it ended
         return last is not None and last.pid == record.pid and last.finished < issued
 
     def _error(self, call: Call, failure: Failure) -> CommunicationError:
@@ -166,13 +167,13 @@ class Guard:
         return missing(seen, self._stuck(call), self.transport.rank)
 
     def _stuck(self, call: Call) -> int:
-        """The collective under way: this one, or the one that it is queued behind."""
+        """Return the number of the running collective: this one or one that it is queued behind."""
         here = self.transport.record(self.transport.rank)
         return min(call[0], here.finished) if here else call[0]
 
 
 def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str:
-    """Both calls of the first collective that is not the same; else what the message was."""
+    """Describe both calls of the first collective that differs, or else the unexpected message."""
     pair = failure.reporter, failure.rank
     if failure.found[0] == MESSAGE:
         return _messages(failure)
@@ -204,7 +205,7 @@ def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str
 
 
 def _calls(rank: int, seen: Observed) -> dict[int, Call]:
-    """What the rank called last, by number, and what is queued behind that."""
+    """Return the rank's last calls and those queued behind them, by number."""
     record = seen.record(rank)
     begun = record.begun if record else 0
     calls = (seen.call(rank, k) for k in range(max(0, begun - CALLS), begun + CALLS))
@@ -217,7 +218,7 @@ def _unsaid(rank: int, seen: Observed) -> str:
 
 
 def _partner(kind: int, seen: Observed) -> str:
-    """What the other end of a message has not done, and what keeps it."""
+    """Describe what the other end of a message has not done, and the state of its process."""
     done = "received" if collective_of(kind) == "send" else "sent"
     if peer_of(kind) == ANYBODY:
         return f"no rank has {done} it"
@@ -227,7 +228,7 @@ def _partner(kind: int, seen: Observed) -> str:
 
 
 def differ(one: Call, other: Call) -> bool:
-    """Whether two ranks' calls of one number are not of the same collective."""
+    """Return whether two ranks' calls with the same number are different collectives."""
     (_, kind, elements, _), (_, other_kind, other_elements, _) = one, other
     even = collective_of(kind) not in UNEVEN
     return kind != other_kind or (even and elements != other_elements)
@@ -247,13 +248,13 @@ def _message(stamp: Stamp) -> str:
 
 
 def unheard(transport: Transport, call: Call, failure: Failure) -> None:
-    """Say, as the process ends, what no call has raised."""
+    """Log, when the process exits, a failure that no call has raised."""
     error = Guard(transport, math.inf)._error(call, failure)
     log.error("at exit, which no call has raised: %s: %s", type(error).__name__, error)
 
 
 def supported(given: dtype) -> None:
-    """Raise UsageError for a dtype that collectives don't take."""
+    """Raises UsageError if collectives do not support the dtype."""
     if given not in DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise UsageError(f"collectives take {names}; this tensor is {given}")

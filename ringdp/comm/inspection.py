@@ -1,8 +1,8 @@
-"""The communicators of a job that share no memory, seen from outside it: through the job's store.
+"""Inspects a job's communicators that share no memory, from outside the job, through its store.
 
-A rank's environment, as torchrun has set it, says where that is. The ranks are asked what they do,
-and answer (see `transport.store.status`); nothing else of the job is touched, and nothing they say
-is trusted.
+The store's address is in the ranks' environment, which torchrun sets. The ranks are asked what they
+are doing and answer (see `transport.store.status`). Nothing else in the job is touched, and answers
+are not trusted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST = 1 << 16  # ranks, or communicators
 
 
 class Inspected(NamedTuple):
-    """One communicator; `failed`: what ended it."""
+    """One communicator. `failed` is the failure that ended it, if any."""
 
     name: str
     survey: Survey
@@ -37,10 +37,10 @@ class Inspected(NamedTuple):
 
 
 def inspect_job(environ: Mapping[str, str]) -> list[Inspected]:
-    """Those that are not closed, of the job of a process with that environment.
+    """Return the open communicators of the job that a process with this environment belongs to.
 
-    None are found where it is not torchrun's. Raises CommunicationError where the store cannot be
-    reached, UsageError for variables that torchrun does not set so.
+    There are none if torchrun did not start it. Raises CommunicationError if the store cannot be
+    reached, and UsageError if torchrun's variables are not such as torchrun sets.
     """
     store = store_of(environ, TIMEOUT)
     if store is None:
@@ -55,12 +55,12 @@ def inspect_job(environ: Mapping[str, str]) -> list[Inspected]:
 
 
 def _lines(store: Store) -> list[str]:
-    """What is said of each communicator that was made: its name and size."""
+    """Return "name size" of each communicator that was made."""
     return [text_of(store, f"{NAMES}/{k + 1}") for k in range(min(store.add(NAMES, 0), MOST))]
 
 
 def _seen(store: Store, line: str) -> Inspected | None:
-    """None for one that is closed, or makes no sense."""
+    """Inspect one communicator; return None if it is closed or its line is invalid."""
     name, _, size = line.rpartition(" ")
     if not (size.isdecimal() and len(size) < 6 and 0 < int(size) <= MOST):
         return None

@@ -1,30 +1,30 @@
-"""What a collective comes down to, and what all collectives share.
+"""What all collectives share: from the arguments of a call to the job that a transport runs.
 
-A collective turns its tensors into one flat buffer, lays out every rank's part of it, and hands a
-Job to the communicator's `_issue`. For all of them:
+A collective turns its tensors into one flat buffer, computes the bounds of every rank's part, and
+passes a Job to `Issuer._issue`. For all collectives:
 
-- Tensors may have any shape and strides, no element at all, or require grad; their elements count
-  in row-major order. float32, float64, float16, bfloat16, int8, int16, uint8, int32, int64, bool;
-  complex numbers where they are summed or only moved. All ranks pass the same dtype.
-- `async_op=True` returns at once with a Work; the tensors must not be touched until its `wait` has
-  returned. Otherwise the call returns when the result is there.
-- `algorithm` is a name (`ringdp show --list`), or a function n -> Schedule, in hand or as
-  `FILE.py:function`, proved like ours before it moves a byte: once, so pass the same function each
-  time. The default, `direct`, adds in rank order, so that an element's bits depend neither on where
-  in the buffer it is nor on the root.
-- The tensors of one call lie on one device.
-- `tag` says what is moved: ranks whose tags differ raise CollectiveMismatch.
+- Tensors may have any shape and strides, may be empty, and may require grad; their elements are
+  taken in row-major order. Dtypes: float32, float64, float16, bfloat16, int8, int16, uint8, int32,
+  int64 and bool; complex dtypes if they are summed or only moved. All ranks pass the same dtype.
+- The tensors of one call are on one device.
+- `async_op=True` returns a Work at once; do not touch the tensors until its `wait` has returned.
+  Otherwise the call returns when the result is there.
+- `algorithm` is a name (`ringdp show --list`), a function n -> Schedule, or `FILE.py:function`. A
+  function's schedule is proved, like the built-in ones, before it moves a byte. It is proved once
+  per function object, so pass the same one each time. The default, `direct`, adds in rank order, so
+  an element's bits depend neither on its position in the buffer nor on the root.
+- `tag` identifies what is moved: ranks with different tags raise CollectiveMismatch.
 - A bad argument raises UsageError before anything is sent. PeerLost, CollectiveTimeout and
   CollectiveMismatch are raised by the call, or with async_op by `wait`.
-- A call ends once this rank has done its part, not once all have theirs: a rank that waits for
-  nobody, as the root of a binomial broadcast while there is room for what it sends, may not know of
-  a death by then. It hears of it at its next call that waits for another rank, or the `wait` for
-  such a one, and at `close` at the latest. If a third rank finds the death, its next call of any
-  kind raises.
-- Ctrl-C ends a call before it has begun, or leaves it under way with what it was given: then
-  `issued` counts it. What ends a `wait` leaves the Work to be waited for again.
-- After an error a late rank may still write to what the failed call was given by `empty`, until all
-  ranks have closed the communicator or ended; no other tensor is given that memory before.
+- A call returns once this rank has done its part, not once all ranks have. So a rank that waits for
+  no other, such as the root of a binomial broadcast that has room for what it sends, may not yet
+  know that a rank has died. It learns this from its next call or `wait` that depends on another
+  rank, and from `close` at the latest. If a third rank detects the death, its next call of any kind
+  raises.
+- Ctrl-C either stops a call before it has begun or leaves it running on its tensors; in the latter
+  case `issued` counts it. A `wait` that was interrupted can be called again.
+- After an error a late rank may still write to tensors from `empty` that the failed call was given,
+  until all ranks have closed the communicator or ended. Until then that memory is not reused.
 """
 
 from __future__ import annotations
@@ -64,47 +64,50 @@ W = TypeVar("W", bound=Work)
 
 
 class How(NamedTuple):
-    """A call of a collective, but for its tensors and its op."""
+    """The arguments of a collective, without its tensors and op."""
 
     name: str  # of the method
-    said: str  # the same without `_v`, but for all_to_all_v, which has its own rows
+    said: str  # `name` without `_v`; all_to_all_v keeps it, as it has a schedule of its own
     algorithm: str | Builder
     async_op: bool
     tag: int
-    root: int = 0  # of those that have one
+    root: int = 0  # for collectives that have one
 
     @property
     def collective(self) -> Collective:
-        """What it comes down to."""
+        """The collective whose schedule it runs."""
         return "all_reduce" if self.said == "barrier" else cast(Collective, self.said)
 
 
 class Job(NamedTuple):
-    """What the transport is to do; then `finish` brings the result home.
+    """What the transport is to do, and `finish`, which copies the result to the user's tensor.
 
-    A program runs in place on the whole (see `Run`), or the transport does an exchange in its own
-    way (see `Exchange`). Buffers are 1-D, contiguous and real.
+    `by` is a program that runs in place on `whole` (see `Run`), or an exchange that the transport
+    does in its own way (see `Exchange`). Buffers are 1-D, contiguous and real.
     """
 
     by: Program | Direct
-    bounds: Bounds  # of the chunks of the whole; in an exchange, of every rank's share of it
+    bounds: Bounds  # of the chunks of `whole`; for an exchange, of every rank's share of it
     whole: Tensor | None
     part: Tensor | None = None
     finish: Callable[[], None] | None = None
-    op: ReduceOp = "sum"  # as the user calls it
-    elements: int | None = None  # of the collective, where the bounds are of fewer
-    root: int | None = None  # of an exchange: the only one to gather, or to scatter
+    op: ReduceOp = "sum"  # the user's
+    elements: int | None = None  # of the collective, if the bounds cover fewer
+    root: int | None = None  # of an exchange in which only one rank gathers or scatters
 
     @property
     def one(self) -> Tensor:
-        """A buffer that this rank has."""
+        """One of this rank's buffers, for its dtype and device."""
         buffer = self.part if self.whole is None else self.whole
         assert buffer is not None
         return buffer
 
     def bring_home(self) -> None:
-        """`finish`, on a GPU: in the stream of who waits, while buffers go back, as soon as nobody
-        holds them, to the one that they were made in."""
+        """Run `finish` on a GPU, in the current stream of the caller that waits.
+
+        The buffers may belong to another stream. `record_stream` keeps the allocator from reusing
+        them there before this stream is done with them.
+        """
         if self.finish is not None:
             self.finish()
         for buffer in (self.whole, self.part):
@@ -112,21 +115,24 @@ class Job(NamedTuple):
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
     def told(self, how: How) -> tuple[int, int]:
-        """The call's fingerprint and elements, as others are told."""
+        """Return the call's fingerprint and number of elements, which ranks compare."""
         dtype, elements = self.one.dtype, self.elements
         kind = fingerprint(how.said, dtype, self.op, how.root, how.algorithm, how.tag)
         return kind, self.bounds[-1] if elements is None else elements
 
 
 def op_of_rows(op: ReduceOp, how: How, dtype: torch.dtype) -> ReduceOp:
-    """What a program does: an average is the sum, to be divided later, but where the only rounding
-    is that of whole sums."""
+    """Return the op that a program's rows compute.
+
+    An average is computed as a sum and divided later. The exception is `direct` on 16-bit floats:
+    it rounds only complete sums, so it divides before rounding.
+    """
     rounds_once = how.algorithm == "direct" and dtype in (torch.float16, torch.bfloat16)
     return "sum" if op == "avg" and not rounds_once else op
 
 
 class Named(NamedTuple):
-    """An argument, as errors call it."""
+    """A tensor and its argument name, for errors."""
 
     name: str
     tensor: Tensor
@@ -139,16 +145,16 @@ class Issuer:
     def __init__(self, transport: Transport, guard: Guard) -> None:
         self.rank, self.size = transport.rank, transport.ranks
         self._transport, self._guard, self.closed = transport, guard, False
-        # A barrier's, on the host: a GPU's collectives do not wait for their ends.
+        # The barrier's buffer. On the host, since collectives on a GPU return before they end.
         self._zero = torch.zeros(1, dtype=torch.int32)
-        self._ready = transport.ready  # None: every call goes through Python
+        self._ready = transport.ready  # None if every call goes through Python
         if self._ready:
             self._ready.learn(line, NOWHERE, ENDED, self._zero)
         self._group: Group | None = None
 
     @property
     def issued(self) -> int:
-        """How many collectives this rank has called."""
+        """The number of collectives that this rank has issued."""
         return self._transport.issued
 
     def _how(
@@ -160,7 +166,7 @@ class Issuer:
         tag: int,
         root: int = 0,
     ) -> How:
-        """Checked. `tensor`: one of those that are given, for its dtype."""
+        """Check the arguments. `tensor` is any of the call's tensors, for its dtype."""
         check_tensor(name, tensor)
         check_algorithm(name, algorithm)
         check_async(name, async_op)
@@ -177,7 +183,7 @@ class Issuer:
         return program(how.collective, how.algorithm, self.size, self.rank, how.root, depth)
 
     def _program_or_exchange(self, how: How) -> Program | None:
-        """None where the transport has its own way."""
+        """Return the program, or None if the transport has its own implementation."""
         here = self._transport.link is None or how.collective in HELD_BACK
         if here and how.algorithm == self._transport.own:
             return None
@@ -186,9 +192,10 @@ class Issuer:
     def _shards(
         self, how: How, part: Named, whole: Named | None, sizes: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """Every rank's share of the whole, in real elements: `sizes`, or as many as `part` has.
+        """Return every rank's share of the whole in real elements: `sizes`, or `part`'s for all.
 
-        Raises UsageError unless `part` is this rank's share, and `whole` (if it is here) all.
+        Raises UsageError unless `part` has the size of this rank's share, and `whole` (if this rank
+        has it) that of all shares.
         """
         for given in filter(None, (part, whole)):
             check_tensor(how.name, given.tensor, given.name)
@@ -212,7 +219,7 @@ class Issuer:
         return tuple(s * width(part.tensor) for s in shards)
 
     def _cuts(self, how: How, whole: Named, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-        """`sizes` in real elements. UsageError unless they are those of the whole."""
+        """Return `sizes` in real elements. Raises UsageError unless they add up to the whole's."""
         check_tensor(how.name, whole.tensor, whole.name)
         cuts = self._whole_numbers(how, name, sizes)
         if sum(cuts) != whole.tensor.numel():
@@ -235,16 +242,16 @@ class Issuer:
         return found
 
     def _all_at(self, root: int, elements: int) -> Bounds:
-        """Of shares where only the root has any."""
+        """Return the bounds of shares of which only the root's has elements."""
         return bounds_of(elements if r == root else 0 for r in range(self.size))
 
     def _part(self, shards: tuple[int, ...]) -> slice:
-        """Where this rank's share lies in the whole."""
+        """Return the slice of the whole that is this rank's share."""
         begin = sum(shards[: self.rank])
         return slice(begin, begin + shards[self.rank])
 
     def _issue(self, job: Job, how: How) -> Work:
-        """The one place that hands anything to the transport, but for `repeated`."""
+        """Start a job. Every collective passes here, except calls that `repeated` runs in C++."""
         dtype, (kind, elements) = job.one.dtype, job.told(how)
         call = (self.issued, kind, elements, call_site(3))
         self._guard.check(call)
@@ -271,7 +278,10 @@ class Issuer:
     def _begun(
         self, call: Call, ticket: int, background: bool, finish: Callable[[], None] | None
     ) -> Work:
-        """Of a repeated call in the background, or one that takes long or has failed."""
+        """Return the Work of a repeated call that is asynchronous, takes long, or has failed.
+
+        csrc/ready.hpp calls this.
+        """
         self._transport.release()
         waited = 0.0 if background else SLICE
         return self._waited(Work(self._guard, call, ticket, finish, waited), background)

@@ -1,14 +1,14 @@
-"""Messages from one rank to another: send, recv, and their `async` forms isend and irecv.
+"""Point-to-point messages: send and recv, and their asynchronous forms isend and irecv.
 
-A message is received by a recv of the same tag that names its sender, or names none. Tags tell
-messages apart: they may be received in any order. Of what one rank sends another under one tag, the
-first sent is the first received. A recv must expect what comes: a message of another length or
-dtype raises CollectiveMismatch on both ranks.
+A recv matches messages with its tag from the rank that it names, or from any rank if it names none.
+Messages with different tags may be received in any order. Messages from one rank to another with
+the same tag are received in the order sent. A message of another length or dtype than the recv
+expects raises CollectiveMismatch on both ranks.
 
-A send of up to a slab (64 KiB; less beyond 8 ranks) returns when the message is in shared memory,
-where there is room for 16 on 2 ranks, 8 on 4, and 4 from 8 on; a longer one, when it has been
-received. So two ranks that both send and then receive need isend, or short messages. Messages and
-collectives do not wait for each other.
+A send of up to one slab (64 KiB; less beyond 8 ranks) returns when the message is in shared memory,
+which has room for 16 of them on 2 ranks, 8 on 4 and 4 from 8 on. A longer send returns when it has
+been received. So two ranks that both send first and receive then need isend, or short messages.
+Messages and collectives do not wait for each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringdp.transport.records import Call
 
 
 class Received(Work):
-    """Returned by irecv."""
+    """The Work that irecv returns."""
 
     def __init__(
         self, guard: Guard, call: Call, ticket: int, finish: Callable[[], None], sender: Tensor
@@ -40,7 +40,7 @@ class Received(Work):
 
     @property
     def source(self) -> int:
-        """The rank that sent the message, once it has come. Raises UsageError before."""
+        """The rank that sent the message. Raises UsageError before the message has arrived."""
         if not self._done:
             raise UsageError("source: nothing has been received yet; allowed: after wait()")
         return int(self._sender)
@@ -48,27 +48,27 @@ class Received(Work):
 
 @uncompiled
 class Messages(Issuer):
-    """The methods of a Communicator that two of its ranks call."""
+    """The point-to-point methods of a Communicator."""
 
     _posted = 0
 
     def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> None:
-        """Send `tensor` (any shape and strides, any dtype of the collectives) to rank `dst`."""
+        """Send `tensor` to rank `dst`: any shape and strides, any dtype that collectives take."""
         self._send(tensor, dst, tag, async_op=False)
 
     def isend(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Work:
-        """send that returns at once. The tensor must not be changed before `wait` has returned."""
+        """send that returns at once. Do not change the tensor until `wait` has returned."""
         return self._send(tensor, dst, tag, async_op=True)
 
     def recv(self, tensor: Tensor, src: int | None = None, *, tag: int = 0) -> int:
-        """`tensor` becomes the next message with this tag from rank `src`, or from any rank.
+        """Receive the next message with this tag from rank `src`, or from any rank if None.
 
-        Returns the rank that sent it. The message must have as many elements of the same dtype.
+        The message must have the length and dtype of `tensor`. Returns the rank that sent it.
         """
         return self._recv(tensor, src, tag, async_op=False).source
 
     def irecv(self, tensor: Tensor, src: int | None = None, *, tag: int = 0) -> Received:
-        """recv that returns at once. Nothing may touch the tensor before `wait` has returned."""
+        """recv that returns at once. Do not touch the tensor until `wait` has returned."""
         return self._recv(tensor, src, tag, async_op=True)
 
     def _send(self, tensor: Tensor, dst: int, tag: int, async_op: bool) -> Work:
@@ -89,7 +89,7 @@ class Messages(Issuer):
         return self._waited(Received(self._guard, call, ticket, out.settle, source), later)
 
     def _other(self, name: str, argument: str, peer: int | None) -> int:
-        """A rank that is not this one."""
+        """Return `peer` as an int. Raises UsageError unless it is another rank."""
         others, found = [r for r in range(self.size) if r != self.rank], index_of(peer)
         if found is None or found not in others:
             raise UsageError(
@@ -101,8 +101,10 @@ class Messages(Issuer):
     def _letter(
         self, name: str, tensor: Tensor, peer: int | None, tag: int, async_op: bool
     ) -> tuple[Call, int, bool]:
-        """The call as errors tell it, the kind of message that both ends must agree on, and whether
-        it is not waited for."""
+        """Return the call for errors, the fingerprint that both ends must share, and async_op.
+
+        async_op is also True in a group.
+        """
         how = self._how(name, tensor, "", async_op, tag)
         dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
         mine = fingerprint(name, dtype, "sum", ANYBODY if peer is None else peer, tag=how.tag)

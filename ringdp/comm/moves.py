@@ -1,8 +1,8 @@
-"""The collectives that only move: broadcast, all_gather, gather, scatter, all_to_all.
+"""The collectives that only move data: broadcast, all_gather, gather, scatter and all_to_all.
 
-`comm.job` says what all share. The `_v` forms take parts of uneven sizes, in elements. A rank gives
-room to those chunks of the whole only that its program touches: with `direct`, a gather sends from
-`input` itself and a scatter receives into `output` itself.
+`comm.job` documents what all collectives share. The `_v` forms take parts of uneven sizes, in
+elements. A rank allocates only the chunks that its program touches: with `direct`, a gather sends
+from `input` itself and a scatter receives into `output` itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringdp.transport.repeated import repeated
 
 @uncompiled
 class Moves(Issuer):
-    """The methods of a Communicator that move elements between ranks, and change none."""
+    """The methods of a Communicator that move data between ranks without reducing it."""
 
     @repeated
     def broadcast(
@@ -44,19 +44,19 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """Every rank's `tensor` becomes rank `root`'s, in place."""
+        """Copy rank `root`'s `tensor` to every rank's `tensor`, in place."""
         how = self._how("broadcast", tensor, algorithm, async_op, tag, root)
         program = self._program_or_exchange(how)
-        mine = self.rank == root
-        if mine and not (program and program.changes):
+        is_root = self.rank == root
+        if is_root and not (program and program.changes):
             buffer, finish = flat(tensor).data, None
         else:
-            out = flat_output(tensor, "broadcast: tensor", read=mine)
+            out = flat_output(tensor, "broadcast: tensor", read=is_root)
             buffer, finish = out.data, out.settle
         if program:
             cuts = chunk_bounds(buffer.numel(), program)
             return self._issue(Job(program, cuts, buffer, None, finish), how)
-        part, bounds = buffer if mine else None, self._all_at(root, buffer.numel())
+        part, bounds = buffer if is_root else None, self._all_at(root, buffer.numel())
         return self._issue(Job("all_gather", bounds, buffer, part, finish), how)
 
     @repeated
@@ -69,7 +69,7 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """`output` becomes the inputs of ranks 0, 1, ... one behind the other, on every rank.
+        """Concatenate the inputs of ranks 0, 1, ... into `output` on every rank.
 
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
@@ -86,7 +86,7 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """all_gather where rank r's input has sizes[r] elements, and `output` sum(sizes).
+        """all_gather with uneven inputs: rank r's has sizes[r] elements, `output` sum(sizes).
 
         All ranks pass the same sizes.
         """
@@ -118,9 +118,9 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """On rank `root`, `output` becomes what all_gather would give.
+        """Concatenate the inputs of ranks 0, 1, ... into `output` on rank `root`.
 
-        output: size x input.numel() elements there; elsewhere ignored, and may be None.
+        output: size x input.numel() elements on the root; ignored elsewhere, and may be None.
         """
         how = self._how("gather", input, algorithm, async_op, tag, root)
         return self._gather(output, input, None, how)
@@ -136,7 +136,7 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """gather where rank r's input has sizes[r] elements. All ranks pass the same sizes."""
+        """gather with sizes[r] elements from rank r. All ranks pass the same sizes."""
         how = self._how("gather_v", input, algorithm, async_op, tag, root)
         return self._gather(output, input, sizes, how)
 
@@ -175,9 +175,9 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """`output` becomes this rank's part of rank `root`'s `input`.
+        """Store this rank's part of rank `root`'s `input` in `output`.
 
-        input: size x output.numel() elements there; elsewhere ignored, and may be None.
+        input: size x output.numel() elements on the root; ignored elsewhere, and may be None.
         """
         how = self._how("scatter", output, algorithm, async_op, tag, root)
         return self._scatter(output, input, None, how)
@@ -193,7 +193,7 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """scatter where rank r's part has sizes[r] elements. All ranks pass the same sizes."""
+        """scatter with sizes[r] elements to rank r. All ranks pass the same sizes."""
         how = self._how("scatter_v", output, algorithm, async_op, tag, root)
         return self._scatter(output, input, sizes, how)
 
@@ -236,9 +236,9 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """Part r of `input` goes to rank r, and part r of `output` comes from there.
+        """Send part r of `input` to rank r, and receive part r of `output` from rank r.
 
-        input, output: equally many elements, a multiple of size. They may be one tensor.
+        input, output: the same number of elements, a multiple of size. They may be one tensor.
         """
         how = self._how("all_to_all", input, algorithm, async_op, tag)
         check_tensor("all_to_all", output, "output")
@@ -269,9 +269,9 @@ class Moves(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """all_to_all with uneven parts, of input_sizes[r] and output_sizes[r] elements.
+        """all_to_all with uneven parts: input_sizes[r] elements to rank r, output_sizes[r] from it.
 
-        Ranks that differ in how much one sends the other raise CollectiveMismatch.
+        Raises CollectiveMismatch if two ranks disagree on how much one sends the other.
         """
         me = self.rank
         how = self._how("all_to_all_v", input, "direct", async_op, tag)
@@ -286,21 +286,24 @@ class Moves(Issuer):
         bounds = pair_bounds(me, sent, received)
         out = flat_output(output, "all_to_all_v: output")
         buffer = empty(bounds[-1], output)
-        # buffer: from ranks before | to ranks 0 ... n - 1 | from ranks behind
-        own, mine = bounds[me * self.size], bounds[me * self.size + me]
-        fill(buffer[own : own + sum(sent)], input)
+        # buffer: from ranks 0 ... me - 1 | to ranks 0 ... n - 1 | from ranks me + 1 ... n - 1
+        sends, to_self = bounds[me * self.size], bounds[me * self.size + me]
+        fill(buffer[sends : sends + sum(sent)], input)
 
         def finish() -> None:
             data = writable(out.data)
-            data[:own] = buffer[:own]
-            data[own : own + sent[me]] = buffer[mine : mine + sent[me]]
-            data[own + sent[me] :] = buffer[own + sum(sent) :]
+            data[:sends] = buffer[:sends]
+            data[sends : sends + sent[me]] = buffer[to_self : to_self + sent[me]]
+            data[sends + sent[me] :] = buffer[sends + sum(sent) :]
             out.settle()
 
         return self._issue(Job(self._program(how), bounds, buffer, finish=finish), how)
 
     def _at_root(self, how: How, what: str, tensor: Tensor | None) -> Named | None:
-        """The tensor that only the root has; None elsewhere."""
+        """Return the tensor that only the root has, or None on other ranks.
+
+        Raises UsageError if the root passes None.
+        """
         if self.rank != how.root:
             return None
         if tensor is None:

@@ -1,8 +1,8 @@
-"""From a collective and its algorithm to what a transport runs: one rank's program.
+"""Builds and caches the program that a rank runs for a collective and algorithm.
 
-A schedule is proved, projected and fused once per (collective, algorithm, n, root): for a function
-as long as it lives, which may hold the communicator that it is for; else as long as it is among
-the last ones.
+A schedule is proved, projected and fused once per (collective, algorithm, n, root). Programs of a
+function are cached weakly, as long as the function lives: it may refer to its communicator. All
+others are in an LRU cache.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ringdp.schedule import (
 from ringdp.schedule.custom import name_of
 from ringdp.schedule.liveness import fits
 
-MOST = 1024  # that are remembered
+MOST = 1024  # cached programs
 
 
 class Asked(NamedTuple):
-    """A program for one rank. Without a `depth`: see `Transport.depth`."""
+    """The key of a program, but for its algorithm. For `depth` see `Transport.depth`."""
 
     collective: Collective
     n: int
@@ -46,23 +46,23 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a program is made of."""
+    """What a program was built from."""
 
     collective: Collective
     algorithm: str  # its name
     root: int
     rows: Iterable[Iterable[int]]
-    builder: Callable[[], str | Builder | None]  # gives it; None for a function that is no more
+    builder: Callable[[], str | Builder | None]  # returns the algorithm; None once it is collected
 
     @cached_property
     def names(self) -> dict[tuple[int, ...], str]:
-        """Of rows, by round, peers and chunks."""
+        """Maps (round, recv_peer, send_peer, src_chunk, dst_chunk) to the row's name."""
         rows = [Row(*map(int, row)) for row in self.rows]
         return {row[:5]: row.name for row in rows}
 
 
-# By the address of a program's rows, as long as it lives: they outlive it here, so that no others
-# get the address before.
+# By the address of a program's rows, as long as the program lives. An Origin holds the rows, so no
+# other program can get their address while the entry exists.
 _origins: dict[int, Origin] = {}
 
 
@@ -77,14 +77,14 @@ def program(
     root: int,
     depth: float | None,
 ) -> Program:
-    """Proved, projected, fused if that fits, and shown not to stall in FIFOs of `depth` slots.
+    """Return the rank's program, proved, and fused if it then cannot stall with `depth` FIFO slots.
 
-    Without a `depth` projected only: who runs whole rounds cannot stall. Nor can who waits to
-    receive only, as fusing lets sends come earlier, and receives later, than in the order in which
-    each receive comes after its send: where `depth` is infinite no other rank's program is made.
+    If `depth` is None, the program is only projected: a transport that runs whole rounds cannot
+    stall. If it is infinite, sends never wait. Then fusing cannot cause a stall, since it only
+    moves sends earlier and receives later, and the programs of the other ranks are not built.
     """
     asked = Asked(collective, n, rank, root, depth)
-    if not isinstance(algorithm, FunctionType):  # a bound method is another object each time
+    if not isinstance(algorithm, FunctionType):  # a bound method is a new object each time
         return _of_last(algorithm, asked)
     known = _own.setdefault(algorithm, {})
     if asked not in known:
@@ -105,7 +105,7 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     if depth == inf:
         return fused(project(plan, rank))
     plain = [project(plan, r) for r in range(n)]
-    # Fusing trades longer FIFOs for fewer passes; what then needs too many slots runs as it is.
+    # Fused programs make fewer passes but need longer FIFOs. If these are too long, do not fuse.
     for programs in ([*map(fused, plain)], plain):
         if fits(programs, int(depth)):
             _remember(algorithm, asked, programs[rank])
@@ -129,5 +129,5 @@ def _remember(algorithm: str | Builder, asked: Asked, made: Program) -> None:
 
 
 def origin_of(rows: int) -> Origin | None:
-    """Of the program whose rows lie at this address."""
+    """Return the origin of the program whose rows are at this address, or None."""
     return _origins.get(rows)

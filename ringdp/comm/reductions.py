@@ -1,9 +1,10 @@
-"""The collectives that add: all_reduce, reduce, reduce_scatter, and a barrier. `comm.job` says what
-all share.
+"""The reducing collectives: all_reduce, reduce, reduce_scatter and barrier.
+
+`comm.job` documents what all collectives share. The ops, by dtype:
 
     op     float, double, half  complex  integers  bool
     sum    x                    x        x         or
-    avg    x                    x        -         -      the sum, divided by size: see below
+    avg    x                    x        -         -      the sum divided by size; see below
     scale  x                    x        -         -      the sum of inputs times scale
     prod   x                    -        x         and
     min    x                    -        x         and    NaN if any is NaN; -0.0 < 0.0
@@ -12,9 +13,9 @@ all share.
     bor    -                    -        x         or
     bxor   -                    -        x         xor
 
-Integers wrap around. `direct` divides the sum of 16-bit floats before it is rounded, so that their
-average cannot overflow. Other algorithms round first, and divide once the result is waited for;
-`nccl` averages in NCCL's own way.
+Integers wrap around. `direct` divides the sum of 16-bit floats before it rounds, so their average
+cannot overflow. Other algorithms round the sum and divide it when the call is waited for; `nccl`
+uses NCCL's own average.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BITWISE = ("band", "bor", "bxor")
 
 @uncompiled
 class Reductions(Issuer):
-    """The methods of a Communicator that combine the elements of all ranks."""
+    """The methods of a Communicator that reduce over all ranks."""
 
     @repeated
     def all_reduce(
@@ -53,10 +54,10 @@ class Reductions(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """Every rank's `tensor` becomes the element-wise `op` over all ranks, in place.
+        """Reduce `tensor` element-wise with `op` over all ranks, in place on every rank.
 
-        `ringdp.comm.reductions` has a table of ops and dtypes, `ringdp.comm.job` what all
-        collectives take and raise.
+        `ringdp.comm.reductions` has a table of ops and dtypes. `ringdp.comm.job` documents the
+        other arguments and what collectives raise.
         """
         how = self._how("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor)
@@ -83,7 +84,7 @@ class Reductions(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """Rank `root`'s `tensor` becomes what all_reduce would give; the others keep theirs."""
+        """Reduce `tensor` to rank `root`, in place. The tensors of other ranks do not change."""
         how = self._how("reduce", tensor, algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor)
         program = self._program_or_exchange(how)
@@ -114,10 +115,10 @@ class Reductions(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """`output` becomes this rank's part of the reduction of every rank's `input`.
+        """Reduce `input` over all ranks, and store this rank's part of the result in `output`.
 
-        input: size x output.numel() elements, of which rank r's are the r-th part. If `output` is
-        that part of `input`, no copy is made and the rest of `input` is overwritten.
+        input: size x output.numel() elements; rank r receives the r-th part. If `output` is this
+        rank's part of `input`, no copy is made and the rest of `input` is overwritten.
         """
         how = self._how("reduce_scatter", input, algorithm, async_op, tag)
         return self._reduce_scatter(output, input, None, op, scale, how)
@@ -134,7 +135,7 @@ class Reductions(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """reduce_scatter where rank r's part has sizes[r] elements, and `input` sum(sizes).
+        """reduce_scatter with uneven parts: rank r's has sizes[r] elements, `input` sum(sizes).
 
         All ranks pass the same sizes.
         """
@@ -179,24 +180,26 @@ class Reductions(Issuer):
     def _home(
         self, out: Flat, program: Program | None, op: ReduceOp, how: How
     ) -> Callable[[], None]:
-        """What brings a result home; a program's average may be a sum until then."""
-        left = program is not None and op != op_of_rows(op, how, out.data.dtype)
+        """Return the function that copies the result back, and divides a sum that is an average."""
+        undivided = program is not None and op != op_of_rows(op, how, out.data.dtype)
 
         def finish() -> None:
-            nonlocal left
-            if left:  # once: who waits again after an interrupt comes again
+            nonlocal undivided
+            if undivided:  # only once: an interrupted wait calls this again
                 data = writable(out.data)
                 by = torch.full((), self.size, dtype=data.dtype, device=data.device)
-                left = False  # what raises or is interrupted before has divided nothing
-                data.div_(by)  # by a number a GPU would multiply with 1/size
+                undivided = False  # if interrupted or failed before here, nothing is divided yet
+                data.div_(by)  # given a Python number, a GPU would multiply by 1/size
             out.settle()
 
-        return finish if left else out.settle
+        return finish if undivided else out.settle
 
     @repeated
     def barrier(self, *, async_op: bool = False) -> Work:
-        """Return once every rank has called it, and collectives issued before have ended; with
-        async_op at once, with a Work that ends then."""
+        """Block until every rank has called it and all earlier collectives have ended.
+
+        With async_op, return at once a Work that completes then.
+        """
         self._transport.await_device()
         how = self._how("barrier", self._zero, "direct", async_op, 0)
         if program := self._program_or_exchange(how):
@@ -205,9 +208,9 @@ class Reductions(Issuer):
 
 
 def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor) -> float:
-    """By what every input is multiplied first.
+    """Return the factor by which every rank multiplies its input first.
 
-    Raises UsageError for an op that there is not, or not for this dtype.
+    Raises UsageError if the op is unknown or does not support the tensor's dtype.
     """
     if not (isinstance(op, str) and op in REDUCE_OPS):
         raise UsageError(f"{collective}: no op {op!r}; there are {', '.join(REDUCE_OPS)}")

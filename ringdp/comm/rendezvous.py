@@ -1,8 +1,8 @@
-"""How ranks that meet in a store become a communicator: the job's, a group's, or those given.
+"""Makes communicators of ranks that meet in a store: the job's ranks, or those of a torch group.
 
-What goes through the store is text and numbers, checked where it is read; nothing is unpickled. Who
-reaches it can disturb the start of the ranks, but not reach their memory: that is opened through
-/proc, by the same user only.
+Ranks exchange only text and numbers through the store, and check what they read; nothing is
+unpickled. Whoever can reach the store can disturb the start of the ranks, but not access their
+memory: it is opened through /proc, which only the same user can do.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ringdp.transport.store.handshake import Handshake, Places
 
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
-NAMES = "communicators"  # in a job's store: how many met there; in NAMES/1, ... name and size
-_world: Communicator | None = None  # the last one lives until the next
+NAMES = "communicators"  # key in the job's store: their number; NAMES/1, ... are "name size"
+_world: Communicator | None = None  # keeps the last one alive until the next
 _worlds: list[weakref.ref[Communicator]] = []
 
 
@@ -46,23 +46,24 @@ def init(
     transport: TransportName = "shm",
     link: Link | None = None,
 ) -> Communicator:
-    """The communicator of all ranks that torchrun started, or of one rank without it.
+    """Return a communicator of all ranks that torchrun started, or of one rank without torchrun.
 
-    Collective: every rank must call it, and call it equally often. After a failure, ranks that have
-    called `abort`, and new processes in the place of those that died, come together by it again.
-    `timeout` is how long a collective may wait for another rank, in seconds; after `warn_after` of
-    them the logger `ringdp` warns once of a collective that does not end. With a `link` the ranks
-    of one host talk as over that network: messages come late, at no cost of cores. On CPUs the
-    process keeps the memory that it frees: see `transport.heap`. Raises UsageError if torchrun's
-    variables are set in part only, or are not what torchrun sets.
+    Collective: every rank must call it, and equally often. To recover from a failure, ranks that
+    have called `abort`, and new processes in place of those that died, call it again.
+
+    `timeout` is how many seconds a collective may wait for another rank. After `warn_after` seconds
+    the logger `ringdp` warns once about a collective that has not finished. With a `link` the ranks
+    of one host communicate as if over that network: messages are delayed, without using CPU time.
+    On CPUs the process keeps the memory that it frees: see `transport.heap`. Raises UsageError if
+    torchrun's variables are set only partly, or to values that torchrun does not set.
 
         transport  shm        shared memory, for the ranks of one host
-                   c10d       gloo, for any
-                   nccl       NCCL, for tensors on each rank's current CUDA device, where all ranks
-                              must call the collectives of all communicators in one order
-                   peer       kernels that write to the memory of peers' GPUs, for one host; else
-                              as nccl
-                   nccl-host, peer-host  the same code over host memory, to test and to study it
+                   c10d       gloo, for ranks on any hosts
+                   nccl       NCCL, for tensors on each rank's current CUDA device. All ranks must
+                              call the collectives of all communicators in the same order
+                   peer       kernels that write to the memory of peer GPUs of one host; otherwise
+                              like nccl
+                   nccl-host, peer-host  the same code over host memory, for tests and study
     """
     global _world, _worlds
     if not (isinstance(transport, str) and transport in get_args(TransportName)):
@@ -79,7 +80,7 @@ def init(
 
 
 def last() -> Communicator | None:
-    """What `init` made last, of those that are not closed."""
+    """Return the last communicator from `init` that is not closed, or None."""
     return next(filter(None, map(_open, reversed(_worlds))), None)
 
 
@@ -89,10 +90,10 @@ def _open(made: weakref.ref[Communicator]) -> Communicator | None:
 
 
 def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicator:
-    """A communicator of the ranks of a torch.distributed group, of which only the store is used,
-    and a barrier where it has one for CPUs: that hears of who has died.
+    """Return a communicator over the ranks of a torch.distributed group, with its timeout.
 
-    Collective over the group, whose timeout it has. `transport` as for `init`.
+    Collective over the group. It only uses the group's store and, if the group supports CPUs, its
+    barrier, which detects ranks that have died. `transport` is as for `init`.
     """
     rank, ranks = group.rank(), group.size()
     name = f"ringdp/{group.group_name}"
@@ -103,7 +104,7 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
 
 
 def _timeout(group: ProcessGroup) -> float:
-    """What the group was given, where its backend tells."""
+    """Return the group's timeout in seconds, or TIMEOUT if its backend does not expose it."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if (given := getattr(options, "_timeout", None)) is not None:
@@ -112,11 +113,14 @@ def _timeout(group: ProcessGroup) -> float:
 
 
 def _all_there(group: ProcessGroup, store: Store) -> None:
-    """Names who has not come, if the group hears of it, by PeerLost or CollectiveTimeout."""
+    """Wait for all ranks of the group, if it supports CPUs.
+
+    If the group's barrier fails, raises PeerLost or CollectiveTimeout, which name missing ranks.
+    """
     rank, ranks = group.rank(), group.size()
     try:
         backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # it has none
+    except RuntimeError:  # no backend for CPUs
         return
     came = store.add(f"{ranks}/came/{rank}", 1)
     try:
@@ -125,7 +129,7 @@ def _all_there(group: ProcessGroup, store: Store) -> None:
         raise
     except RuntimeError as e:
         missing = [r for r in range(ranks) if store.add(f"{ranks}/came/{r}", 0) < came]
-        error = CollectiveTimeout if "imed out" in str(e) else PeerLost  # torch has one type
+        error = CollectiveTimeout if "imed out" in str(e) else PeerLost  # torch: one type for both
         raise error(
             f"rank {rank} of {ranks} waited to make a communicator over {group.group_name!r}; of "
             f"its ranks, {', '.join(map(str, missing)) or 'none'} had not come: {e}"
@@ -133,10 +137,10 @@ def _all_there(group: ProcessGroup, store: Store) -> None:
 
 
 def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -> Communicator:
-    """A communicator over shared memory of the ranks that meet in a store, which they keep.
+    """Return a communicator over shared memory of the ranks that meet in `store`, which they keep.
 
-    Collective: every rank must call it, and call it equally often for one store. Raises
-    CommunicationError where they are not on one host, or one does not come.
+    Collective: every rank must call it, and equally often for one store. Raises CommunicationError
+    if the ranks are not on one host, or one does not arrive.
     """
     store, times = meeting(store, rank, ranks)
     _one_host(store, rank, ranks, "between hosts torch's backend 'gloo'")
@@ -184,8 +188,8 @@ def _connect(
     parent: Transport | None,
     arena: Arena | None,
 ) -> Transport:
-    """A `Connect`, by its last four arguments. `whole`: the name of the first communicator, which
-    has all ranks of the job."""
+    """A `Connect` once its first six arguments are bound. `whole` is the name of the first
+    communicator, which has all ranks of the job."""
     places = Places(PrefixStore(whole, store), ranks, parent.failure) if parent else None
     here, size, prefixed = ranks.index(rank), len(ranks), PrefixStore(name, store)
     if transport != "shm" and here == 0:
@@ -197,7 +201,7 @@ def _connect(
     with handshake.session():
         if transport == "shm":
             return ShmTransport(handshake, arena=arena, link=link)
-        # Who waits for a key, as gloo does, keeps others from the connection that it uses.
+        # A wait for a key blocks the store's connection, and gloo waits; so gloo gets its own.
         own: Store = handshake.run(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
         group = gloo(handshake, own, timeout)
         if transport == "c10d":

@@ -1,4 +1,4 @@
-"""Which communicator is meant where a user names ranks, in torch's way or in ours, or does not."""
+"""Finds the communicator for what a user passes: a communicator, a torch group or None."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _made: WeakKeyDictionary[ProcessGroup, dict[TransportName, Communicator]] = Weak
 
 
 def communicator_of(ranks: object = None, tensors: Iterable[Tensor] = ()) -> Communicator:
-    """A communicator itself; that over a torch.distributed group; for None what `ringdp.init` made
-    last, or else that over torch's default group.
+    """Return the communicator for `ranks`.
 
-    Over a group it goes through shared memory, or where `tensors`, which are to be moved, are on a
-    GPU, over NCCL on that; where they are nowhere yet, as the group does. Collective over a group,
-    the first time. Raises UsageError for what is neither, or not there.
+    A Communicator is returned as is. A torch.distributed group gets a communicator over its ranks.
+    None is the last communicator from `ringdp.init`, or else that over torch's default group.
+
+    Over a group it uses NCCL if the `tensors` to be moved are on a GPU, and else shared memory. If
+    they have no device yet, it uses NCCL if the group only supports GPUs. The first call for a
+    group is collective over it. Raises UsageError if `ranks` is something else, or is None and
+    there is no communicator.
     """
     if ranks is None:
         if comm := last():
@@ -43,7 +46,7 @@ def communicator_of(ranks: object = None, tensors: Iterable[Tensor] = ()) -> Com
         )
     places = {x.device for x in tensors if not x.is_meta}
     gpu = next((place for place in places if place.type == "cuda"), None)
-    # NCCL alone serves no CPU; gloo, and ringdp's own backend, serve both.
+    # Of the backends only NCCL supports no CPU; gloo and ringdp support both.
     only_gpus = {place.type for place in ranks._device_types} == {"cuda"}
     transport: TransportName = "nccl" if gpu or (only_gpus and not places) else "shm"
     made = _made.setdefault(ranks, {})

@@ -1,7 +1,7 @@
-"""The job's store: where torchrun's variables say it is, who serves it, and how ranks meet in one.
+"""The job's store: finds it from torchrun's variables, serves it if needed, and lets ranks meet.
 
-A store that ringdp starts listens where MASTER_ADDR says, the loopback for instance; the one that
-torchrun starts listens on every interface of the host.
+A store that ringdp starts listens on the address in MASTER_ADDR, for example the loopback. The one
+that torchrun starts listens on every interface of the host.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch.distributed import DistError
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.store.client import PATIENCE, StoreClient
 
-LOOK_EVERY = 0.005  # s, for rank 0
+LOOK_EVERY = 0.005  # s between checks whether rank 0 has arrived
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _stores: dict[tuple[_Place, str], Store] = {}
-_alone: Store = HashStore()  # of a process without torchrun
+_alone: Store = HashStore()  # for a process without torchrun
 
 
 def host() -> str:
-    """The name of this host, and what no other has."""
+    """Return this host's name and its boot id, which is unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{socket.gethostname()} {boot}"
 
 
 def job_store(timeout: float) -> tuple[Store, int, int]:
-    """The job's store, which waits for so many seconds; this rank, and how many there are.
+    """Return the job's store, with `timeout` in seconds, this rank, and the number of ranks.
 
-    This process keeps it for good: rank 0's may serve the others. torchrun's agent serves all
-    starts of the ranks from one store, so each has names of its own. A process without torchrun is
-    a job of one rank.
+    The process keeps the store until it ends, since rank 0 may serve it to the others. torchrun's
+    agent keeps one store over all restarts, so each restart has its own prefix. A process without
+    torchrun is a job of one rank.
     """
     place, limit = _place(os.environ), timedelta(seconds=timeout)
     if place is None:
@@ -53,7 +53,7 @@ def job_store(timeout: float) -> tuple[Store, int, int]:
 
 
 class _Place(NamedTuple):
-    """This process's place in the job, as torchrun's variables say it."""
+    """This process's place in the job, from torchrun's variables."""
 
     rank: int
     ranks: int
@@ -62,7 +62,8 @@ class _Place(NamedTuple):
 
 
 def _place(environ: Mapping[str, str]) -> _Place | None:
-    """None without torchrun. Raises UsageError for what torchrun does not set so."""
+    """Read torchrun's variables; return None if there are none. Raises UsageError if they are not
+    such as torchrun sets."""
     found = {v: environ[v] for v in VARIABLES if v in environ}
     if not {"RANK", "WORLD_SIZE"} & found.keys():
         return None
@@ -88,7 +89,7 @@ def _place(environ: Mapping[str, str]) -> _Place | None:
 
 
 def store_of(environ: Mapping[str, str], timeout: timedelta) -> Store | None:
-    """That of the job of a process with this environment, None if it is of none."""
+    """Return the store of the job that a process with this environment belongs to, or None."""
     if (place := _place(environ)) is None:
         return None
     return PrefixStore(_prefix(environ), _server(place, timeout, serves=False, waits=False))
@@ -103,7 +104,7 @@ def _server(place: _Place, timeout: timedelta, *, serves: bool, waits: bool = Tr
     try:
         if serves:
             return _serve(place, timeout)
-        if not waits:  # torch asks one that is gone again, for up to twice the timeout
+        if not waits:  # torch would retry a store that is gone for up to twice the timeout
             socket.create_connection((place.host, place.port), timeout.total_seconds()).close()
         client = partial(TCPStore, place.host, place.port, is_master=False, timeout=timeout)
         with StoreClient(client) as reached:
@@ -115,7 +116,7 @@ def _server(place: _Place, timeout: timedelta, *, serves: bool, waits: bool = Tr
 
 
 def _serve(place: _Place, timeout: timedelta) -> TCPStore:
-    """torch's own store listens on every interface; where the ranks meet on one, so does this."""
+    """Serve the store on one interface, the ranks' own; torch's would listen on all of them."""
     serve = partial(
         TCPStore,
         place.host,
@@ -127,7 +128,7 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
     )
     try:
         listening = socket.create_server((place.host, place.port))
-    except OSError:  # another library of this process serves there already, and shares it
+    except OSError:  # another library in this process already serves there, and torch shares it
         return serve()
     return serve(master_listen_fd=listening.detach())
 
@@ -135,9 +136,9 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
 def meeting(
     store: Store, rank: int, ranks: int, look: Callable[[], object] = bool
 ) -> tuple[Store, int]:
-    """The part of a store for this coming together of so many ranks, and the how-many-th it is.
+    """Return a part of `store` for this meeting of all ranks, and the meeting's number.
 
-    `look` is called now and then while rank 0 has not come, and may raise.
+    `look` is called repeatedly while rank 0 has not arrived; it may raise.
     """
     store = PrefixStore(f"{ranks}", store)
     times = generation(store, rank, look)
@@ -145,11 +146,10 @@ def meeting(
 
 
 def generation(store: Store, rank: int, look: Callable[[], object] = bool) -> int:
-    """The how-many-th coming together of all ranks this is; a number for all of them. `look`: see
-    `meeting`.
+    """Return the number of this meeting of all ranks, the same on all. `look`: see `meeting`.
 
-    Rank 0 opens one; each other rank takes its seat in the first where that is free. So ranks that
-    come again after a failure find one another, whether they are the same processes or new ones.
+    Rank 0 opens a meeting; every other rank joins the first one that it has not joined yet. So
+    ranks find one another again after a failure, whether they are the same processes or new ones.
     """
     limit: float = store.timeout.total_seconds() + PATIENCE  # type: ignore[attr-defined]  # stubs
     try:

@@ -1,7 +1,7 @@
-"""The table of all ranks: what each one does, and did last, as errors and `ringdp doctor` print it.
+"""The table of what each rank is doing and did last, as errors and `ringdp doctor` print it.
 
-It is read from the ranks' records, so a rank is in it even if it is stopped, or stuck elsewhere.
-What a record cannot say, its process may: that it is stopped, or no more.
+It is read from the ranks' records, so it also shows a rank that is stopped or stuck elsewhere. The
+state of its process, stopped or ended, is read from the operating system.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last fin
 
 
 def table(observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0) -> str:
-    """Aligned columns."""
+    """Return the table as text with aligned columns. See `cells`."""
     lines = cells(observed, beside, this_rank)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -28,8 +28,11 @@ def table(observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 
 def cells(
     observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0
 ) -> list[tuple[str, ...]]:
-    """The headings, and a line for each rank; without columns that are empty for all. `beside`: the
-    same ranks in other communicators, where one may wait for a call of `this_rank`."""
+    """Return the headings and a row for each rank, without columns that are empty for all.
+
+    `beside` are other communicators over the same ranks: there a rank may be waiting for
+    `this_rank`.
+    """
     rows: list[tuple[str, ...]] = [HEADINGS]
     for r in range(observed.ranks):
         elsewhere = [call for other in beside if (call := _awaited(other, r, this_rank))]
@@ -39,7 +42,7 @@ def cells(
 
 
 def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[str, ...]:
-    """The cells of one rank, below HEADINGS. `elsewhere`: calls of it that may wait."""
+    """Return the cells of one rank. `elsewhere`: other communicators' calls that it may be in."""
     record = observed.record(rank)
     if record is None:
         return (str(rank), "cannot be seen from here", *[""] * (len(HEADINGS) - 2))
@@ -74,7 +77,7 @@ def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[
 
 
 def missing(observed: Observed, number: int, this_rank: int | None = None) -> str:
-    """Which ranks keep a collective from its end: those that have not begun it, or cannot go on."""
+    """Say which ranks block a collective: not called, stopped or ended in it, or no answer."""
     late, stuck, silent = [], [], []
     for r in range(observed.ranks):
         record = observed.record(r)
@@ -93,7 +96,7 @@ def missing(observed: Observed, number: int, this_rank: int | None = None) -> st
 
 
 def _awaited(observed: Observed, rank: int, by: int) -> Call | None:
-    """The collective that rank is in, and the other one has not called."""
+    """Return the collective that `rank` is in and rank `by` has not called, or None."""
     record, other = observed.record(rank), observed.record(by)
     if record is None or other is None or not other.begun < record.begun > record.finished:
         return None

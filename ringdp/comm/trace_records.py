@@ -1,4 +1,4 @@
-"""What a trace is told of a communicator, whoever found it out: a tape, or a look from outside."""
+"""Writes a communicator's spans and facts to a trace, from a tape or from `call_trace`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ringdp.tape.recorder import Args, Recorder, Span
 
 
 class Labelled(Issuer):
-    """A communicator as traces name it."""
+    """The names of a communicator in traces."""
 
     _name: str
     _ranks: Sequence[int]
     _label: str | None = None
 
     def label(self, text: str) -> None:
-        """What traces call it."""
+        """Set the communicator's name in traces."""
         if not isinstance(text, str):
             raise UsageError(f"label is {text!r}; allowed: a text")
         self._label = text
@@ -41,7 +41,7 @@ class Labelled(Issuer):
 
 
 class TraceRecords:
-    """Of one communicator, to one recorder."""
+    """Records of one communicator for one recorder."""
 
     def __init__(self, comm: Labelled, recorder: Recorder) -> None:
         self.comm, self.recorder = comm, recorder
@@ -49,7 +49,7 @@ class TraceRecords:
 
     @property
     def lane(self) -> int:
-        """The communicator's; readers hear of it when there is something in it."""
+        """The communicator's lane, which is added to the trace on first use."""
         if self._lane is None:
             name, title = self.comm._name, self.comm._title
             self._lane = self.recorder.lane(("communicator", name), title)
@@ -100,16 +100,16 @@ class TraceRecords:
         self.recorder.spans.append(Span(f"wait for {name}", "wait", lane, begin, end, args))
 
     def schedule(self, collective: Collective, algorithm: str | Builder, root: int) -> None:
-        """What the algorithm does, for a replay: once for each."""
-        said = self.recorder.facts.setdefault("schedules", [])
+        """Record the algorithm's schedule, once for each, for a replay."""
+        schedules = self.recorder.facts.setdefault("schedules", [])
         head = {
             "collective": collective,
             "algorithm": name_of(algorithm),
             "root": root,
             "ranks": self.comm.size,
         }
-        if any(head.items() <= s.items() for s in said):
+        if any(head.items() <= s.items() for s in schedules):
             return
         plan = proved(algorithm, collective, self.comm.size, root)
         rounds = [[list(map(int, t)) for t in transfers] for transfers in plan.rounds]
-        said.append({**head, "chunks": plan.chunks, "rounds": rounds})
+        schedules.append({**head, "chunks": plan.chunks, "rounds": rounds})

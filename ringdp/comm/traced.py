@@ -1,7 +1,7 @@
-"""What a trace sees of a communicator: its collectives chunk by chunk, and who waited for them.
+"""Traces a communicator: its collectives chunk by chunk, and the waits for them.
 
-Over shared memory csrc keeps tapes, which say when every row and tile was done. Of other transports
-a trace sees what there is to see from outside: see `call_trace`.
+Over shared memory csrc keeps a tape of when every row and tile was done. Other transports are
+traced from outside: see `call_trace`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ringdp.comm.trace_records import Labelled, TraceRecords
 from ringdp.tape.recorder import Args, Recorder, Span
 from ringdp.transport.tape import ENTRIES, Chunk, Ran, Tape, Waited, read
 
-MOST_BYTES = 64 << 20  # of one communicator's tape: a million chunks; what is more is lost
-OWN = "direct"  # the algorithm that the own way of shared memory is
+MOST_BYTES = 64 << 20  # of one communicator's tape: a million chunks; more are dropped
+OWN = "direct"  # the algorithm that shared memory implements itself
 
 
 class Traced(Labelled):
-    """The part of a Communicator that a trace asks. See `tape.recorder.Source`."""
+    """The part of a Communicator that a trace calls. See `tape.recorder.Source`."""
 
     def tape_on(self, recorder: Recorder) -> None:
         tape = self._transport.tape
@@ -36,14 +36,14 @@ class Traced(Labelled):
 
 
 class TapeTrace:
-    """What a transport's tape has held so far."""
+    """Collects a transport's tape, and turns it into records at the end."""
 
     def __init__(self, tape: Tape, records: TraceRecords) -> None:
         self._tape, self._records = tape, records
         self._done: list[bytes] = []
         self._waits: list[bytes] = []
         self._size = self._left_out = self._lost = 0
-        *_, self._lost_before = tape.tape()  # what is left of a former trace
+        *_, self._lost_before = tape.tape()  # discards what an earlier trace left
         tape.trace(ENTRIES)
 
     def drain(self) -> None:

@@ -1,7 +1,7 @@
-"""`ringdp.trace`: what all ranks did and when, in one file.
+"""`ringdp.trace`: records what all ranks did and when, in one file.
 
-Every rank records, writes its part beside the file, and rank 0 makes one of the parts. A rank that
-dies leaves the others' parts: rank 0 merges those and says whose is missing.
+Every rank records and writes its part next to the file; rank 0 merges the parts. If a rank dies,
+rank 0 merges the others' parts and reports which one is missing.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from ringdp.transport.store.processes import has_ended, pid_of
 
 log = logging.getLogger("ringdp")
 
-PATIENCE = 60.0  # s that rank 0 waits for a part
-HASTE = 5.0  # s after an error
-ANSWER = 10.0  # s that the ranks of two hosts wait for each other's clocks at the end
+PATIENCE = 60.0  # s that rank 0 waits for the parts
+HASTE = 5.0  # s that it waits after an error
+ANSWER = 10.0  # s that ranks of different hosts wait for each other's clocks at the end
 
 
 def trace(path: str | os.PathLike[str]) -> Trace:
-    """Write what all ranks do and when to `path`, for Perfetto and `ringdp report`.
+    """Record what all ranks do and when, and write it to `path` for Perfetto and `ringdp report`.
 
     Use it as `with ringdp.trace("run.json"): ...`, or call its `start` and `stop`. Collective:
-    every rank of the job does either at the same place. Only one trace runs at a time.
+    every rank of the job does so at the same place. Only one trace can run at a time.
 
-    It holds every collective with its chunks (rows of a program, tiles of direct exchanges) and the
-    waits for it; gathers, prefetches, frees and reductions of an engine or of DDP; forward and
-    backward of units, optimizer steps; and bytes held by category. The file is there once rank 0
-    has left it, whose `path` counts. Raises UsageError where it cannot be written,
-    CommunicationError where a rank does not come.
+    A trace has every collective with its chunks (rows of a program, tiles of direct exchanges) and
+    the waits for it; gathers, prefetches, frees and reductions of an engine or of DDP; forward and
+    backward of units; optimizer steps; and bytes held by category. Rank 0's `path` is used, and the
+    file exists once rank 0 leaves the block. Raises UsageError if it cannot be written, and
+    CommunicationError if a rank does not arrive.
     """
     return Trace(Path(path))
 
 
 class Trace:
-    """Made by `trace`."""
+    """The context manager that `trace` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._recorder: recorder.Recorder | None = None
 
     def start(self) -> Trace:
-        """Begin. Collective."""
+        """Start recording. Collective."""
         if recorder.recording():
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store(TIMEOUT)
@@ -71,13 +71,13 @@ class Trace:
         complaint = unwritable("trace", self.path) if rank == 0 else None
         mine = str(self.path.absolute())
         self._opened = self._meeting.open(complaint, mine)
-        # What is told where to write may have been told so by anybody.
+        # Do not write where only the store says: anybody may have written it there.
         self._beside = self._opened.path == mine and rank not in self._meeting.away
         self._recorder = recorder.start()
         return self
 
     def stop(self) -> None:
-        """End, and write. Collective. Raises RingdpError where the file cannot be written."""
+        """Stop, and write the file. Collective. Raises RingdpError if it cannot be written."""
         self._end(PATIENCE)
 
     def __enter__(self) -> Trace:
@@ -94,7 +94,7 @@ class Trace:
             return
         try:
             self._end(HASTE)
-        except RingdpError as e:  # the error that is on its way says more
+        except RingdpError as e:  # do not hide the user's exception
             log.warning("%s", e)
 
     def _end(self, patience: float) -> None:
@@ -105,7 +105,7 @@ class Trace:
         self._recorder = None
         recorder.stop()
         if patience == PATIENCE:
-            with suppress(RuntimeError, ValueError):  # the first guess must do
+            with suppress(RuntimeError, ValueError):  # then the first estimate is used
                 meeting.compare_clocks("last", ANSWER)
         part = self._part(meeting.rank)
         try:
@@ -120,13 +120,14 @@ class Trace:
             return
         try:
             meeting.hand_in(part, beside=self._beside)
-        except RuntimeError:  # of the store, which rank 0 may have served
+        except RuntimeError:  # from the store, which rank 0 may have served
             log.warning(
                 "rank %d cannot tell rank 0 of its part of the trace, %s", *(meeting.rank, part)
             )
 
     def _part(self, rank: int) -> Path:
-        """Beside rank 0's file, where this rank means that one, too; else anywhere."""
+        """Return the path of a rank's part: next to rank 0's file if this rank named the same path
+        on the same host, else in the temporary directory."""
         trace = Path(self._opened.path)
         if not self._beside:
             trace = Path(tempfile.gettempdir(), self.path.name)
@@ -166,13 +167,13 @@ class Trace:
 
 
 def unwritable(asked: str, path: Path) -> str | None:
-    """Why no trace can be written there, which was `asked` for; None if one can be."""
+    """Return why no trace can be written to `path`, or None. `asked` begins the message."""
     existed = path.exists()
     why = None
     if not path.name:
         why = "it is a directory"
     elif existed and not (path.is_file() or path.is_dir()):
-        why = "it is a device or a pipe"  # a file would take its place
+        why = "it is a device or a pipe"  # which the file would replace
     else:
         try:
             parts.check(path)
@@ -186,7 +187,7 @@ def unwritable(asked: str, path: Path) -> str | None:
             "is writable"
         )
     if not existed:
-        path.resolve().unlink()  # a link that led to no file stays, and leads to none
+        path.resolve().unlink()  # keeps a dangling link
     return None
 
 

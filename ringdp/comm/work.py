@@ -1,4 +1,4 @@
-"""Calls under way, one or several: wait for them, ask for them, or get the error that ended one."""
+"""Handles of running collectives, one or a group: wait, test for completion, get the error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ringdp.transport.records import Call
 from ringdp.transport.repeated import SLICE
 from ringdp.transport.threads import WAITING
 
-_finishing = threading.RLock()  # a signal's handler may wait for another work meanwhile
+_finishing = threading.RLock()  # reentrant: a signal handler may wait for another work meanwhile
 
 
 @uncompiled
 class Work:
-    """Returned by every collective. `wait` is what makes the result visible to the caller."""
+    """The handle that every collective returns. The result is valid only after `wait`."""
 
     def __init__(
         self,
@@ -35,20 +35,21 @@ class Work:
         waited: float = 0.0,
         gpu: torch.device | None = None,
     ) -> None:
-        """`waited`: seconds that its own call has waited for it. `gpu`: where its tensors are."""
+        """`waited`: seconds that the call itself has waited. `gpu`: the tensors' GPU, if any."""
         self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
         self._done, self._finishing, self._waited = False, False, waited
         self._gpu = gpu
-        self._home: torch.cuda.Stream | None = None  # in which it has come home
+        self._home: torch.cuda.Stream | None = None  # in which `finish` ran
         self._error: CommunicationError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the result is there, at most `timeout` seconds (default: the communicator's).
-        On a GPU: until it will be there for what comes next in the current stream.
 
-        Raises PeerLost, CollectiveTimeout or CollectiveMismatch, each time it is called. In a
-        signal's handler that has interrupted this work's own `wait` while it brought the result
-        home, this and `is_completed` raise CommunicationError: the handler cannot outwait it.
+        On a GPU, block until the result is ready for later work in the current stream.
+
+        Raises PeerLost, CollectiveTimeout or CollectiveMismatch, again on every call. If a signal
+        handler interrupts `wait` while it copies the result and waits for the same work, this and
+        `is_completed` raise CommunicationError there, as they would deadlock.
         """
         if self._error:
             raise copy(self._error)
@@ -59,7 +60,7 @@ class Work:
         waited, tell = self._waited, self._guard.warn_after
         start = time.monotonic() - waited
         try:
-            # Python sees signals between slices only: the wait itself holds no GIL.
+            # Wait in slices without the GIL: Python handles signals only between them.
             with WAITING:
                 while not self._guard.transport.wait(
                     self._ticket, max(0.0, min(SLICE, allowed - waited))
@@ -80,13 +81,13 @@ class Work:
         self._complete()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         if not self._done and self._guard.transport.wait(self._ticket, 0.0):
             self._complete()
         return self._done or self.exception() is not None
 
     def exception(self) -> CommunicationError | None:
-        """The error that ended it, or None."""
+        """Return the error that ended it, or None."""
         if not self._done and self._error is None:
             try:
                 self._ended(self._guard.check)
@@ -95,7 +96,7 @@ class Work:
         return self._error
 
     def _ended(self, look: Callable[[Call], None]) -> bool:
-        """Raise what `look` does, unless it is of a later call, and this one has ended."""
+        """Call `look`. If it raises but this call has ended, return True: a later call failed."""
         try:
             look(self._call)
         except CommunicationError:
@@ -107,7 +108,7 @@ class Work:
     def _complete(self) -> None:
         if self._finish is not None:
             with _finishing:  # several threads may wait for one work
-                if self._finishing:  # by this thread, whose the lock is
+                if self._finishing:  # by this thread, which holds the lock
                     raise CommunicationError(
                         f"asked to wait for {told(self._call)}, whose result is being brought home "
                         "by the wait that this one has interrupted, as a signal's handler may; "
@@ -119,14 +120,14 @@ class Work:
                         self._finish()
                         if self._gpu is not None:
                             self._home = torch.cuda.current_stream(self._gpu)
-                        self._finish = None  # it holds the buffer
+                        self._finish = None  # releases the buffer
                     finally:
                         self._finishing = False
         self._follow()
         self._done = True
 
     def _follow(self) -> None:
-        """On a GPU: it has come home in one stream, and is waited for perhaps in another one."""
+        """On a GPU, make the current stream wait for the one in which `finish` ran."""
         if self._home is not None:
             here = torch.cuda.current_stream(self._gpu)
             if here != self._home:
@@ -134,7 +135,7 @@ class Work:
 
 
 class _Ended(Work):
-    """Of a call that has waited itself."""
+    """The work of a call that has completed."""
 
     def __init__(self) -> None:
         self._done, self._error, self._home = True, None, None
@@ -144,18 +145,17 @@ ENDED = _Ended()
 
 
 class Group:
-    """Works, as those of a block `with comm.group():`, as one: to wait for, or to ask for.
+    """Several works as one, such as those of a block `with comm.group():`.
 
-    Each call in the block is issued at once, in order, and none is waited for before the block
-    ends. A group is no transaction and no fusion: the bits, the messages and the errors are those
-    of the calls.
+    Calls in the block are issued immediately, in order, and waited for at its end. A group is
+    neither a transaction nor a fusion: bits, messages and errors are those of the single calls.
     """
 
     def __init__(self, works: Iterable[Work] = ()) -> None:
         self.works = [*works]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until all results are there, at most `timeout` seconds for all of them together.
+        """Block until all results are there, at most `timeout` seconds in total.
 
         Raises the error of the first call that failed.
         """
@@ -164,9 +164,9 @@ class Group:
             work.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         return self.exception() is not None or all(w.is_completed() for w in self.works)
 
     def exception(self) -> CommunicationError | None:
-        """The error of the first call that failed, or None."""
+        """Return the error of the first call that failed, or None."""
         return next((e for w in self.works if (e := w.exception())), None)

@@ -1,12 +1,12 @@
-"""The torch.distributed backend "ringdp": what torch communicates goes over a Communicator.
+"""The torch.distributed backend "ringdp": runs torch's collectives on a Communicator.
 
     dist.init_process_group("ringdp")  # or "cpu:ringdp,cuda:ringdp"; after `import ringdp`
 
-`import ringdp` registers it. For torch a group is a `torch.distributed.ProcessGroup` whose methods
-are `reductions`, `moves` and `messages`, on the `groups` that torch makes; `works` is what they
-return. torch calls some methods by more than one name, with options objects or without.
+`import ringdp` registers it. `groups` has the `torch.distributed.ProcessGroup` that torch creates.
+Its methods are in `reductions`, `moves` and `messages`, and return the works in `works`. torch
+calls some methods by several names, with or without options objects.
 
-Ranks of one host only: what talks between hosts is torch's own gloo.
+All ranks must be on one host; between hosts use torch's gloo.
 """
 
 from torch.distributed import Backend, distributed_c10d
@@ -21,10 +21,10 @@ from ringdp.comm.graph_break import as_they_are
 
 
 def register() -> None:
-    """Make torch.distributed know the backend. It may be called again."""
+    """Register the backend with torch.distributed. Idempotent."""
     if NAME.upper() not in Backend._plugins:
         as_they_are(Group, Calls, Reductions, Moves, Messages, GroupWork, Watcher)
         Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-        # From torch 2.15 on, a recorder is attached to other groups, which only C++ calls.
+        # From torch 2.15 on, torch attaches a recorder to other groups, which must be in C++ then.
         recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recorded.add(NAME)

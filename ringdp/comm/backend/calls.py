@@ -1,7 +1,7 @@
-"""What torch's calls have in common: options, lists of tensors, and how one becomes a work.
+"""What all of the group's methods share: options, lists of tensors, and how a call becomes a work.
 
-torch passes an options object, or, from Python, what would be in it: `pg.broadcast(tensor, root)`.
-An option that is not given is the options object's own default.
+torch passes an options object or, from Python, its fields: `pg.broadcast(tensor, root)`. An option
+that is not given has the default of the options object.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ OPS: dict[Any, Op] = {
     ReduceOp.BXOR: "bxor",
 }
 Tensors = Tensor | Sequence[Tensor]
-Begin = Callable[[bool], Work]  # issue a call of the communicator, asynchronous or not
+Begin = Callable[[bool], Work]  # issues a call of the communicator; the argument is async_op
 
 
 class Options(Protocol):
-    """What all of torch's options objects have."""
+    """The fields that all of torch's options objects have."""
 
-    timeout: timedelta  # below 0: the group's
+    timeout: timedelta  # below 0 means the group's
     asyncOp: bool  # noqa: N815
 
 
 class Calls:
-    """One rank's end of a group, as the methods that torch calls see it."""
+    """One rank's side of a group: base class of the methods that torch calls."""
 
     _comm: Communicator
     _watcher: Watcher
-    _issuing: threading.Lock  # collectives are numbered in the order in which they are issued
-    _coalesced: list[GroupWork] | None  # those between _start_coalescing and _end_coalescing
+    _issuing: threading.Lock  # torch may call from several threads; a communicator takes one
+    _coalesced: list[GroupWork] | None  # works since _start_coalescing
 
     def _call(
         self,
@@ -60,9 +60,9 @@ class Calls:
         begins: Sequence[Begin],
         *finishes: Finish | None,
     ) -> GroupWork:
-        """Issue the calls, and run `finishes` when all have ended. `what`: its name in profiles.
+        """Issue the calls, and run `finishes` when all have ended. `what` is the name in profiles.
 
-        What torch does not wait for later has ended when this returns: it gets no work of its own.
+        A synchronous call has ended when this returns, and gets no work of its own.
         """
         span = span_of(what)
         limit = seconds(options.timeout)
@@ -85,13 +85,15 @@ class Calls:
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """None where a group's timeout holds."""
+    """Return the timeout in seconds, or None if it stands for the group's."""
     return None if timeout is None or timeout < UNLIMITED else timeout.total_seconds()
 
 
 def chosen(kind: type, opts: Any, **fields: Any) -> Any:
-    """The options object: `opts`, or else one with those fields that are not None; the first may
-    have been passed as `opts`."""
+    """Return `opts` if it is an options object, or else one with the fields that are not None.
+
+    In the latter case `opts`, if given, is the value of the first field.
+    """
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -103,25 +105,25 @@ def chosen(kind: type, opts: Any, **fields: Any) -> Any:
 
 
 class Reduction(NamedTuple):
-    """How inputs are combined: with a communicator's op and scale."""
+    """A communicator's op and scale."""
 
     op: Op
     scale: float | None = None
 
 
-# By the value of torch's op: to hash and compare the op itself takes 3 µs a call.
+# By the value of torch's op: hashing and comparing the op itself takes 3 µs per call.
 WAYS: dict[Any, Reduction] = {op.value: Reduction(name) for op, name in OPS.items()}
 SUM = Reduction("sum")
 PREMUL_SUM = ReduceOp.PREMUL_SUM.value
 
 
 def reduction(op: Any) -> Reduction:
-    """`op`: torch's ReduceOp, or one of its names."""
-    if op == ReduceOp.SUM:  # as most are; to ask for its value takes longer
+    """Return the Reduction for torch's ReduceOp, or for one of its members."""
+    if op == ReduceOp.SUM:  # the common case; getting its value takes longer
         return SUM
     value = getattr(getattr(op, "op", op), "value", None)
     if value == PREMUL_SUM:
-        _, factor = op.__getstate__()  # `op.factor` is there from torch 2.12 on
+        _, factor = op.__getstate__()  # torch has `op.factor` from 2.12 on
         return Reduction("sum", float(factor))
     way = WAYS.get(value)
     if way is None:
@@ -130,7 +132,7 @@ def reduction(op: Any) -> Reduction:
 
 
 def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
-    """The one in the list: torch has lists for several devices of one rank."""
+    """Return the only entry of the list: torch's lists are for ranks with several devices."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
@@ -139,12 +141,12 @@ def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
 
 
 def parts_of(parts: Sequence[Any], other: Tensors, what: str) -> Any:
-    """One for each rank: they are in a list of their own where the other tensor is in one."""
+    """Return the parts, one per rank. If the other tensor is in a list, so is the list of parts."""
     return parts if isinstance(other, Tensor) else only(parts, what)
 
 
 def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) -> None:
-    """Raises UsageError unless there is one for each rank, of as many elements."""
+    """Raises UsageError unless there is one tensor per rank, each with the elements of `like`."""
     if sizes(tensors) != [like.numel()] * ranks:
         raise UsageError(
             f"{what} has tensors of {sizes(tensors)} elements; allowed: {ranks}, one for each "
@@ -157,7 +159,7 @@ def listed(tensors: Tensors) -> list[Tensor]:
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """The tensor, as bytes where it is of a dtype that can only be moved (float8, uint16, ...)."""
+    """Return the tensor, as bytes if its dtype can only be moved (float8, uint16, ...)."""
     known = tensor.dtype in DTYPES or tensor.is_complex()
     return tensor if known or not tensor.is_contiguous() else tensor.view(-1).view(torch.uint8)
 
@@ -167,7 +169,7 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def together(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The flat tensor that these are the parts of, if they lie one behind the other in memory."""
+    """Return a flat view of all the tensors if they are adjacent in memory, else None."""
     first, at = tensors[0], tensors[0].storage_offset()
     storage = first.untyped_storage().data_ptr()
     for tensor in tensors:
@@ -183,13 +185,13 @@ def together(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Their elements, one behind the other. A copy, where they do not lie so."""
+    """Return the concatenated elements: a view if they are adjacent in memory, else a copy."""
     flat = together(tensors)
     return torch.cat([t.detach().reshape(-1) for t in tensors]) if flat is None else flat
 
 
 def room(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """A flat tensor for all their elements, and what brings those home from there."""
+    """Return a flat output for all the tensors' elements, and what copies it to them, if needed."""
     flat = together(tensors)
     if flat is not None:
         return flat, None

@@ -1,4 +1,4 @@
-"""A torch.distributed group over a Communicator: how torch makes one, what it asks it, its end."""
+"""The ProcessGroup over a Communicator: how torch creates, queries, splits and closes it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger("ringdp")
 
 @dataclass
 class GroupOptions:
-    """What torch.distributed.split_group copies from a group to those made of it."""
+    """The options that torch.distributed.split_group copies from a group to those split from it."""
 
     _timeout: timedelta
     backend: str = NAME
 
 
 def create(given: Any, _: object) -> Group:
-    """For `Backend.register_backend`. given: torch's _DistributedBackendOptions."""
+    """Create a group; see `Backend.register_backend`. given: torch's _DistributedBackendOptions."""
     rank, ranks = given.group_rank, given.group_size
     limit = given.timeout.total_seconds()
     comm = through(given.store, rank, ranks, name=f"backend/{given.group_id}", timeout=limit)
@@ -46,11 +46,11 @@ def create(given: Any, _: object) -> Group:
 
 
 class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
-    """What `torch.distributed.init_process_group("ringdp")` and `new_group` make.
+    """The group that `torch.distributed.init_process_group("ringdp")` and `new_group` create.
 
-    Tensors must not be touched until a work's `wait` has returned; without async_op the result is
-    there when the call returns. Errors are the communicator's: PeerLost, CollectiveTimeout and
-    CollectiveMismatch, all of them RuntimeErrors, raised by `wait`.
+    Do not touch tensors until a work's `wait` has returned; without async_op the result is there
+    when the call returns. `wait` raises the communicator's errors: PeerLost, CollectiveTimeout and
+    CollectiveMismatch, which are all RuntimeErrors.
     """
 
     supports_splitting = True
@@ -67,17 +67,17 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
         self._name = self._desc = ""
         self._splits = 0
 
-    # --- its calls
+    # --- coalescing
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> GroupWork:
-        """All works since `_start_coalescing`, as one."""
+        """Return all works since `_start_coalescing` as one."""
         works, self._coalesced = self._coalesced or [], None
         return all_of(works, self._watcher)
 
-    # --- its end
+    # --- split and close
 
     def split_group(
         self,
@@ -88,19 +88,20 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> Group | None:
-        """The group of those ranks of this one. Collective over all of it.
+        """Return a group of `new_ranks`, which are ranks of this group. Collective over this group.
 
-        Every rank passes its own new group's ranks, or anybody's if it is in none, and gets None.
+        Every rank passes the ranks of its own new group. A rank that is in none passes those of any
+        other, and gets None.
         """
-        mine = self._comm.rank in new_ranks
-        made = self._comm.split(
-            min(new_ranks) if mine else None, new_ranks.index(self._comm.rank) if mine else 0
+        member = self._comm.rank in new_ranks
+        comm = self._comm.split(
+            min(new_ranks) if member else None, new_ranks.index(self._comm.rank) if member else 0
         )
         self._splits += 1
-        if made is None:
+        if comm is None:
             return None
         name = group_name or f"{self._name}:split:{self._splits}:{min(new_ranks)}"
-        group = Group(made, PrefixStore(f"{name}/", self._store))
+        group = Group(comm, PrefixStore(f"{name}/", self._store))
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._desc}:split:{self._splits}")
         if timeout is not None:
@@ -113,7 +114,7 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
         return self._splits
 
     def shutdown(self) -> None:
-        """Close. How a collective failed elsewhere is logged: torch has more groups to close."""
+        """Close the group. Failures on other ranks are logged: torch has more groups to close."""
         try:
             self._comm.close()
         except CommunicationError as error:
@@ -121,14 +122,14 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
         self._watcher.stop()
 
     def abort(self) -> None:
-        """Give up: every other rank's calls raise PeerLost at once."""
+        """Abort: calls of all other ranks raise PeerLost at once."""
         self._comm.abort()
         self._watcher.stop()
 
-    # --- what torch asks it
+    # --- queries by torch
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a call may wait for another rank, from now on."""
+        """Set how long later calls may wait for another rank."""
         self._comm.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
@@ -153,14 +154,14 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """In memory that all ranks reach without a copy."""
+        """Return a tensor in memory that all ranks have mapped, which saves a copy."""
         return self._comm.empty(size, dtype=dtype)
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Nothing: a group is connected when it is made."""
+        """Does nothing: a group is connected when it is created."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: new_group meets through the store, without the ranks that are not in it."""
+        """Does nothing: new_group meets through the store, without ranks that are not in it."""
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -184,7 +185,7 @@ class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: it is 0 on every rank."""
+        """Does nothing: it starts at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._comm.issued

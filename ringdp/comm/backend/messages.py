@@ -12,7 +12,7 @@ from ringdp.comm.work import Work
 
 
 class Messages(Calls):
-    """The methods of a group that two of its ranks call. Ranks are the group's."""
+    """The point-to-point methods of a group. Ranks are numbered within the group."""
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
         tensor = only(tensors, "send: tensors")
@@ -30,7 +30,7 @@ class Messages(Calls):
         return self.recv(tensors, None, tag)
 
     def _message(self, what: str, tensor: Tensor, begin: Callable[[], Work]) -> GroupWork:
-        # No watcher: a message that never comes must not keep collectives' futures from their end.
+        # Not the group's watcher: a message that never arrives must not block collectives' futures.
         span = span_of(what)
         work = GroupWork([begin()], [tensor], (), None, None)
         if span is not None:

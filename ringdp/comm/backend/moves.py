@@ -1,6 +1,6 @@
-"""torch's collectives that only move: broadcast, all_gather, gather, scatter and all_to_all.
+"""torch's collectives that only move data: broadcast, all_gather, gather, scatter and all_to_all.
 
-Lists of tensors are the parts of one buffer, which they are used as where they lie so in memory.
+The tensors of a list are the parts of one buffer. If they are adjacent in memory, it is not copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ringdp.errors import UsageError
 
 
 class Moves(Calls):
-    """The methods of a group that move elements between ranks, and change none."""
+    """The methods of a group that move data between ranks without reducing it."""
 
     def broadcast(
         self,
@@ -82,7 +82,7 @@ class Moves(Calls):
         input_list: Sequence[Tensor],
         opts: Any = None,
     ) -> GroupWork:
-        """`output_lists`: for every rank, what it gives as `input_list`."""
+        """`output_lists`: one list per rank, with tensors for that rank's `input_list`."""
         options = chosen(AllgatherOptions, opts)
         rooms = [room([movable(t) for t in parts]) for parts in zip(*output_lists, strict=True)]
 
@@ -136,7 +136,7 @@ class Moves(Calls):
         )
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
-        """What other ranks than the root give as output is not looked at."""
+        """`output` is ignored on ranks other than the root."""
         options = chosen(GatherOptions, opts)
         part, to = movable(input), options.rootRank
         whole = movable(output) if self._comm.rank == to else None
@@ -180,8 +180,8 @@ class Moves(Calls):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        """Split sizes count along the first dimension; if all ranks give none, parts are equal, and
-        move much faster. If only some give any, all raise CollectiveMismatch."""
+        """Split sizes are along the first dimension. Without them parts are equal and move much
+        faster. If only some ranks pass them, all raise CollectiveMismatch."""
         options = chosen(AllToAllOptions, opts, timeout=timeout)
         to, source = movable(output), movable(input)
         if not output_split_sizes and not input_split_sizes:
@@ -203,7 +203,7 @@ class Moves(Calls):
     alltoall_base = all_to_all_single
 
     def _cut(self, tensor: Tensor, elements: int, splits: Sequence[int]) -> list[int]:
-        """Elements of each part; `splits` in rows, none: equal parts."""
+        """Return the elements of each part. `splits` are in rows; if empty, parts are equal."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits and rows % self._comm.size:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""torch's collectives that add: all_reduce, reduce, reduce_scatter, and barrier."""
+"""torch's reducing collectives: all_reduce, reduce, reduce_scatter and barrier."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Reductions(Calls):
-    """The methods of a group that combine the elements of all ranks."""
+    """The methods of a group that reduce over all ranks."""
 
-    # DDP's join gives C++ a work of one element to wait for, and forgets it: without the Python
-    # half that C++ half would wait for ever.
+    # DDP's join passes the work of a one-element tensor to C++ and drops it in Python. Without its
+    # Python object the C++ object would wait forever, so the last works are kept here.
     _ones: deque[GroupWork]
     _buckets: Buckets
 
@@ -85,7 +85,7 @@ class Reductions(Calls):
         return work
 
     def _by(self, options: Any, results: Sequence[Tensor]) -> tuple[Reduction, list[Finish]]:
-        """How they are reduced, and then finished: an average of integers is a sum until then."""
+        """Return the reduction, and what finishes it: an average of integers is a sum, divided."""
         by = reduction(options.reduceOp)
         if by.op != "avg" or not results or results[0].dtype not in INTEGERS:
             return by, []
@@ -161,7 +161,7 @@ class Reductions(Calls):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """barrier, with a timeout of its own. Its error names every rank that has not come."""
+        """barrier with its own timeout. The error names every rank that has not arrived."""
         try:
             self.barrier(timeout=timeout).wait()
         except CollectiveTimeout as error:
@@ -171,8 +171,10 @@ class Reductions(Calls):
 
 
 def average(tensor: Tensor, ranks: int) -> Finish:
-    """Of their sum, toward zero as NCCL's: gloo has none, so that who knows it by its name, as
-    Lightning, asks all others for it. Divides once: who waits again after an interrupt comes again.
+    """Return a function that divides a sum of integers by `ranks`, toward zero as NCCL does.
+
+    gloo has no average, so libraries that special-case gloo, as Lightning does, use it with all
+    other backends. The function divides only once: an interrupted wait calls it again.
     """
     left = [ranks]
 

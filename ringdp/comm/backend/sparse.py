@@ -1,11 +1,11 @@
-"""all_reduce of sparse tensors, as gloo has it: every rank gets every rank's elements, and adds.
+"""all_reduce of sparse tensors, as in gloo: every rank gathers all ranks' elements and adds them.
 
     result = sum over ranks, in rank order, of the coalesced tensors, times `scale`
 
-An average is the sum, divided.
+An average is the sum divided by the number of ranks.
 
-8 bytes an index and dimension, and the values, of every rank, arrive at every other. It is waited
-for, asynchronous or not. DDP's sparse gradients are summed by it, too.
+Every rank sends every other its indices, 8 bytes per element and dimension, and its values. The
+call blocks even if it is asynchronous. DDP also uses it for sparse gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from ringdp.transport.bounds import bounds_of
 def all_reduce_sparse(
     comm: Communicator, tensor: Tensor, op: ReduceOp, scale: float | None
 ) -> Work:
-    """In place. `tensor`: of layout torch.sparse_coo, of the same shape and dtype on all ranks."""
+    """All-reduce `tensor` in place: torch.sparse_coo, of the same shape and dtype on all ranks.
+
+    Raises UsageError for other layouts, or other ops than sum and avg.
+    """
     if tensor.layout is not torch.sparse_coo or op not in ("sum", "avg"):
         raise UsageError(
             f"allreduce: {op} of a tensor of layout {tensor.layout}; allowed for other than dense "
@@ -34,7 +37,7 @@ def all_reduce_sparse(
     total = sum_of_sparse(comm, tensor.detach(), scale=scale)
     if op == "avg":
         total /= comm.size
-    with torch.no_grad():  # detach() would give it another list of elements
+    with torch.no_grad():  # a detached tensor would not share its indices and values
         tensor.copy_(total)
     return ENDED
 
@@ -42,9 +45,9 @@ def all_reduce_sparse(
 def sum_of_sparse(
     comm: Communicator, tensor: Tensor, *, scale: float | None = None, tag: int = 0
 ) -> Tensor:
-    """That sum, of COO tensors, coalesced. Collective."""
-    mine = tensor.coalesce()
-    indices, values = mine.indices(), mine.values()
+    """Return the coalesced sum of all ranks' COO tensors. Collective."""
+    coalesced = tensor.coalesce()
+    indices, values = coalesced.indices(), coalesced.values()
     if scale is not None:
         values = values * scale
     counts = torch.empty(comm.size, dtype=torch.int64)
@@ -55,7 +58,7 @@ def sum_of_sparse(
     all_values = values.new_empty(sum(each), *values.shape[1:])
     comm.all_gather_v(all_indices, indices.t(), [n * indices.shape[0] for n in each], tag=tag)
     comm.all_gather_v(all_values, values, [n * row for n in each], tag=tag)
-    total = torch.zeros_like(mine)
+    total = torch.zeros_like(coalesced)
     for begin, end in pairwise(bounds_of(each)):
         total += torch.sparse_coo_tensor(
             all_indices[begin:end].t(),

@@ -1,7 +1,7 @@
-"""What torch gets for a call: to wait for, to ask for, or as a future.
+"""The works that torch gets for its calls, to wait on, query, or turn into a future.
 
-A future is made when it is asked for, and only then does a thread wait for the results; C++ code
-(torch DDP's) waits for futures without asking Python.
+A future is created on request, and only then does a thread wait for the results: C++ code (torch's
+DDP) waits on futures without calling Python.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ringdp.comm.messages import Received
 from ringdp.comm.work import Group, Work
 from ringdp.transport.threads import spawn
 
-UNLIMITED = timedelta(0)  # torch's way to say: as long as the group's timeout
+UNLIMITED = timedelta(0)  # torch's default for `wait`: the group's timeout
 Finish = Callable[[], None]
 
 
 class Watcher:
-    """A thread that waits for works in their order, and completes their futures."""
+    """A thread that waits for works in order and completes their futures."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[tuple[GroupWork, torch.futures.Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def watch(self, work: GroupWork, future: torch.futures.Future[Any]) -> None:
-        if threading.current_thread() is self._thread:  # a callback asks: nobody else is there
+        if threading.current_thread() is self._thread:  # called by a future's callback
             future.set_result(work.outcome() or work.result())
             return
         self._given.put((work, future))
@@ -40,11 +40,11 @@ class Watcher:
             self._thread = spawn(self._loop, "ringdp-futures")
 
     def stop(self) -> None:
-        """Once what has been given is over."""
+        """End the thread once all works given to `watch` are done."""
         self._given.put(None)
 
     def join(self) -> None:
-        """After `stop`: until callbacks of what has been given are over, too."""
+        """After `stop`: wait until the thread has ended, and with it all callbacks."""
         if self._thread is not None:
             self._thread.join()
 
@@ -52,11 +52,11 @@ class Watcher:
         while (given := self._given.get()) is not None:
             work, future = given
             future.set_result(work.outcome() or work.result())
-            del given, work, future  # they hold tensors
+            del given, work, future  # they keep tensors alive
 
 
 class GroupWork(TorchWork):
-    """Some works of a communicator as one, with what is to be done when all have ended."""
+    """Several works of a communicator as one, with functions to run when all have ended."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class GroupWork(TorchWork):
         limit: float | None,
         watcher: Watcher | None,
     ) -> None:
-        """`limit`: seconds that `wait` lasts, for all of them together; None: the communicator's,
-        for each. No `watcher`: one for itself."""
+        """`limit`: seconds of `wait` for all works together, or None for the communicator's timeout
+        for each. `watcher`: None for a thread of its own."""
         super().__init__()
         self.all, self._results, self._finishes = Group(works), results, finishes
         self._limit, self._watcher = limit, watcher
-        self._finishing = threading.Lock()  # two threads may wait
+        self._finishing = threading.Lock()  # several threads may wait
         self._future: torch._C.Future[Any] | None = None
         self.is_read_in_cpp = False  # see `futures`
 
     def wait(self, timeout: timedelta = UNLIMITED) -> bool:
-        """Block until the results are there. Raises CommunicationError as the communicator does."""
+        """Block until the results are there. Raises the communicator's CommunicationErrors."""
         seconds = timeout.total_seconds()
         self.all.wait(seconds if seconds > 0 else self._limit)
         self._complete()
@@ -93,7 +93,7 @@ class GroupWork(TorchWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         ended = self.all.is_completed()
         if ended and self.exception() is None:
             self._complete()
@@ -106,7 +106,7 @@ class GroupWork(TorchWork):
         return self.all.exception()
 
     def outcome(self) -> Exception | None:
-        """Wait, and give the error that `wait` raises, or None."""
+        """Wait, and return the error that `wait` raises, or None."""
         try:
             self.wait()
         except Exception as error:
@@ -117,7 +117,7 @@ class GroupWork(TorchWork):
         return list(self._results)
 
     def source_rank(self) -> int:
-        """Of a received message: who sent it."""
+        """Return the sender of a received message."""
         (work,) = self.all.works
         assert isinstance(work, Received)
         return work.source
@@ -125,7 +125,7 @@ class GroupWork(TorchWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch._C.Future[Any]:  # type: ignore[override]
-        """Of `result()`. Who asks it for the value of a work that failed gets a RuntimeError."""
+        """Return a future of `result()`. Its `value` raises RuntimeError if the work failed."""
         if self.is_read_in_cpp:
             self.wait()
             return futures.of(self.result())
@@ -133,7 +133,7 @@ class GroupWork(TorchWork):
             if self._future is not None:
                 return self._future
             told: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = told.then(_value)  # torch fails a future only where a callback raises
+            self._future = told.then(_value)  # a torch future only fails if a callback raises
         if self.all.is_completed():
             told.set_result(self.outcome() or self.result())
         elif self._watcher is not None:
@@ -145,11 +145,11 @@ class GroupWork(TorchWork):
         return self._future
 
 
-ENDED = GroupWork((), (), (), None, None)  # of a call that has waited itself
+ENDED = GroupWork((), (), (), None, None)  # the work of a call that has completed
 
 
 class Span:
-    """What torch's profiler is told of a call: from now until its future is there."""
+    """A call in torch's profiler, from now until its future completes."""
 
     def __init__(self, what: str) -> None:
         self._record = torch.profiler.record_function(f"ringdp:{what}")
@@ -160,12 +160,12 @@ class Span:
 
 
 def span_of(what: str) -> Span | None:
-    """None where nothing is profiled."""
+    """Return a Span if torch's profiler is active, else None."""
     return Span(what) if torch.autograd.profiler._is_profiler_enabled else None
 
 
 def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
-    """Them as one."""
+    """Return the works as one."""
     works = [work for group in groups for work in group.all.works]
     results = [result for group in groups for result in group.result()]
     return GroupWork(works, results, [group._complete for group in groups], None, watcher)
