@@ -50,7 +50,7 @@ def index_of(given: object) -> int | None:
         return None
 
 
-def whole(collective: str, name: str, given: int, most: int, what: str, least: int = 0) -> int:
+def check_int(collective: str, name: str, given: int, most: int, what: str, least: int = 0) -> int:
     """Return `given` as an int. Raises UsageError unless it is one from `least` to `most`.
 
     `what` names, in the plural, what is numbered so.
@@ -61,7 +61,7 @@ def whole(collective: str, name: str, given: int, most: int, what: str, least: i
     return found
 
 
-def number(
+def check_float(
     name: str, given: object, allowed: str, within: Callable[[float], bool] = lambda _: True
 ) -> float:
     """Return a real number, or a tensor with one element, as a float.
@@ -77,29 +77,29 @@ def number(
     return found
 
 
-def patience(timeout: float) -> float:
+def check_timeout(timeout: float) -> float:
     """Check a communicator's timeout."""
     allowed = "seconds, above 0 and below 1e13"  # a timedelta has room for 8e13
-    return number("timeout", timeout, allowed, lambda s: 0 < s < 1e13)
+    return check_float("timeout", timeout, allowed, lambda s: 0 < s < 1e13)
 
 
-def own_patience(timeout: float) -> float:
+def check_wait_timeout(timeout: float) -> float:
     """Check the timeout of one `wait`."""
-    return number("wait: timeout", timeout, "seconds, or None", lambda s: not isnan(s))
+    return check_float("wait: timeout", timeout, "seconds, or None", lambda s: not isnan(s))
 
 
-def till_warning(warn_after: float) -> float:
+def check_warn_after(warn_after: float) -> float:
     allowed = "seconds above 0, inf for never"
-    return number("warn_after", warn_after, allowed, lambda s: s > 0)
+    return check_float("warn_after", warn_after, allowed, lambda s: s > 0)
 
 
-def emulated(link: Link | None) -> Link | None:
+def check_link(link: Link | None) -> Link | None:
     if link is None:
         return None
     if not isinstance(link, Link):
         raise UsageError(f"link is {link!r}; allowed: ringdp.Link(latency, bandwidth), or None")
     seconds, speed = "seconds, 0 or more and finite", "bytes/s above 0 and finite"
     return Link(
-        number("link: latency", link.latency, seconds, lambda s: 0 <= s < inf),
-        number("link: bandwidth", link.bandwidth, speed, lambda b: 0 < b < inf),
+        check_float("link: latency", link.latency, seconds, lambda s: 0 <= s < inf),
+        check_float("link: bandwidth", link.bandwidth, speed, lambda b: 0 < b < inf),
     )

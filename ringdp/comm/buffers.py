@@ -1,7 +1,7 @@
 """Converts tensors to the flat buffers that programs run on, and back.
 
 A buffer is 1-D, contiguous, real and detached. It is the tensor's own memory if the tensor is
-contiguous, and otherwise a copy, which `settle` writes back. A complex number is two real
+contiguous, and otherwise a copy, which `copy_back` writes back. A complex number is two real
 elements.
 """
 
@@ -16,15 +16,15 @@ from ringdp.errors import UsageError
 
 
 class Flat(NamedTuple):
-    """A tensor's elements as a buffer. `home` is the tensor if `data` is a copy, else None."""
+    """A tensor's elements as a buffer. `original` is the tensor if `data` is a copy, else None."""
 
     data: Tensor  # [elements x width]
-    home: Tensor | None
+    original: Tensor | None
 
-    def settle(self) -> None:
+    def copy_back(self) -> None:
         """Copy the buffer back to the tensor, if it is a copy."""
-        if self.home is not None:
-            writable(self.home).copy_(shaped(self.data, self.home))
+        if self.original is not None:
+            writable(self.original).copy_(shaped(self.data, self.original))
 
 
 def flat(tensor: Tensor, *, read: bool = True) -> Flat:
@@ -39,16 +39,16 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
             "or stands for others (a DTensor, or one that torch.func made), or its storage was "
             "freed or cut; allowed: a tensor whose elements are in memory"
         )
-    data, home = writable(data), None
+    data, original = writable(data), None
     if not plain(data):
-        home = data
+        original = data
         if read:
             data = data.resolve_conj().resolve_neg().contiguous()
         else:
             data = torch.empty(data.shape, dtype=data.dtype, device=data.device)
     if data.is_complex():
         data = torch.view_as_real(data)
-    return Flat(data.view(-1), home)
+    return Flat(data.view(-1), original)
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
-def apart(source: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
+def without_overlap(source: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
     """Return `source`, or a copy if it shares memory with `out`, unless that is `in_place`."""
     return source.clone() if overlap(source, out) and not in_place else source
 
@@ -129,7 +129,7 @@ def plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def form_of(tensor: Tensor) -> str:
+def type_of(tensor: Tensor) -> str:
     """Return, for errors, what tensors that exchange elements must share: dtype and device."""
     return f"{tensor.dtype} on {tensor.device}"
 

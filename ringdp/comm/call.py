@@ -29,9 +29,9 @@ ROOTS = 1 << 10  # number of values of root or peer
 
 MESSAGES = ("send", "recv")
 COLLECTIVES: tuple[str, ...] = (*get_args(Collective), *MESSAGES, "barrier")
-BY = ("direct", "nccl", *sorted({a.name for a in ALGORITHMS} - {"direct"}))  # algorithms
-OWN = 255  # any user-defined algorithm: its name may differ between ranks
-ANYBODY = ROOTS - 1  # the peer of a recv from any rank
+ALGORITHM_NAMES = ("direct", "nccl", *sorted({a.name for a in ALGORITHMS} - {"direct"}))
+CUSTOM = 255  # any user-defined algorithm: its name may differ between ranks
+ANY_RANK = ROOTS - 1  # the peer of a recv from any rank
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
@@ -46,13 +46,13 @@ def fingerprint(
 ) -> int:
     """Return the fingerprint. For send and recv, `root` is the peer."""
     by = algorithm if isinstance(algorithm, str) else ""
-    return tag << 24 | _but_for_tag(collective, dtype, op, root, by)
+    return tag << 24 | _untagged(collective, dtype, op, root, by)
 
 
 @cache
-def _but_for_tag(collective: str, dtype: torch.dtype, op: str, root: int, algorithm: str) -> int:
+def _untagged(collective: str, dtype: torch.dtype, op: str, root: int, algorithm: str) -> int:
     name = algorithm.partition(":")[0]  # without a parameter, as in hierarchical:4
-    by = BY.index(name) if name in BY else OWN
+    by = ALGORITHM_NAMES.index(name) if name in ALGORITHM_NAMES else CUSTOM
     codes = COLLECTIVES.index(collective), DTYPES.index(dtype), REDUCE_OPS.index(op)
     return by << 55 | root << 14 | codes[0] << 9 | codes[1] << 4 | codes[2]
 
@@ -68,7 +68,7 @@ def peer_of(kind: int) -> int:
 
 def other_end(kind: int) -> str:
     """Describe the peer of a message."""
-    return "any rank" if peer_of(kind) == ANYBODY else f"rank {peer_of(kind)}"
+    return "any rank" if peer_of(kind) == ANY_RANK else f"rank {peer_of(kind)}"
 
 
 def dtype_of(kind: int) -> str:
@@ -90,7 +90,9 @@ def named(number: int, kind: int) -> str:
     if name in MESSAGES:
         parts.append(f"{'to' if name == 'send' else 'from'} {other_end(kind)}")
     if by := kind >> 55:  # not the default
-        parts.append("by " + ("an algorithm of yours" if by == OWN else _name(BY, by)))
+        parts.append(
+            "by " + ("an algorithm of yours" if by == CUSTOM else _name(ALGORITHM_NAMES, by))
+        )
     return f"{name} #{number} ({', '.join(parts)})"
 
 
@@ -101,7 +103,7 @@ def counted(call: Call, unit: str = "") -> str:
     return what if collective_of(kind) == "barrier" else f"{what} of {elements}{unit}"
 
 
-def told(call: Call, units: Sequence[str] = ()) -> str:
+def describe(call: Call, units: Sequence[str] = ()) -> str:
     """Describe a call in full.
 
     `all_reduce #12 (float32, sum) of 100 elements, tag 3 (unit layer.2), at train.py:40`. `units`

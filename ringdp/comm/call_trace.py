@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Any
 
 from ringdp.comm.call import call_site, named
-from ringdp.comm.job import How, Job
+from ringdp.comm.job import CallSpec, Job
 from ringdp.comm.trace_records import Labelled, TraceRecords
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError
@@ -33,27 +33,27 @@ class CallTrace:
     def end(self) -> None:
         del self._comm._issue
 
-    def issue(self, job: Job, how: How) -> Work:
-        kind, elements = job.told(how)
+    def issue(self, job: Job, spec: CallSpec) -> Work:
+        kind, elements = job.identity(spec)
         number, site, begin = self._comm.issued, call_site(3), monotonic_ns()
-        algorithm = name_of(how.algorithm)
+        algorithm = name_of(spec.algorithm)
 
         def ended(**more: Any) -> None:
-            if not (isinstance(how.algorithm, str) and ":" not in how.algorithm):  # user-defined
-                self._records.schedule(how.collective, how.algorithm, how.root)
+            if not (isinstance(spec.algorithm, str) and ":" not in spec.algorithm):  # user-defined
+                self._records.schedule(spec.collective, spec.algorithm, spec.root)
             first, now = max(begin, self._free), monotonic_ns()
             self._free = now
             call = number, kind, elements, site, algorithm
-            more |= {"background": how.async_op, "queued_us": (first - begin) / 1000}
+            more |= {"background": spec.async_op, "queued_us": (first - begin) / 1000}
             self._records.collective(first, now, *call, **more)
 
         name = named(number, kind)
         try:
-            work = self._issue(job, how)
+            work = self._issue(job, spec)
         except CommunicationError:
             ended(failed=True)
             raise
-        if how.async_op:
+        if spec.async_op:
             _watch(work, ended, lambda since: self._wait(name, since, number))
         else:
             ended()

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ringdp.comm.arguments import MOST, check_async, patience, whole
-from ringdp.comm.call import ANYBODY
+from ringdp.comm.arguments import MOST, check_async, check_int, check_timeout
+from ringdp.comm.call import ANY_RANK
 from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
 from ringdp.comm.messages import Messages
@@ -59,17 +59,17 @@ class Communicator(Reductions, Moves, Messages, Traced):
 
         Raises UsageError if there are more ranks than a call's fingerprint can name.
         """
-        if len(ranks) > ANYBODY:
-            raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANYBODY}")
+        if len(ranks) > ANY_RANK:
+            raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANY_RANK}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
-        self._beside = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
+        self._siblings = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
         transport = connect(name, self._ranks, parent, arena)
-        super().__init__(transport, Guard(transport, warn_after, self._beside))
-        self._beside.add(transport)
+        super().__init__(transport, Guard(transport, warn_after, self._siblings))
+        self._siblings.add(transport)
         if self.device.type == "cpu":
             heap.keep()
         self.set_timeout(timeout)
-        self._duplicates: WeakSet[Communicator] = WeakSet()
+        self._children: WeakSet[Communicator] = WeakSet()
         recorder.join(self)
 
     @property
@@ -87,7 +87,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
 
         In seconds, above 0 and finite, as for `init`.
         """
-        self._transport.timeout = patience(timeout)
+        self._transport.timeout = check_timeout(timeout)
 
     @property
     def ended(self) -> bool:
@@ -108,7 +108,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         rank's part is. The storage cannot be resized.
         """
         one = f"of the shape {shape} a length"
-        lengths = tuple(whole("empty", one, length, MOST, "lengths") for length in shape)
+        lengths = tuple(check_int("empty", one, length, MOST, "lengths") for length in shape)
         if not isinstance(dtype, torch.dtype):
             raise UsageError(f"empty: dtype is {dtype!r}; allowed: a torch.dtype")
         return self._transport.empty(lengths, dtype)
@@ -119,7 +119,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         Collective: every rank must call it.
         """
         name = self._agreed(self.all_reduce, torch.zeros(1))
-        return self._made(name, self._ranks, self._transport.arena, self._beside)
+        return self._create(name, self._ranks, self._transport.arena, self._siblings)
 
     def name_tags(self, units: Sequence[str]) -> None:
         """Make errors show units[tag] as the unit of a collective."""
@@ -133,8 +133,8 @@ class Communicator(Reductions, Moves, Messages, Traced):
         """
         most = torch.iinfo(torch.int64).max
         if color is not None:
-            color = whole("split", "color", color, most, "but for None, colors")
-        key = whole("split", "key", key, most, "keys", -most)
+            color = check_int("split", "color", color, most, "but for None, colors")
+        key = check_int("split", "key", key, most, "keys", -most)
         color_key = torch.tensor([-1 if color is None else color, key])
         gathered = color_key.new_empty(self.size, 2)
         name = self._agreed(self.all_gather, gathered, color_key)
@@ -142,7 +142,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
             return None
         members = [(k, rank) for rank, (c, k) in enumerate(gathered.tolist()) if c == color]
         ranks = [self._ranks[rank] for _, rank in sorted(members)]
-        return self._made(f"{name}.{color}", ranks)
+        return self._create(f"{name}.{color}", ranks)
 
     def _agreed(self, call: Callable[..., Work], *tensors: Tensor) -> str:
         """Run `call(*tensors)` on all ranks, and return a name for the communicator made next.
@@ -159,14 +159,14 @@ class Communicator(Reductions, Moves, Messages, Traced):
             raise
         return f"{self._name}.{self.issued}"
 
-    def _made(
+    def _create(
         self,
         name: str,
         ranks: Sequence[int],
         arena: Arena | None = None,
         duplicates: WeakSet[Transport] | None = None,
     ) -> Communicator:
-        made = Communicator(
+        created = Communicator(
             self._connect,
             ranks,
             name=name,
@@ -176,8 +176,8 @@ class Communicator(Reductions, Moves, Messages, Traced):
             arena=arena,
             duplicates=duplicates,
         )
-        self._duplicates.add(made)
-        return made
+        self._children.add(created)
+        return created
 
     @contextmanager
     def group(self, *, async_op: bool = False) -> Iterator[Group]:
@@ -219,7 +219,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         """
         try:
             if not self.closed:
-                self._guard.farewell(self.issued)
+                self._guard.check_closing(self.issued)
         finally:
             self._close()
 
@@ -228,7 +228,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
 
         Waits for no other rank. Afterwards the ranks can call `ringdp.init()` again.
         """
-        for duplicate in list(self._duplicates):
+        for duplicate in list(self._children):
             duplicate.abort()
         if not self.closed:
             self._transport.fail(FailureKind.ABORTED, self.rank)
@@ -237,7 +237,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
     def _close(self) -> None:
         self.closed = True
         recorder.leave(self)
-        self._beside.discard(self._transport)
+        self._siblings.discard(self._transport)
         self._transport.close()
 
     def __enter__(self) -> Communicator:

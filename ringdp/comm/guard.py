@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch import dtype
 
-from ringdp.comm.call import ANYBODY, MESSAGES, collective_of, dtype_of, peer_of, tag_of, told
+from ringdp.comm.call import ANY_RANK, MESSAGES, collective_of, describe, dtype_of, peer_of, tag_of
 from ringdp.comm.table import missing, table
 from ringdp.errors import (
     CollectiveMismatch,
@@ -46,11 +46,11 @@ class Guard:
     """Raises a transport's failures as errors, and looks for their causes while a rank waits."""
 
     def __init__(
-        self, transport: Transport, warn_after: float, beside: Iterable[Transport] = ()
+        self, transport: Transport, warn_after: float, duplicates: Iterable[Transport] = ()
     ) -> None:
         """`warn_after`: seconds until a warning about a collective that has not finished.
-        `beside`: the transports of all duplicates, including this one."""
-        self.transport, self.warn_after, self.beside = transport, warn_after, beside
+        `duplicates`: the transports of all duplicates, including this one."""
+        self.transport, self.warn_after, self.duplicates = transport, warn_after, duplicates
         self.units: Sequence[str] = ()  # names of units by tag
         # Only copies are raised: a traceback would keep the callers' frames and tensors alive.
         self.error: CommunicationError | None = None
@@ -72,16 +72,16 @@ class Guard:
     def _compare(self, call: Call, seen: Observed) -> None:
         rank = self.transport.rank
         here = seen.record(rank)
-        mine = here and seen.call(rank, here.begun - 1)
-        if mine is None:
+        own_call = here and seen.call(rank, here.begun - 1)
+        if own_call is None:
             return
         for r in range(seen.ranks):
-            theirs = seen.call(r, mine[0])
-            if theirs is not None and differ(mine, theirs):
+            other_call = seen.call(r, own_call[0])
+            if other_call is not None and differ(own_call, other_call):
                 self.transport.fail(FailureKind.MISMATCH, r)
                 self.check(call)
 
-    def over(self, call: Call) -> None:
+    def finished(self, call: Call) -> None:
         """Tell other ranks that `call`, for which `look` was called, has finished."""
         if collective_of(call[1]) in MESSAGES:
             self.transport.tell(None)
@@ -92,7 +92,7 @@ class Guard:
         self._compare(call, seen)
         log.warning(
             "rank %d has waited %.1f s for %s; %s\n%s",
-            *(self.transport.rank, waited, told(call, self.units), self._missing(call, seen)),
+            *(self.transport.rank, waited, describe(call, self.units), self._missing(call, seen)),
             self._table(seen),
         )
 
@@ -102,12 +102,12 @@ class Guard:
         self._compare(call, seen)
         self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
         self.error = CollectiveTimeout(
-            f"{self._here(call)} until the timeout of {waited:g} s; {self._missing(call, seen)}\n"
+            f"{self._waits(call)} until the timeout of {waited:g} s; {self._missing(call, seen)}\n"
             f"{self._table(seen)}"
         )
         raise copy(self.error)
 
-    def farewell(self, issued: int) -> None:
+    def check_closing(self, issued: int) -> None:
         """Raises a known failure of the `issued` collectives on other ranks that no call raised."""
         if self.error is not None:
             return
@@ -133,7 +133,7 @@ class Guard:
         if failure.kind is FailureKind.MISMATCH:
             text = _disagreement(failure, seen, self.units)
         else:
-            text = f"{self._here(call)}; {self._cause(call, failure, seen)}"
+            text = f"{self._waits(call)}; {self._cause(call, failure, seen)}"
         return ERRORS[failure.kind](f"{text}\n{table(seen)}")
 
     def _cause(self, call: Call, failure: Failure, seen: Observed) -> str:
@@ -153,17 +153,17 @@ class Guard:
                 return "what the ranks tell one another is damaged"
 
     def _table(self, seen: Observed) -> str:
-        beside = [t.survey() for t in list(self.beside) if t is not self.transport]
-        return table(seen, beside, self.transport.rank)
+        duplicates = [t.survey() for t in list(self.duplicates) if t is not self.transport]
+        return table(seen, duplicates, self.transport.rank)
 
-    def _here(self, call: Call) -> str:
+    def _waits(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES
         queued = f" (queued behind #{self._stuck(call)})" * behind
-        return f"rank {self.transport.rank} waited for {told(call, self.units)}{queued}"
+        return f"rank {self.transport.rank} waited for {describe(call, self.units)}{queued}"
 
     def _missing(self, call: Call, seen: Observed) -> str:
         if collective_of(call[1]) in MESSAGES:
-            return _partner(call[1], seen)
+            return _unmatched(call[1], seen)
         return missing(seen, self._stuck(call), self.transport.rank)
 
     def _stuck(self, call: Call) -> int:
@@ -176,7 +176,7 @@ def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str
     """Describe both calls of the first collective that differs, or else the unexpected message."""
     pair = failure.reporter, failure.rank
     if failure.found[0] == MESSAGE:
-        return _messages(failure)
+        return _message_mismatch(failure)
     here, there = [_calls(r, seen) for r in pair]
     both = sorted(here.keys() & there.keys())
     differing = [k for k in both if differ(here[k], there[k])]
@@ -184,7 +184,7 @@ def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str
     lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
     for r, calls in zip(pair, (here, there), strict=True):
         call = calls.get(number)
-        said = told(call, units) if call else f"#{number}, {_unsaid(r, seen)}"
+        said = describe(call, units) if call else f"#{number}, {_why_unknown(r, seen)}"
         lines.append(f"  rank {r}: {said}")
     called = {collective_of(c[number][1]) for c in (here, there) if number in c}
     if called == {"all_to_all", "all_to_all_v"}:
@@ -212,15 +212,15 @@ def _calls(rank: int, seen: Observed) -> dict[int, Call]:
     return {call[0]: call for call in calls if call}
 
 
-def _unsaid(rank: int, seen: Observed) -> str:
+def _why_unknown(rank: int, seen: Observed) -> str:
     record = seen.record(rank)
     return "too long ago to say" if record and record.begun != SILENT else "it gives no answer"
 
 
-def _partner(kind: int, seen: Observed) -> str:
+def _unmatched(kind: int, seen: Observed) -> str:
     """Describe what the other end of a message has not done, and the state of its process."""
     done = "received" if collective_of(kind) == "send" else "sent"
-    if peer_of(kind) == ANYBODY:
+    if peer_of(kind) == ANY_RANK:
         return f"no rank has {done} it"
     record = seen.record(peer_of(kind))
     state = process_state(record.pid) if record else ""
@@ -234,7 +234,7 @@ def differ(one: Call, other: Call) -> bool:
     return kind != other_kind or (even and elements != other_elements)
 
 
-def _messages(failure: Failure) -> str:
+def _message_mismatch(failure: Failure) -> str:
     (_, kind, size), (_, other, given) = failure.expected, failure.found
     return (
         f"rank {failure.reporter} expected {size} bytes of {dtype_of(kind)} with tag "
@@ -247,7 +247,7 @@ def _message(stamp: Stamp) -> str:
     return f"message of {size} bytes of collective #{number}"
 
 
-def unheard(transport: Transport, call: Call, failure: Failure) -> None:
+def log_unraised(transport: Transport, call: Call, failure: Failure) -> None:
     """Log, when the process exits, a failure that no call has raised."""
     error = Guard(transport, math.inf)._error(call, failure)
     log.error("at exit, which no call has raised: %s: %s", type(error).__name__, error)

@@ -37,8 +37,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_tensor, whole
-from ringdp.comm.buffers import form_of, width
+from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_int, check_tensor
+from ringdp.comm.buffers import type_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
 from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard, supported
@@ -63,11 +63,11 @@ from ringdp.transport.repeated import METHODS, SLICE
 W = TypeVar("W", bound=Work)
 
 
-class How(NamedTuple):
+class CallSpec(NamedTuple):
     """The arguments of a collective, without its tensors and op."""
 
     name: str  # of the method
-    said: str  # `name` without `_v`; all_to_all_v keeps it, as it has a schedule of its own
+    base_name: str  # `name` without `_v`; all_to_all_v keeps it, as it has a schedule of its own
     algorithm: str | Builder
     async_op: bool
     tag: int
@@ -76,7 +76,7 @@ class How(NamedTuple):
     @property
     def collective(self) -> Collective:
         """The collective whose schedule it runs."""
-        return "all_reduce" if self.said == "barrier" else cast(Collective, self.said)
+        return "all_reduce" if self.base_name == "barrier" else cast(Collective, self.base_name)
 
 
 class Job(NamedTuple):
@@ -96,13 +96,13 @@ class Job(NamedTuple):
     root: int | None = None  # of an exchange in which only one rank gathers or scatters
 
     @property
-    def one(self) -> Tensor:
+    def any_buffer(self) -> Tensor:
         """One of this rank's buffers, for its dtype and device."""
         buffer = self.part if self.whole is None else self.whole
         assert buffer is not None
         return buffer
 
-    def bring_home(self) -> None:
+    def finish_on_gpu(self) -> None:
         """Run `finish` on a GPU, in the current stream of the caller that waits.
 
         The buffers may belong to another stream. `record_stream` keeps the allocator from reusing
@@ -114,24 +114,24 @@ class Job(NamedTuple):
             if buffer is not None:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
-    def told(self, how: How) -> tuple[int, int]:
+    def identity(self, spec: CallSpec) -> tuple[int, int]:
         """Return the call's fingerprint and number of elements, which ranks compare."""
-        dtype, elements = self.one.dtype, self.elements
-        kind = fingerprint(how.said, dtype, self.op, how.root, how.algorithm, how.tag)
+        dtype, elements = self.any_buffer.dtype, self.elements
+        kind = fingerprint(spec.base_name, dtype, self.op, spec.root, spec.algorithm, spec.tag)
         return kind, self.bounds[-1] if elements is None else elements
 
 
-def op_of_rows(op: ReduceOp, how: How, dtype: torch.dtype) -> ReduceOp:
+def op_of_rows(op: ReduceOp, spec: CallSpec, dtype: torch.dtype) -> ReduceOp:
     """Return the op that a program's rows compute.
 
     An average is computed as a sum and divided later. The exception is `direct` on 16-bit floats:
     it rounds only complete sums, so it divides before rounding.
     """
-    rounds_once = how.algorithm == "direct" and dtype in (torch.float16, torch.bfloat16)
+    rounds_once = spec.algorithm == "direct" and dtype in (torch.float16, torch.bfloat16)
     return "sum" if op == "avg" and not rounds_once else op
 
 
-class Named(NamedTuple):
+class Arg(NamedTuple):
     """A tensor and its argument name, for errors."""
 
     name: str
@@ -157,7 +157,7 @@ class Issuer:
         """The number of collectives that this rank has issued."""
         return self._transport.issued
 
-    def _how(
+    def _spec(
         self,
         name: str,
         tensor: Tensor,
@@ -165,32 +165,36 @@ class Issuer:
         async_op: bool,
         tag: int,
         root: int = 0,
-    ) -> How:
+    ) -> CallSpec:
         """Check the arguments. `tensor` is any of the call's tensors, for its dtype."""
         check_tensor(name, tensor)
         check_algorithm(name, algorithm)
         check_async(name, async_op)
         supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
-        tag = whole(name, "tag", tag, TAGS - 1, "tags")
-        root = whole(name, "root", root, self.size - 1, "ranks")
+        tag = check_int(name, "tag", tag, TAGS - 1, "tags")
+        root = check_int(name, "root", root, self.size - 1, "ranks")
         if self.closed:
             raise CommunicationError(f"{name} on a communicator that has been closed")
-        said = name if name in COLLECTIVES else name.removesuffix("_v")
-        return How(name, said, algorithm, async_op or self._group is not None, tag, root)
+        base_name = name if name in COLLECTIVES else name.removesuffix("_v")
+        return CallSpec(name, base_name, algorithm, async_op or self._group is not None, tag, root)
 
-    def _program(self, how: How) -> Program:
+    def _program(self, spec: CallSpec) -> Program:
         depth = self._transport.depth
-        return program(how.collective, how.algorithm, self.size, self.rank, how.root, depth)
+        return program(spec.collective, spec.algorithm, self.size, self.rank, spec.root, depth)
 
-    def _program_or_exchange(self, how: How) -> Program | None:
+    def _program_or_exchange(self, spec: CallSpec) -> Program | None:
         """Return the program, or None if the transport has its own implementation."""
-        here = self._transport.link is None or how.collective in HELD_BACK
-        if here and how.algorithm == self._transport.own:
+        here = self._transport.link is None or spec.collective in HELD_BACK
+        if here and spec.algorithm == self._transport.own:
             return None
-        return self._program(how)
+        return self._program(spec)
 
     def _shards(
-        self, how: How, part: Named, whole: Named | None, sizes: Sequence[int] | None
+        self,
+        spec: CallSpec,
+        part: Arg,
+        whole: Arg | None,
+        sizes: Sequence[int] | None,
     ) -> tuple[int, ...]:
         """Return every rank's share of the whole in real elements: `sizes`, or `part`'s for all.
 
@@ -198,50 +202,50 @@ class Issuer:
         has it) that of all shares.
         """
         for given in filter(None, (part, whole)):
-            check_tensor(how.name, given.tensor, given.name)
-        count, form = part.tensor.numel(), form_of(part.tensor)
+            check_tensor(spec.name, given.tensor, given.name)
+        count, form = part.tensor.numel(), type_of(part.tensor)
         if sizes is None:
             shards = (count,) * self.size
             needs = f"{self.size} (ranks) x {count} ({part.name})"
         else:
-            shards = self._whole_numbers(how, "sizes", sizes)
+            shards = self._whole_numbers(spec, "sizes", sizes)
             needs = f"{sum(shards)} (the sum of sizes)"
             if count != shards[self.rank]:
                 raise UsageError(
-                    f"{how.name}: {part.name} has {count} elements; sizes[{self.rank}] is "
+                    f"{spec.name}: {part.name} has {count} elements; sizes[{self.rank}] is "
                     f"{shards[self.rank]}"
                 )
-        if whole and (whole.tensor.numel() != sum(shards) or form_of(whole.tensor) != form):
+        if whole and (whole.tensor.numel() != sum(shards) or type_of(whole.tensor) != form):
             raise UsageError(
-                f"{how.name}: {whole.name} has {whole.tensor.numel()} elements of "
-                f"{form_of(whole.tensor)}; it needs {needs} of {form}"
+                f"{spec.name}: {whole.name} has {whole.tensor.numel()} elements of "
+                f"{type_of(whole.tensor)}; it needs {needs} of {form}"
             )
         return tuple(s * width(part.tensor) for s in shards)
 
-    def _cuts(self, how: How, whole: Named, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _cuts(self, spec: CallSpec, whole: Arg, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return `sizes` in real elements. Raises UsageError unless they add up to the whole's."""
-        check_tensor(how.name, whole.tensor, whole.name)
-        cuts = self._whole_numbers(how, name, sizes)
+        check_tensor(spec.name, whole.tensor, whole.name)
+        cuts = self._whole_numbers(spec, name, sizes)
         if sum(cuts) != whole.tensor.numel():
             raise UsageError(
-                f"{how.name}: {whole.name} has {whole.tensor.numel()} elements; {name} has "
+                f"{spec.name}: {whole.name} has {whole.tensor.numel()} elements; {name} has "
                 f"{sum(cuts)} in all"
             )
         return tuple(c * width(whole.tensor) for c in cuts)
 
-    def _whole_numbers(self, how: How, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _whole_numbers(self, spec: CallSpec, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         try:
             found = tuple(index(size) for size in sizes)
         except TypeError:
-            raise UsageError(f"{how.name}: {name} is {sizes}; allowed: whole numbers") from None
+            raise UsageError(f"{spec.name}: {name} is {sizes}; allowed: whole numbers") from None
         if len(found) != self.size or min(found) < 0 or sum(found) > MOST:
             raise UsageError(
-                f"{how.name}: {name} is {list(found)}; allowed: a number of elements, 0 or more, "
+                f"{spec.name}: {name} is {list(found)}; allowed: a number of elements, 0 or more, "
                 f"for each of {self.size} ranks, and 2**56 in all at most"
             )
         return found
 
-    def _all_at(self, root: int, elements: int) -> Bounds:
+    def _root_bounds(self, root: int, elements: int) -> Bounds:
         """Return the bounds of shares of which only the root's has elements."""
         return bounds_of(elements if r == root else 0 for r in range(self.size))
 
@@ -250,30 +254,30 @@ class Issuer:
         begin = sum(shards[: self.rank])
         return slice(begin, begin + shards[self.rank])
 
-    def _issue(self, job: Job, how: How) -> Work:
+    def _issue(self, job: Job, spec: CallSpec) -> Work:
         """Start a job. Every collective passes here, except calls that `repeated` runs in C++."""
-        dtype, (kind, elements) = job.one.dtype, job.told(how)
+        dtype, (kind, elements) = job.any_buffer.dtype, job.identity(spec)
         call = (self.issued, kind, elements, call_site(3))
         self._guard.check(call)
-        self._transport.check(job.one)
+        self._transport.check(job.any_buffer)
         if isinstance(job.by, Program):
-            op = op_of_rows(job.op, how, dtype)
+            op = op_of_rows(job.op, spec, dtype)
             what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements)
         else:
             what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root)
         ready = self._transport.prepare(what)
-        if self._ready and how.name in METHODS:
+        if self._ready and spec.name in METHODS:
             self._ready.remember(
-                METHODS.index(how.name),
+                METHODS.index(spec.name),
                 DTYPES.index(dtype),
                 elements,
                 job.op,
-                how.root,
-                how.tag,
-                how.algorithm,
+                spec.root,
+                spec.tag,
+                spec.algorithm,
                 ready,
             )
-        return self._run(ready, job, call, how.async_op)
+        return self._run(ready, job, call, spec.async_op)
 
     def _begun(
         self, call: Call, ticket: int, background: bool, finish: Callable[[], None] | None
@@ -284,7 +288,7 @@ class Issuer:
         """
         self._transport.release()
         waited = 0.0 if background else SLICE
-        return self._waited(Work(self._guard, call, ticket, finish, waited), background)
+        return self._wait_if_sync(Work(self._guard, call, ticket, finish, waited), background)
 
     def _run(self, ready: Prepared, job: Job, call: Call, background: bool) -> Work:
         begun = time.monotonic()
@@ -292,15 +296,15 @@ class Issuer:
         self._transport.release()
         if ticket:
             waited = 0.0 if background else time.monotonic() - begun
-            gpu = job.one.device if job.one.is_cuda else None
-            finish = job.bring_home if gpu else job.finish
+            gpu = job.any_buffer.device if job.any_buffer.is_cuda else None
+            finish = job.finish_on_gpu if gpu else job.finish
             work = Work(self._guard, call, ticket, finish, waited, gpu)
-            return self._waited(work, background)
+            return self._wait_if_sync(work, background)
         if job.finish is not None:
             job.finish()
         return ENDED
 
-    def _waited(self, work: W, background: bool) -> W:
+    def _wait_if_sync(self, work: W, background: bool) -> W:
         if self._group is not None:
             self._group.works.append(work)
         elif not background:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringdp.comm.arguments import index_of
 from ringdp.comm.buffers import flat, flat_output
-from ringdp.comm.call import ANYBODY, call_site, fingerprint
+from ringdp.comm.call import ANY_RANK, call_site, fingerprint
 from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
 from ringdp.comm.job import Issuer
@@ -73,20 +73,20 @@ class Messages(Issuer):
 
     def _send(self, tensor: Tensor, dst: int, tag: int, async_op: bool) -> Work:
         to = self._other("send", "dst", dst)
-        call, kind, later = self._letter("send", tensor, to, tag, async_op)
+        call, kind, later = self._new_message("send", tensor, to, tag, async_op)
         buffer = flat(tensor).data
         ticket = self._transport.send(buffer, to, kind, background=later)
-        return self._waited(Work(self._guard, call, ticket, None), later)
+        return self._wait_if_sync(Work(self._guard, call, ticket, None), later)
 
     def _recv(self, tensor: Tensor, src: int | None, tag: int, async_op: bool) -> Received:
         sender = None if src is None and self.size > 1 else self._other("recv", "src", src)
-        call, kind, later = self._letter("recv", tensor, sender, tag, async_op)
+        call, kind, later = self._new_message("recv", tensor, sender, tag, async_op)
         if later and not async_op:
             raise UsageError("recv in a group cannot say who sent; allowed: irecv")
         out = flat_output(tensor, "recv: tensor")
         source = torch.empty(1, dtype=torch.int64)
         ticket = self._transport.receive(out.data, sender, kind, source, background=later)
-        return self._waited(Received(self._guard, call, ticket, out.settle, source), later)
+        return self._wait_if_sync(Received(self._guard, call, ticket, out.copy_back, source), later)
 
     def _other(self, name: str, argument: str, peer: int | None) -> int:
         """Return `peer` as an int. Raises UsageError unless it is another rank."""
@@ -98,17 +98,17 @@ class Messages(Issuer):
             )
         return found
 
-    def _letter(
+    def _new_message(
         self, name: str, tensor: Tensor, peer: int | None, tag: int, async_op: bool
     ) -> tuple[Call, int, bool]:
         """Return the call for errors, the fingerprint that both ends must share, and async_op.
 
         async_op is also True in a group.
         """
-        how = self._how(name, tensor, "", async_op, tag)
+        spec = self._spec(name, tensor, "", async_op, tag)
         dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-        mine = fingerprint(name, dtype, "sum", ANYBODY if peer is None else peer, tag=how.tag)
+        mine = fingerprint(name, dtype, "sum", ANY_RANK if peer is None else peer, tag=spec.tag)
         call = (self._posted, mine, tensor.numel(), call_site(3))
         self._guard.check(call)
         self._posted += 1
-        return call, fingerprint("send", dtype, "sum", 0, tag=how.tag), how.async_op
+        return call, fingerprint("send", dtype, "sum", 0, tag=spec.tag), spec.async_op

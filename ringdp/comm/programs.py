@@ -34,7 +34,7 @@ from ringdp.schedule.liveness import fits
 MOST = 1024  # cached programs
 
 
-class Asked(NamedTuple):
+class ProgramKey(NamedTuple):
     """The key of a program, but for its algorithm. For `depth` see `Transport.depth`."""
 
     collective: Collective
@@ -66,7 +66,7 @@ class Origin:
 _origins: dict[int, Origin] = {}
 
 
-_own: WeakKeyDictionary[FunctionType, dict[Asked, Program]] = WeakKeyDictionary()
+_of_function: WeakKeyDictionary[FunctionType, dict[ProgramKey, Program]] = WeakKeyDictionary()
 
 
 def program(
@@ -83,17 +83,17 @@ def program(
     stall. If it is infinite, sends never wait. Then fusing cannot cause a stall, since it only
     moves sends earlier and receives later, and the programs of the other ranks are not built.
     """
-    asked = Asked(collective, n, rank, root, depth)
+    key = ProgramKey(collective, n, rank, root, depth)
     if not isinstance(algorithm, FunctionType):  # a bound method is a new object each time
-        return _of_last(algorithm, asked)
-    known = _own.setdefault(algorithm, {})
-    if asked not in known:
-        known[asked] = _made(algorithm, asked)
-    return known[asked]
+        return _cached(algorithm, key)
+    known = _of_function.setdefault(algorithm, {})
+    if key not in known:
+        known[key] = _build(algorithm, key)
+    return known[key]
 
 
-def _made(algorithm: str | Builder, asked: Asked) -> Program:
-    collective, n, rank, root, depth = asked
+def _build(algorithm: str | Builder, key: ProgramKey) -> Program:
+    collective, n, rank, root, depth = key
     plan = proved(algorithm, collective, n, root)
     if depth is None:
         return project(plan, rank)
@@ -108,7 +108,7 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     # Fused programs make fewer passes but need longer FIFOs. If these are too long, do not fuse.
     for programs in ([*map(fused, plain)], plain):
         if fits(programs, int(depth)):
-            _remember(algorithm, asked, programs[rank])
+            _record_origin(algorithm, key, programs[rank])
             return programs[rank]
     raise ScheduleError(
         f"{algorithm} {collective} needs FIFOs of {fifo_depth(plain)} slots; the transport has "
@@ -116,16 +116,16 @@ def _made(algorithm: str | Builder, asked: Asked) -> Program:
     )
 
 
-_of_last = lru_cache(maxsize=MOST)(_made)
+_cached = lru_cache(maxsize=MOST)(_build)
 
 
-def _remember(algorithm: str | Builder, asked: Asked, made: Program) -> None:
-    own = isinstance(algorithm, FunctionType)
-    builder = weakref.ref(algorithm) if own else lambda: algorithm
-    origin = Origin(asked.collective, name_of(algorithm), asked.root, made.rows, builder)
-    address = made.rows.ctypes.data
+def _record_origin(algorithm: str | Builder, key: ProgramKey, built: Program) -> None:
+    is_function = isinstance(algorithm, FunctionType)
+    builder = weakref.ref(algorithm) if is_function else lambda: algorithm
+    origin = Origin(key.collective, name_of(algorithm), key.root, built.rows, builder)
+    address = built.rows.ctypes.data
     _origins[address] = origin
-    weakref.finalize(made, _origins.pop, address).atexit = False
+    weakref.finalize(built, _origins.pop, address).atexit = False
 
 
 def origin_of(rows: int) -> Origin | None:

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.arguments import number
-from ringdp.comm.buffers import Flat, apart, fill, flat, flat_output, same, writable
+from ringdp.comm.arguments import check_float
+from ringdp.comm.buffers import Flat, fill, flat, flat_output, same, without_overlap, writable
 from ringdp.comm.graph_break import uncompiled
-from ringdp.comm.job import How, Issuer, Job, Named, op_of_rows
+from ringdp.comm.job import Arg, CallSpec, Issuer, Job, op_of_rows
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
@@ -59,18 +59,18 @@ class Reductions(Issuer):
         `ringdp.comm.reductions` has a table of ops and dtypes. `ringdp.comm.job` documents the
         other arguments and what collectives raise.
         """
-        how = self._how("all_reduce", tensor, algorithm, async_op, tag)
+        spec = self._spec("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor)
-        program = self._program_or_exchange(how)
+        program = self._program_or_exchange(spec)
         out = flat_output(tensor, "all_reduce: tensor", read=True)
         if factor != 1:
             out.data.mul_(factor)
-        elements, finish = out.data.numel(), self._home(out, program, op, how)
+        elements, finish = out.data.numel(), self._finisher(out, program, op, spec)
         if program:
             cuts = chunk_bounds(elements, program)
-            return self._issue(Job(program, cuts, out.data, None, finish, op), how)
+            return self._issue(Job(program, cuts, out.data, None, finish, op), spec)
         bounds = shard_bounds(elements, self.size)
-        return self._issue(Job("all_reduce", bounds, out.data, None, finish, op), how)
+        return self._issue(Job("all_reduce", bounds, out.data, None, finish, op), spec)
 
     @repeated
     def reduce(
@@ -85,23 +85,26 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Reduce `tensor` to rank `root`, in place. The tensors of other ranks do not change."""
-        how = self._how("reduce", tensor, algorithm, async_op, tag, root)
+        spec = self._spec("reduce", tensor, algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor)
-        program = self._program_or_exchange(how)
+        program = self._program_or_exchange(spec)
         if self.rank == root:
-            buffer, home = out = flat_output(tensor, "reduce: tensor", read=True)
-            finish: Callable[[], None] | None = self._home(out, program, op, how)
+            buffer, original = out = flat_output(tensor, "reduce: tensor", read=True)
+            finish: Callable[[], None] | None = self._finisher(out, program, op, spec)
         else:
-            (buffer, home), finish = flat(tensor), None
-            if home is None and ((program and program.changes) or factor != 1):
+            (buffer, original), finish = flat(tensor), None
+            if original is None and ((program and program.changes) or factor != 1):
                 buffer = buffer.clone()
         if factor != 1:
             buffer.mul_(factor)
         if program:
             cuts = chunk_bounds(buffer.numel(), program)
-            return self._issue(Job(program, cuts, buffer, None, finish, op), how)
-        part, bounds = buffer if self.rank == root else None, self._all_at(root, buffer.numel())
-        return self._issue(Job("reduce_scatter", bounds, buffer, part, finish, op), how)
+            return self._issue(Job(program, cuts, buffer, None, finish, op), spec)
+        part, bounds = (
+            buffer if self.rank == root else None,
+            self._root_bounds(root, buffer.numel()),
+        )
+        return self._issue(Job("reduce_scatter", bounds, buffer, part, finish, op), spec)
 
     @repeated
     def reduce_scatter(
@@ -120,8 +123,8 @@ class Reductions(Issuer):
         input: size x output.numel() elements; rank r receives the r-th part. If `output` is this
         rank's part of `input`, no copy is made and the rest of `input` is overwritten.
         """
-        how = self._how("reduce_scatter", input, algorithm, async_op, tag)
-        return self._reduce_scatter(output, input, None, op, scale, how)
+        spec = self._spec("reduce_scatter", input, algorithm, async_op, tag)
+        return self._reduce_scatter(output, input, None, op, scale, spec)
 
     def reduce_scatter_v(
         self,
@@ -139,8 +142,8 @@ class Reductions(Issuer):
 
         All ranks pass the same sizes.
         """
-        how = self._how("reduce_scatter_v", input, algorithm, async_op, tag)
-        return self._reduce_scatter(output, input, sizes, op, scale, how)
+        spec = self._spec("reduce_scatter_v", input, algorithm, async_op, tag)
+        return self._reduce_scatter(output, input, sizes, op, scale, spec)
 
     def _reduce_scatter(
         self,
@@ -149,39 +152,39 @@ class Reductions(Issuer):
         sizes: Sequence[int] | None,
         op: ReduceOp,
         scale: float | None,
-        how: How,
+        spec: CallSpec,
     ) -> Work:
-        factor = factor_of(how.name, op, scale, input)
-        shards = self._shards(how, Named("output", output), Named("input", input), sizes)
-        program = self._program_or_exchange(how)
+        factor = factor_of(spec.name, op, scale, input)
+        shards = self._shards(spec, Arg("output", output), Arg("input", input), sizes)
+        program = self._program_or_exchange(spec)
         whole, part = flat(input), self._part(shards)
         in_place = same(whole.data[part], output)
-        out = flat_output(output, f"{how.name}: output")
-        buffer, copied = whole.data, whole.home is not None
+        out = flat_output(output, f"{spec.name}: output")
+        buffer, copied = whole.data, whole.original is not None
         if factor != 1 and not (copied or in_place):
             buffer, copied = buffer * factor, True
         elif factor != 1:
             buffer.mul_(factor)
         if program is None:
-            buffer, bounds = apart(buffer, out.data, in_place), bounds_of(shards)
-            job = Job("reduce_scatter", bounds, buffer, out.data, out.settle, op)
-            return self._issue(job, how)
+            buffer, bounds = without_overlap(buffer, out.data, in_place), bounds_of(shards)
+            job = Job("reduce_scatter", bounds, buffer, out.data, out.copy_back, op)
+            return self._issue(job, spec)
         buffer = buffer if copied or in_place else buffer.clone()
-        home = self._home(Flat(buffer[part], None), program, op, how)
+        original = self._finisher(Flat(buffer[part], None), program, op, spec)
 
         def finish() -> None:
-            home()
+            original()
             fill(out.data, buffer[part])
-            out.settle()
+            out.copy_back()
 
         cuts = uneven_bounds(shards, program)
-        return self._issue(Job(program, cuts, buffer, None, finish, op), how)
+        return self._issue(Job(program, cuts, buffer, None, finish, op), spec)
 
-    def _home(
-        self, out: Flat, program: Program | None, op: ReduceOp, how: How
+    def _finisher(
+        self, out: Flat, program: Program | None, op: ReduceOp, spec: CallSpec
     ) -> Callable[[], None]:
         """Return the function that copies the result back, and divides a sum that is an average."""
-        undivided = program is not None and op != op_of_rows(op, how, out.data.dtype)
+        undivided = program is not None and op != op_of_rows(op, spec, out.data.dtype)
 
         def finish() -> None:
             nonlocal undivided
@@ -190,9 +193,9 @@ class Reductions(Issuer):
                 by = torch.full((), self.size, dtype=data.dtype, device=data.device)
                 undivided = False  # if interrupted or failed before here, nothing is divided yet
                 data.div_(by)  # given a Python number, a GPU would multiply by 1/size
-            out.settle()
+            out.copy_back()
 
-        return finish if undivided else out.settle
+        return finish if undivided else out.copy_back
 
     @repeated
     def barrier(self, *, async_op: bool = False) -> Work:
@@ -201,10 +204,10 @@ class Reductions(Issuer):
         With async_op, return at once a Work that completes then.
         """
         self._transport.await_device()
-        how = self._how("barrier", self._zero, "direct", async_op, 0)
-        if program := self._program_or_exchange(how):
-            return self._issue(Job(program, chunk_bounds(1, program), self._zero), how)
-        return self._issue(Job("all_reduce", shard_bounds(1, self.size), self._zero), how)
+        spec = self._spec("barrier", self._zero, "direct", async_op, 0)
+        if program := self._program_or_exchange(spec):
+            return self._issue(Job(program, chunk_bounds(1, program), self._zero), spec)
+        return self._issue(Job("all_reduce", shard_bounds(1, self.size), self._zero), spec)
 
 
 def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor) -> float:
@@ -224,4 +227,4 @@ def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor
     if not floats and (op == "avg" or scale is not None):
         what = "avg" if op == "avg" else "scale"
         raise UsageError(f"{collective}: {what} is for floats; this tensor is {tensor.dtype}")
-    return 1 if scale is None else number(f"{collective}: scale", scale, "a number")
+    return 1 if scale is None else check_float(f"{collective}: scale", scale, "a number")

@@ -17,9 +17,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
-from ringdp.comm.arguments import emulated, patience, till_warning
+from ringdp.comm.arguments import check_link, check_timeout, check_warn_after
 from ringdp.comm.communicator import Communicator, Connect
-from ringdp.comm.guard import differ, unheard
+from ringdp.comm.guard import differ, log_unraised
 from ringdp.comm.store import generation, host, job_store, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport.arena import Arena
@@ -69,12 +69,13 @@ def init(
     if not (isinstance(transport, str) and transport in get_args(TransportName)):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport is {transport!r}; allowed: {names}")
-    timeout, warn_after, link = patience(timeout), till_warning(warn_after), emulated(link)
+    timeout, warn_after = check_timeout(timeout), check_warn_after(warn_after)
+    link = check_link(link)
     if link is not None and transport != "shm":
         raise UsageError("a link is emulated in shared memory only; allowed: transport='shm'")
     store, rank, ranks = job_store(timeout)
     name = f"{generation(store, rank)}"
-    _world = _made(store, rank, ranks, name, transport, link, timeout, warn_after)
+    _world = _create(store, rank, ranks, name, transport, link, timeout, warn_after)
     _worlds = [*filter(_open, _worlds), weakref.ref(_world)]
     return _world
 
@@ -98,9 +99,9 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     rank, ranks = group.rank(), group.size()
     name = f"ringdp/{group.group_name}"
     there = PrefixStore(name, group.get_group_store())
-    _all_there(group, there)
+    _await_group(group, there)
     store, times = meeting(there, rank, ranks)
-    return _made(store, rank, ranks, f"{name}/{times}", transport, timeout=_timeout(group))
+    return _create(store, rank, ranks, f"{name}/{times}", transport, timeout=_timeout(group))
 
 
 def _timeout(group: ProcessGroup) -> float:
@@ -112,7 +113,7 @@ def _timeout(group: ProcessGroup) -> float:
     return TIMEOUT
 
 
-def _all_there(group: ProcessGroup, store: Store) -> None:
+def _await_group(group: ProcessGroup, store: Store) -> None:
     """Wait for all ranks of the group, if it supports CPUs.
 
     If the group's barrier fails, raises PeerLost or CollectiveTimeout, which name missing ranks.
@@ -144,7 +145,7 @@ def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -
     """
     store, times = meeting(store, rank, ranks)
     _one_host(store, rank, ranks, "between hosts torch's backend 'gloo'")
-    return _made(store, rank, ranks, f"{name}/{times}", timeout=timeout)
+    return _create(store, rank, ranks, f"{name}/{times}", timeout=timeout)
 
 
 def _one_host(store: Store, rank: int, ranks: int, instead: str) -> None:
@@ -161,7 +162,7 @@ def _one_host(store: Store, rank: int, ranks: int, instead: str) -> None:
             )
 
 
-def _made(
+def _create(
     store: Store,
     rank: int,
     ranks: int,
@@ -207,4 +208,4 @@ def _connect(
         if transport == "c10d":
             return C10dTransport(own, group)
         kind = PeerTransport if "peer" in transport else NcclTransport
-        return kind(Given(own, group, handshake, differ, unheard), host="host" in transport)
+        return kind(Given(own, group, handshake, differ, log_unraised), host="host" in transport)

@@ -15,9 +15,9 @@ from ringdp.transport.store.processes import process_state
 HEADINGS = ("rank", "is in", "tag", "round", "waits for", "for", "at", "last finished")
 
 
-def table(observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0) -> str:
+def table(observed: Observed, duplicates: Sequence[Observed] = (), this_rank: int = 0) -> str:
     """Return the table as text with aligned columns. See `cells`."""
-    lines = cells(observed, beside, this_rank)
+    lines = cells(observed, duplicates, this_rank)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
@@ -26,16 +26,16 @@ def table(observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 
 
 
 def cells(
-    observed: Observed, beside: Sequence[Observed] = (), this_rank: int = 0
+    observed: Observed, duplicates: Sequence[Observed] = (), this_rank: int = 0
 ) -> list[tuple[str, ...]]:
     """Return the headings and a row for each rank, without columns that are empty for all.
 
-    `beside` are other communicators over the same ranks: there a rank may be waiting for
+    `duplicates` are other communicators over the same ranks: there a rank may be waiting for
     `this_rank`.
     """
     rows: list[tuple[str, ...]] = [HEADINGS]
     for r in range(observed.ranks):
-        elsewhere = [call for other in beside if (call := _awaited(other, r, this_rank))]
+        elsewhere = [call for other in duplicates if (call := _awaited(other, r, this_rank))]
         rows.append(row(observed, r, elsewhere))
     columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
     return list(zip(*columns, strict=True))

@@ -16,7 +16,7 @@ from ringdp.tape.recorder import Args, Recorder, Span
 from ringdp.transport.tape import ENTRIES, Chunk, Ran, Tape, Waited, read
 
 MOST_BYTES = 64 << 20  # of one communicator's tape: a million chunks; more are dropped
-OWN = "direct"  # the algorithm that shared memory implements itself
+EXCHANGE = "direct"  # the algorithm that shared memory implements itself
 
 
 class Traced(Labelled):
@@ -81,7 +81,7 @@ class TapeTrace:
             more["failed"] = True
         if origin and (builder := origin.builder()):
             self._records.schedule(origin.collective, builder, origin.root)
-        algorithm = origin.algorithm if origin else OWN
+        algorithm = origin.algorithm if origin else EXCHANGE
         what = call.number, call.kind, call.elements, call.site, algorithm
         self._records.collective(call.begin, call.end, *what, **more)
 

@@ -10,8 +10,8 @@ from copy import copy
 
 import torch
 
-from ringdp.comm.arguments import own_patience
-from ringdp.comm.call import told
+from ringdp.comm.arguments import check_wait_timeout
+from ringdp.comm.call import describe
 from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
 from ringdp.errors import CommunicationError
@@ -39,7 +39,7 @@ class Work:
         self._guard, self._call, self._ticket, self._finish = guard, call, ticket, finish
         self._done, self._finishing, self._waited = False, False, waited
         self._gpu = gpu
-        self._home: torch.cuda.Stream | None = None  # in which `finish` ran
+        self._stream: torch.cuda.Stream | None = None  # in which `finish` ran
         self._error: CommunicationError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -54,10 +54,10 @@ class Work:
         if self._error:
             raise copy(self._error)
         if self._done:
-            self._follow()
+            self._sync_stream()
             return
-        allowed = self._guard.transport.timeout if timeout is None else own_patience(timeout)
-        waited, tell = self._waited, self._guard.warn_after
+        allowed = self._guard.transport.timeout if timeout is None else check_wait_timeout(timeout)
+        waited, warn_at = self._waited, self._guard.warn_after
         start = time.monotonic() - waited
         try:
             # Wait in slices without the GIL: Python handles signals only between them.
@@ -70,14 +70,14 @@ class Work:
                     waited = time.monotonic() - start
                     if waited >= allowed:
                         self._guard.give_up(self._call, allowed)
-                    if waited >= tell:
+                    if waited >= warn_at:
                         self._guard.warn(self._call, waited)
-                        tell = math.inf
+                        warn_at = math.inf
         except CommunicationError as e:
             self._error = copy(e)  # without its traceback: see Guard.error
             raise
         if waited:
-            self._guard.over(self._call)
+            self._guard.finished(self._call)
         self._complete()
 
     def is_completed(self) -> bool:
@@ -110,7 +110,7 @@ class Work:
             with _finishing:  # several threads may wait for one work
                 if self._finishing:  # by this thread, which holds the lock
                     raise CommunicationError(
-                        f"asked to wait for {told(self._call)}, whose result is being brought home "
+                        f"asked to wait for {describe(self._call)}, whose result is being copied "
                         "by the wait that this one has interrupted, as a signal's handler may; "
                         "allowed: to wait once that has returned, or for another work"
                     )
@@ -119,26 +119,26 @@ class Work:
                         self._finishing = True
                         self._finish()
                         if self._gpu is not None:
-                            self._home = torch.cuda.current_stream(self._gpu)
+                            self._stream = torch.cuda.current_stream(self._gpu)
                         self._finish = None  # releases the buffer
                     finally:
                         self._finishing = False
-        self._follow()
+        self._sync_stream()
         self._done = True
 
-    def _follow(self) -> None:
+    def _sync_stream(self) -> None:
         """On a GPU, make the current stream wait for the one in which `finish` ran."""
-        if self._home is not None:
+        if self._stream is not None:
             here = torch.cuda.current_stream(self._gpu)
-            if here != self._home:
-                here.wait_stream(self._home)
+            if here != self._stream:
+                here.wait_stream(self._stream)
 
 
 class _Ended(Work):
     """The work of a call that has completed."""
 
     def __init__(self) -> None:
-        self._done, self._error, self._home = True, None, None
+        self._done, self._error, self._stream = True, None, None
 
 
 ENDED = _Ended()
@@ -159,7 +159,7 @@ class Group:
 
         Raises the error of the first call that failed.
         """
-        end = None if timeout is None else time.monotonic() + own_patience(timeout)
+        end = None if timeout is None else time.monotonic() + check_wait_timeout(timeout)
         for work in self.works:
             work.wait(None if end is None else max(0.0, end - time.monotonic()))
 

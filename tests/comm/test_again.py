@@ -142,9 +142,9 @@ def test_who_closes_and_exits_meanwhile_is_not_lost():
     within = RankRecord(ended, 1, 0, 0, 0, 0.0)
     closed = [within._replace(finished=1), within._replace(pid=CLOSED, finished=1)]
     for after in closed:
-        Guard(Left([within, after]), 1.0).farewell(1)  # type: ignore[arg-type]
+        Guard(Left([within, after]), 1.0).check_closing(1)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="LOST of rank 1"):
-        Guard(Left([within, within]), 1.0).farewell(1)  # type: ignore[arg-type]
+        Guard(Left([within, within]), 1.0).check_closing(1)  # type: ignore[arg-type]
 
 
 UNWAITED: dict[str, Callable[[Communicator], object]] = {

@@ -13,7 +13,7 @@ import torch
 
 from ringdp import Communicator
 from ringdp.comm import programs
-from ringdp.comm.call import OWN, fingerprint
+from ringdp.comm.call import CUSTOM, fingerprint
 from ringdp.schedule import Schedule, project, schedule
 from ringdp.transport.bounds import uneven_bounds
 from tests.comm.failing import leaves_nothing
@@ -30,7 +30,7 @@ def use(algorithm: Callable[[int], Schedule]) -> int:
     program = programs.program("all_reduce", algorithm, 2, 0, 0, 4)
     for elements in (7, 8):
         uneven_bounds((elements, elements), program)
-    assert fingerprint("all_reduce", torch.float32, "sum", 0, algorithm) >> 55 == OWN
+    assert fingerprint("all_reduce", torch.float32, "sum", 0, algorithm) >> 55 == CUSTOM
     return int(program.rows.ctypes.data)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringdp import Communicator, Work
 from ringdp.comm.call import named, place
-from ringdp.comm.job import How, Job
+from ringdp.comm.job import CallSpec, Job
 from ringdp.schedule import Schedule
 from tests.ranks import on_ranks
 from tests.transport.test_conformance import star
@@ -97,7 +97,7 @@ def issued_by_python(comm: Communicator, call: Callable[[], object]) -> int:
     seen: list[Job] = []
     issue = comm._issue
 
-    def noted(job: Job, how: How) -> Work:
+    def noted(job: Job, how: CallSpec) -> Work:
         seen.append(job)
         return issue(job, how)
 
@@ -133,12 +133,12 @@ def test_each_algorithm_repeats_itself(comm: Communicator, each: int) -> None:
     first: dict[object, list[Tensor]] = {}
     for later in (False, False, True, True):
         for algorithm in ("ring", "direct", star, "halving"):
-            for x, apart in zip(xs, (True, False, True), strict=True):
+            for x, without_overlap in zip(xs, (True, False, True), strict=True):
                 by = "ring" if algorithm is star else algorithm
                 whole = x.clone()
-                part = torch.empty(each) if apart else own(comm, whole)
+                part = torch.empty(each) if without_overlap else own(comm, whole)
                 comm.reduce_scatter(part, whole, algorithm=by, async_op=later).wait()
-                assert not apart or torch.equal(whole, x)
+                assert not without_overlap or torch.equal(whole, x)
                 sums, gathered, turned = x.clone(), torch.empty_like(x), torch.empty_like(x)
                 comm.all_reduce(sums, algorithm=algorithm, async_op=later).wait()
                 comm.all_gather(gathered, part, algorithm=by, async_op=later).wait()
@@ -244,5 +244,5 @@ def test_it_is_the_method_to_whoever_looks():
         "tensor",
         "op",
     ]
-    assert Communicator.all_reduce.__doc__.startswith("Every rank's `tensor`")
+    assert Communicator.all_reduce.__doc__.startswith("Reduce `tensor` element-wise")
     assert Communicator.all_reduce.__qualname__ == "Reductions.all_reduce"

@@ -326,5 +326,5 @@ def test_what_a_gpu_brings_home_is_kept_for_the_stream_that_does(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_stream", {Buffer.device: here}.__getitem__)
     whole, part = Buffer(), Buffer()
     buffers: Any = whole, part
-    Job("reduce_scatter", (0, 1), *buffers, finish=lambda: done.append(True)).bring_home()
+    Job("reduce_scatter", (0, 1), *buffers, finish=lambda: done.append(True)).finish_on_gpu()
     assert (done, whole.users, part.users) == ([True], [here], [here])

@@ -50,8 +50,8 @@ class Buckets:
             return
         self._seen.add(storage)  # moved or not: from now on p.grad may be a view of it
         try:
-            room = self._comm.empty(tensor.numel(), dtype=tensor.dtype)
+            shared = self._comm.empty(tensor.numel(), dtype=tensor.dtype)
         except CommunicationError:  # not enough shared memory: do not move it
             return
-        room.copy_(tensor.detach().view(-1))
-        storage._swap_data_ptr_(room.untyped_storage())  # type: ignore[attr-defined]
+        shared.copy_(tensor.detach().view(-1))
+        storage._swap_data_ptr_(shared.untyped_storage())  # type: ignore[attr-defined]

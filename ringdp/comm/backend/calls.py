@@ -89,7 +89,7 @@ def seconds(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout < UNLIMITED else timeout.total_seconds()
 
 
-def chosen(kind: type, opts: Any, **fields: Any) -> Any:
+def options_of(kind: type, opts: Any, **fields: Any) -> Any:
     """Return `opts` if it is an options object, or else one with the fields that are not None.
 
     In the latter case `opts`, if given, is the value of the first field.
@@ -112,7 +112,7 @@ class Reduction(NamedTuple):
 
 
 # By the value of torch's op: hashing and comparing the op itself takes 3 µs per call.
-WAYS: dict[Any, Reduction] = {op.value: Reduction(name) for op, name in OPS.items()}
+REDUCTIONS: dict[Any, Reduction] = {op.value: Reduction(name) for op, name in OPS.items()}
 SUM = Reduction("sum")
 PREMUL_SUM = ReduceOp.PREMUL_SUM.value
 
@@ -125,13 +125,13 @@ def reduction(op: Any) -> Reduction:
     if value == PREMUL_SUM:
         _, factor = op.__getstate__()  # torch has `op.factor` from 2.12 on
         return Reduction("sum", float(factor))
-    way = WAYS.get(value)
-    if way is None:
+    found = REDUCTIONS.get(value)
+    if found is None:
         raise UsageError(f"op is {op}; allowed: {', '.join(map(str, OPS))}, PREMUL_SUM")
-    return way
+    return found
 
 
-def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
+def single(tensors: Tensors | Sequence[Any], what: str) -> Any:
     """Return the only entry of the list: torch's lists are for ranks with several devices."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
@@ -142,7 +142,7 @@ def only(tensors: Tensors | Sequence[Any], what: str) -> Any:
 
 def parts_of(parts: Sequence[Any], other: Tensors, what: str) -> Any:
     """Return the parts, one per rank. If the other tensor is in a list, so is the list of parts."""
-    return parts if isinstance(other, Tensor) else only(parts, what)
+    return parts if isinstance(other, Tensor) else single(parts, what)
 
 
 def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) -> None:
@@ -168,7 +168,7 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.numel() for tensor in tensors]
 
 
-def together(tensors: Sequence[Tensor]) -> Tensor | None:
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a flat view of all the tensors if they are adjacent in memory, else None."""
     first, at = tensors[0], tensors[0].storage_offset()
     storage = first.untyped_storage().data_ptr()
@@ -186,13 +186,13 @@ def together(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return the concatenated elements: a view if they are adjacent in memory, else a copy."""
-    flat = together(tensors)
+    flat = adjacent(tensors)
     return torch.cat([t.detach().reshape(-1) for t in tensors]) if flat is None else flat
 
 
-def room(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
+def output_buffer(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
     """Return a flat output for all the tensors' elements, and what copies it to them, if needed."""
-    flat = together(tensors)
+    flat = adjacent(tensors)
     if flat is not None:
         return flat, None
     whole = tensors[0].new_empty(sum(sizes(tensors)))

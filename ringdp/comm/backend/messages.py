@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ringdp.comm.backend.calls import Calls, movable, only
+from ringdp.comm.backend.calls import Calls, movable, single
 from ringdp.comm.backend.works import GroupWork, span_of
 from ringdp.comm.work import Work
 
@@ -15,13 +15,13 @@ class Messages(Calls):
     """The point-to-point methods of a group. Ranks are numbered within the group."""
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
-        tensor = only(tensors, "send: tensors")
+        tensor = single(tensors, "send: tensors")
         return self._message(
             "send", tensor, lambda: self._comm.isend(movable(tensor), dst, tag=tag)
         )
 
     def recv(self, tensors: Sequence[Tensor], src: int | None, tag: int = 0) -> GroupWork:
-        tensor = only(tensors, "recv: tensors")
+        tensor = single(tensors, "recv: tensors")
         return self._message(
             "recv", tensor, lambda: self._comm.irecv(movable(tensor), src, tag=tag)
         )

@@ -23,12 +23,12 @@ from ringdp.comm.backend.calls import (
     Calls,
     Tensors,
     check_parts,
-    chosen,
     joined,
     movable,
-    only,
+    options_of,
+    output_buffer,
     parts_of,
-    room,
+    single,
     sizes,
 )
 from ringdp.comm.backend.works import GroupWork
@@ -45,8 +45,8 @@ class Moves(Calls):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> GroupWork:
-        tensor = only(tensors, "broadcast: tensors")
-        options = chosen(BroadcastOptions, opts, rootRank=root, timeout=timeout)
+        tensor = single(tensors, "broadcast: tensors")
+        options = options_of(BroadcastOptions, opts, rootRank=root, timeout=timeout)
         moved, source = movable(tensor), options.rootRank
         return self._call(
             "broadcast",
@@ -63,11 +63,11 @@ class Moves(Calls):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        options = chosen(AllgatherOptions, opts, timeout=timeout)
-        part = movable(only(input_tensors, "allgather: input_tensors"))
+        options = options_of(AllgatherOptions, opts, timeout=timeout)
+        part = movable(single(input_tensors, "allgather: input_tensors"))
         parts = parts_of(output_tensors, input_tensors, "allgather: output_tensors")
         moved = [movable(t) for t in parts]
-        whole, finish = room(moved)
+        whole, finish = output_buffer(moved)
         return self._call(
             "all_gather",
             options,
@@ -83,8 +83,10 @@ class Moves(Calls):
         opts: Any = None,
     ) -> GroupWork:
         """`output_lists`: one list per rank, with tensors for that rank's `input_list`."""
-        options = chosen(AllgatherOptions, opts)
-        rooms = [room([movable(t) for t in parts]) for parts in zip(*output_lists, strict=True)]
+        options = options_of(AllgatherOptions, opts)
+        rooms = [
+            output_buffer([movable(t) for t in parts]) for parts in zip(*output_lists, strict=True)
+        ]
 
         def begin(whole: Tensor, part: Tensor) -> Begin:
             return lambda later: self._comm.all_gather(whole, part, async_op=later)
@@ -99,7 +101,7 @@ class Moves(Calls):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        options = chosen(AllgatherOptions, opts)
+        options = options_of(AllgatherOptions, opts)
 
         def begin(output: Tensor, input: Tensor) -> Begin:
             whole, part = movable(output), movable(input)
@@ -118,15 +120,15 @@ class Moves(Calls):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> GroupWork:
-        options = chosen(GatherOptions, opts, rootRank=root, timeout=timeout)
-        given, to = only(input_tensors, "gather: input_tensors"), options.rootRank
+        options = options_of(GatherOptions, opts, rootRank=root, timeout=timeout)
+        given, to = single(input_tensors, "gather: input_tensors"), options.rootRank
         part = movable(given)
         parts: Sequence[Tensor] = []
         whole, finish = None, None
         if self._comm.rank == to:
             parts = parts_of(output_tensors, input_tensors, "gather: output_tensors")
             check_parts(parts, given, self._comm.size, "gather: output_tensors")
-            whole, finish = room([movable(t) for t in parts])
+            whole, finish = output_buffer([movable(t) for t in parts])
         return self._call(
             "gather",
             options,
@@ -137,7 +139,7 @@ class Moves(Calls):
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         """`output` is ignored on ranks other than the root."""
-        options = chosen(GatherOptions, opts)
+        options = options_of(GatherOptions, opts)
         part, to = movable(input), options.rootRank
         whole = movable(output) if self._comm.rank == to else None
         return self._call(
@@ -157,8 +159,8 @@ class Moves(Calls):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> GroupWork:
-        options = chosen(ScatterOptions, opts, rootRank=root, timeout=timeout)
-        output, source = only(output_tensors, "scatter: output_tensors"), options.rootRank
+        options = options_of(ScatterOptions, opts, rootRank=root, timeout=timeout)
+        output, source = single(output_tensors, "scatter: output_tensors"), options.rootRank
         moved, whole = movable(output), None
         if self._comm.rank == source:
             parts = parts_of(input_tensors, output_tensors, "scatter: input_tensors")
@@ -182,7 +184,7 @@ class Moves(Calls):
     ) -> GroupWork:
         """Split sizes are along the first dimension. Without them parts are equal and move much
         faster. If only some ranks pass them, all raise CollectiveMismatch."""
-        options = chosen(AllToAllOptions, opts, timeout=timeout)
+        options = options_of(AllToAllOptions, opts, timeout=timeout)
         to, source = movable(output), movable(input)
         if not output_split_sizes and not input_split_sizes:
             return self._call(
@@ -221,9 +223,9 @@ class Moves(Calls):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        options = chosen(AllToAllOptions, opts, timeout=timeout)
+        options = options_of(AllToAllOptions, opts, timeout=timeout)
         outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
-        whole, finish = room(outputs)
+        whole, finish = output_buffer(outputs)
         return self._call(
             "all_to_all",
             options,

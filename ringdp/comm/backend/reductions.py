@@ -26,12 +26,12 @@ from ringdp.comm.backend.calls import (
     Calls,
     Reduction,
     Tensors,
-    chosen,
     joined,
     listed,
-    only,
+    options_of,
     parts_of,
     reduction,
+    single,
     sizes,
 )
 from ringdp.comm.backend.sparse import all_reduce_sparse
@@ -53,8 +53,8 @@ class Reductions(Calls):
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> GroupWork:
-        tensor = only(tensors, "allreduce: tensors")
-        options = chosen(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
+        tensor = single(tensors, "allreduce: tensors")
+        options = options_of(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         if not comes_from_autograd(sys._getframe()):
             return self._all_reduce(options, [tensor])
         if of_hook := futures.is_of_hook(tensor):
@@ -66,11 +66,11 @@ class Reductions(Calls):
         return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        options = chosen(AllreduceCoalescedOptions, opts, reduceOp=None)
+        options = options_of(AllreduceCoalescedOptions, opts, reduceOp=None)
         return self._all_reduce(options, listed(tensors))
 
     def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
-        by, finishes = self._by(options, tensors)
+        by, finishes = self._reduction_of(options, tensors)
 
         def begin(tensor: Tensor) -> Begin:
             if tensor.layout is not torch.strided:
@@ -84,7 +84,9 @@ class Reductions(Calls):
             self._ones.append(work)
         return work
 
-    def _by(self, options: Any, results: Sequence[Tensor]) -> tuple[Reduction, list[Finish]]:
+    def _reduction_of(
+        self, options: Any, results: Sequence[Tensor]
+    ) -> tuple[Reduction, list[Finish]]:
         """Return the reduction, and what finishes it: an average of integers is a sum, divided."""
         by = reduction(options.reduceOp)
         if by.op != "avg" or not results or results[0].dtype not in INTEGERS:
@@ -99,10 +101,10 @@ class Reductions(Calls):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> GroupWork:
-        tensor = only(tensors, "reduce: tensors")
-        options = chosen(ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
+        tensor = single(tensors, "reduce: tensors")
+        options = options_of(ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         to = options.rootRank
-        by, finishes = self._by(options, [tensor])
+        by, finishes = self._reduction_of(options, [tensor])
         if to != self._comm.rank:
             finishes = []
 
@@ -120,10 +122,10 @@ class Reductions(Calls):
         op: Any = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        output = only(output_tensors, "reduce_scatter: output_tensors")
+        output = single(output_tensors, "reduce_scatter: output_tensors")
         parts = parts_of(input_tensors, output_tensors, "reduce_scatter: input_tensors")
-        options = chosen(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
-        by, finishes = self._by(options, [output])
+        options = options_of(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
+        by, finishes = self._reduction_of(options, [output])
 
         def begin(later: bool) -> Work:
             return self._comm.reduce_scatter_v(
@@ -138,8 +140,8 @@ class Reductions(Calls):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        options = chosen(ReduceScatterOptions, opts, reduceOp=None)
-        by, finishes = self._by(options, outputs)
+        options = options_of(ReduceScatterOptions, opts, reduceOp=None)
+        by, finishes = self._reduction_of(options, outputs)
 
         def begin(output: Tensor, input: Tensor) -> Begin:
             return lambda later: self._comm.reduce_scatter(
@@ -153,7 +155,7 @@ class Reductions(Calls):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
-        options = chosen(BarrierOptions, opts, timeout=timeout)
+        options = options_of(BarrierOptions, opts, timeout=timeout)
         return self._call(
             "barrier", options, [], [lambda later: self._comm.barrier(async_op=later)]
         )

@@ -132,15 +132,15 @@ class GroupWork(TorchWork):
         with self._finishing:
             if self._future is not None:
                 return self._future
-            told: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = told.then(_value)  # a torch future only fails if a callback raises
+            ended: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = ended.then(_value_of)  # a torch future only fails if a callback raises
         if self.all.is_completed():
-            told.set_result(self.outcome() or self.result())
+            ended.set_result(self.outcome() or self.result())
         elif self._watcher is not None:
-            self._watcher.watch(self, told)
+            self._watcher.watch(self, ended)
         else:
             alone = Watcher()
-            alone.watch(self, told)
+            alone.watch(self, ended)
             alone.stop()
         return self._future
 
@@ -171,8 +171,8 @@ def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
     return GroupWork(works, results, [group._complete for group in groups], None, watcher)
 
 
-def _value(told: torch.futures.Future[Any]) -> Any:
-    value = told.value()
+def _value_of(ended: torch.futures.Future[Any]) -> Any:
+    value = ended.value()
     if isinstance(value, Exception):
         raise value
     return value

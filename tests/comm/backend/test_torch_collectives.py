@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import GatherOptions
 
 from ringdp import CollectiveMismatch, Communicator, UsageError
-from ringdp.comm.backend.calls import room
+from ringdp.comm.backend.calls import output_buffer
 from ringdp.comm.backend.reductions import average
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
@@ -153,7 +153,7 @@ def test_a_sum_of_integers_is_divided_once():
 
 def test_parts_come_home_again_for_who_waits_again_after_an_interrupt():
     parts = [torch.zeros(2, 3).t(), torch.zeros(0), torch.zeros(3)]
-    whole, finish = room(parts)
+    whole, finish = output_buffer(parts)
     assert finish is not None
     whole.copy_(torch.arange(9.0))
     for _ in range(2):
