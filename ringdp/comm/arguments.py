@@ -53,7 +53,7 @@ def index_of(given: object) -> int | None:
 def check_int(collective: str, name: str, given: int, most: int, what: str, least: int = 0) -> int:
     """Return `given` as an int. Raises UsageError unless it is one from `least` to `most`.
 
-    `what` names, in the plural, what is numbered so.
+    `what` is the plural noun for the message, such as "ranks".
     """
     found = index_of(given)
     if found is None or not least <= found <= most:

@@ -35,7 +35,7 @@ MOST = 1024  # cached programs
 
 
 class ProgramKey(NamedTuple):
-    """The key of a program, but for its algorithm. For `depth` see `Transport.depth`."""
+    """The cache key of a program, without its algorithm. For `depth` see `Transport.depth`."""
 
     collective: Collective
     n: int

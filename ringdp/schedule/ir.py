@@ -65,8 +65,8 @@ class Schedule:
         """Run this schedule, then `after`, on the same chunks."""
         if (self.ranks, self.chunks) != (after.ranks, after.chunks):
             raise ScheduleError(
-                f"then() joins schedules over the same ranks and chunks: {self.ranks} x "
-                f"{self.chunks} was asked to go before {after.ranks} x {after.chunks}"
+                f"then() joins schedules over the same ranks and chunks, got {self.ranks} x "
+                f"{self.chunks} and {after.ranks} x {after.chunks}"
             )
         return Schedule(self.ranks, self.chunks, self.rounds + after.rounds)
 
@@ -74,7 +74,7 @@ class Schedule:
         """Run both at once on disjoint chunks: chunk c of `other` becomes `self.chunks + c`."""
         if self.ranks != other.ranks:
             raise ScheduleError(
-                f"beside() joins schedules over the same ranks: {self.ranks} and {other.ranks}"
+                f"beside() joins schedules over the same ranks, got {self.ranks} and {other.ranks}"
             )
         chunks = self.chunks + other.chunks
         own = [c if c < self.chunks else c + other.chunks for c in range(self._slots)]

@@ -32,7 +32,7 @@ def fifo_depth(programs: Sequence[Program]) -> int:
     for depth in range(1, most + 1):
         if _ends(programs, sends, receives, depth):
             return depth
-    raise ScheduleError("the ranks wait for one another in a circle, whatever the FIFO depth")
+    raise ScheduleError("the ranks wait for one another in a cycle at any FIFO depth")
 
 
 def fits(programs: Sequence[Program], depth: int) -> bool:

@@ -125,7 +125,7 @@ def test_a_proof_of_no_collective_is_refused():
 
 def test_combinators_refuse_what_does_not_fit():
     ring = ring_all_reduce(4)
-    with pytest.raises(ScheduleError, match="4 x 4 was asked to go before 3 x 3"):
+    with pytest.raises(ScheduleError, match="4 x 4 and 3 x 3"):
         ring.then(ring_all_reduce(3))
     with pytest.raises(ScheduleError, match="same ranks"):
         ring.beside(ring_all_reduce(3))

@@ -127,7 +127,7 @@ def test_a_receive_without_its_send_is_named(missing: int, sent: int):
 def test_ranks_that_all_receive_first_are_told():
     parts = [project(schedule("all_gather", "ring", 2), r) for r in range(2)]
     assert fifo_depth(parts) == 1
-    with pytest.raises(ScheduleError, match="in a circle, whatever the FIFO depth"):
+    with pytest.raises(ScheduleError, match="in a cycle at any FIFO depth"):
         fifo_depth([p.with_rows(list(p)[::-1]) for p in parts])
 
 

@@ -49,7 +49,7 @@ class Calls:
 
     _comm: Communicator
     _watcher: Watcher
-    _issuing: threading.Lock  # torch may call from several threads; a communicator takes one
+    _issuing: threading.Lock  # one thread issues at a time: collectives are numbered in that order
     _coalesced: list[GroupWork] | None  # works since _start_coalescing
 
     def _call(
