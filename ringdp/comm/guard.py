@@ -184,8 +184,8 @@ def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str
     lines = [f"ranks {pair[0]} and {pair[1]} called differently:"]
     for r, calls in zip(pair, (here, there), strict=True):
         call = calls.get(number)
-        said = describe(call, units) if call else f"#{number}, {_why_unknown(r, seen)}"
-        lines.append(f"  rank {r}: {said}")
+        text = describe(call, units) if call else f"#{number}, {_why_unknown(r, seen)}"
+        lines.append(f"  rank {r}: {text}")
     called = {collective_of(c[number][1]) for c in (here, there) if number in c}
     if called == {"all_to_all", "all_to_all_v"}:
         lines.append("  give sizes of parts, also if they are equal, on every rank or on none")

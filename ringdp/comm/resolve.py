@@ -49,8 +49,8 @@ def communicator_of(ranks: object = None, tensors: Iterable[Tensor] = ()) -> Com
     # Of the backends only NCCL supports no CPU; gloo and ringdp support both.
     only_gpus = {place.type for place in ranks._device_types} == {"cuda"}
     transport: TransportName = "nccl" if gpu or (only_gpus and not places) else "shm"
-    made = _made.setdefault(ranks, {})
-    if transport not in made or made[transport].ended:
+    communicators = _made.setdefault(ranks, {})
+    if transport not in communicators or communicators[transport].ended:
         with torch.cuda.device(gpu) if gpu else nullcontext():
-            made[transport] = over(ranks, transport=transport)
-    return made[transport]
+            communicators[transport] = over(ranks, transport=transport)
+    return communicators[transport]

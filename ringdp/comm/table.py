@@ -50,8 +50,8 @@ def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[
         return (str(rank), "has not attached", *[""] * (len(HEADINGS) - 2))
     state = process_state(record.pid)
     if record.begun == SILENT:
-        said = "gives no answer" + f"; {state}" * bool(state)
-        return (str(rank), said, *[""] * (len(HEADINGS) - 2))
+        text = "gives no answer" + f"; {state}" * bool(state)
+        return (str(rank), text, *[""] * (len(HEADINGS) - 2))
     now = None
     doing = "user code"
     tag = round_ = waits = at = ""

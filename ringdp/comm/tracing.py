@@ -69,10 +69,10 @@ class Trace:
         there, _ = meeting(PrefixStore("trace", store), rank, ranks, look)
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
         complaint = unwritable("trace", self.path) if rank == 0 else None
-        mine = str(self.path.absolute())
-        self._opened = self._meeting.open(complaint, mine)
+        own = str(self.path.absolute())
+        self._opened = self._meeting.open(complaint, own)
         # Do not write where only the store says: anybody may have written it there.
-        self._beside = self._opened.path == mine and rank not in self._meeting.away
+        self._next_to_file = self._opened.path == own and rank not in self._meeting.away
         self._recorder = recorder.start()
         return self
 
@@ -119,7 +119,7 @@ class Trace:
             self._merge(part, monotonic() + patience)
             return
         try:
-            meeting.hand_in(part, beside=self._beside)
+            meeting.hand_in(part, beside=self._next_to_file)
         except RuntimeError:  # from the store, which rank 0 may have served
             log.warning(
                 "rank %d cannot tell rank 0 of its part of the trace, %s", *(meeting.rank, part)
@@ -129,7 +129,7 @@ class Trace:
         """Return the path of a rank's part: next to rank 0's file if this rank named the same path
         on the same host, else in the temporary directory."""
         trace = Path(self._opened.path)
-        if not self._beside:
+        if not self._next_to_file:
             trace = Path(tempfile.gettempdir(), self.path.name)
         return parts.part_path(trace, self._opened.token, rank)
 
@@ -143,8 +143,8 @@ class Trace:
             **recorded.facts,
         }
 
-    def _merge(self, mine: Path, deadline: float) -> None:
-        there, missing = {0: mine}, {}
+    def _merge(self, own: Path, deadline: float) -> None:
+        there, missing = {0: own}, {}
         for rank in range(1, self._meeting.ranks):
             part = self._part(rank)
             try:

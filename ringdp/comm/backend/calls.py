@@ -96,12 +96,12 @@ def options_of(kind: type, opts: Any, **fields: Any) -> Any:
     """
     if isinstance(opts, kind):
         return opts
-    made = kind()
+    options = kind()
     for name, value in fields.items():
         given, opts = opts if value is None else value, None
         if given is not None:
-            setattr(made, name, given)
-    return made
+            setattr(options, name, given)
+    return options
 
 
 class Reduction(NamedTuple):
