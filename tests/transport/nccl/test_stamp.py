@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed, unpacked
-from ringdp.transport.records import SITE_BYTES, heard, said
+from ringdp.transport.records import SITE_BYTES, format_call, parse_call
 
 CALL = (3, 1 << 60, 12_345, b"train.py:40".ljust(SITE_BYTES, b"\0"))
 
@@ -25,11 +25,11 @@ def test_any_bytes_are_a_stamp():
 
 
 def test_a_call_comes_back_from_the_store():
-    assert heard(said(CALL)) == CALL
+    assert parse_call(format_call(CALL)) == CALL
 
 
 @pytest.mark.parametrize(
     "text", ["", "1 2 3", "1 2 x 00", "1 2 3 00", f"-1 2 3 {'00' * SITE_BYTES}"]
 )
 def test_what_makes_no_sense_is_no_call(text: str):
-    assert heard(text) is None
+    assert parse_call(text) is None
