@@ -1,16 +1,15 @@
 """Triton kernels, each beside its torch reference, which is also the path for CPU tensors.
 
-`flatten` fills a gradient bucket and `unflatten` empties it, `fold` sums what the ranks sent,
-`unscale` averages and looks for inf and nan, `squared_norm` is for clipping, `adamw` steps a flat
-shard, `stochastic_round` makes bfloat16 of float32 without bias. All work on the tensors they are
-given and pick their path by device. ringdp itself calls `flatten` when it shards a model, `adamw`
-in its optimizer and `fold` in the NCCL transport; the others are for users, and in
-`ringdp bench kernels`. Importing this package imports torch only; Triton is imported by the first
-launch on a GPU.
+`flatten` fills a gradient bucket and `unflatten` empties it, `fold` sums the ranks' parts,
+`unscale` averages and checks for inf and nan, `squared_norm` is for clipping, `adamw` steps a flat
+shard, and `stochastic_round` rounds float32 to bfloat16 without bias. Each picks its path by the
+tensors' device. ringdp itself calls `flatten` when it shards a model, `adamw` in its optimizer and
+`fold` in the NCCL transport; the others are for users, and for `ringdp bench kernels`. Importing
+this package imports torch only; the first launch on a GPU imports Triton.
 
-In the file of each are `<name>_torch` and `<name>_triton`, which take what `<name>` has checked.
+Each file has `<name>_torch` and `<name>_triton`, which take arguments that `<name>` has checked.
 With TRITON_INTERPRET=1 in the environment the latter runs on CPU tensors. Triton's interpreter
-truncates what it makes bfloat16; in the tests it rounds, as a GPU does (tests/kernels/conftest.py).
+truncates to bfloat16; in the tests it rounds, as a GPU does (tests/kernels/conftest.py).
 """
 
 from .adamw import adamw

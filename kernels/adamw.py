@@ -16,8 +16,8 @@ SIMD vector, get other bits than the rest, and the other variants fuse multiply-
 can and take a square root that is up to 0.75 ulp off [measured: torch 2.13, AVX512].
 Must move 28 bytes an element, reading p, g, m, v and writing p, m, v; 30 with a copy. Leaves out:
 amsgrad, maximize, parameters that are not float32, and CUDA graph capture (a graph would repeat one
-step). A CPU has C++, as torch's operations one by one take 7 times as long from memory and 19 from
-the caches [measured: 64 and 2 MiB]. Reference: `adamw_torch`.
+step). On the CPU it runs in C++: torch's operations one by one take 7 times as long from memory and
+19 times as long from the caches [measured: 64 and 2 MiB]. Reference: `adamw_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -92,12 +92,12 @@ def adamw(
     weight_decay: float,
     copy: Tensor | None = None,
 ) -> None:
-    """Update param, exp_avg and exp_avg_sq in place; all four are float32 and contiguous, and have
-    equally many elements in any shape.
+    """Update param, exp_avg and exp_avg_sq in place.
 
-    `copy`, bfloat16 or float16, else like them, gets the new param, rounded to nearest even.
-    Raises ValueError on another dtype, number, layout or device, on memory that was freed, and on
-    step < 1.
+    These three and grad are float32, contiguous, and of equally many elements in any shape.
+    `copy`, bfloat16 or float16 but otherwise like them, gets the new param, rounded to nearest
+    even. Raises ValueError on any other dtype, number of elements, layout or device, on memory
+    that was freed, and on step < 1.
     """
     factors = factors_of(step, float(lr), *betas, eps, weight_decay)
     written = [param, exp_avg, exp_avg_sq] if copy is None else [param, exp_avg, exp_avg_sq, copy]
@@ -160,7 +160,7 @@ def adamw_cpp(
 def adamw_torch(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
-    """Uses no operation of torch that rounds twice, fuses, or treats a SIMD tail differently."""
+    """The reference: no operation in it rounds twice, fuses, or treats a SIMD tail differently."""
     param, grad, avg, avg_sq = map(_flat, (param, grad, avg, avg_sq))
     copy = None if copy is None else _flat(copy)
     size = CACHED * torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Where a tensor lies, for C++ and GPUs, which cannot ask whether anything is there."""
+"""The address of a tensor, for C++ and GPUs, which cannot check that its memory exists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def address(x: Tensor) -> int:
-    """Of the first element of a contiguous tensor. Raises ValueError if one is not in memory."""
+    """Return the address of a contiguous tensor. Raises ValueError if it is not all in memory."""
     at, has = x.data_ptr(), x.untyped_storage().nbytes()
     if x.numel() and (not at or has < (x.storage_offset() + x.numel()) * x.element_size()):
         raise ValueError(

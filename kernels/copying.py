@@ -1,7 +1,7 @@
-"""Between many tensors and their places in one flat buffer: copy, scale and cast in one launch.
+"""Copy, scale and cast between many tensors and their places in one flat buffer, in one launch.
 
-What `flatten` and `unflatten` are on a GPU, for any number of tensors of one dtype; a table of
-chunks says where each lies.
+`flatten` and `unflatten` use it on a GPU. It takes any number of tensors of one dtype; a table of
+chunks says where each one lies.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -45,7 +45,7 @@ def copy_kernel(
     if address == 0:  # padding
         tl.store(target + lane, tl.full((BLOCK,), 0, element), mask=lane < count)
     elif ((address | place.to(tl.int64) | count) & 15) == 0:  # See Note [16-byte accesses]
-        # Said of copies: of the values themselves it would be believed of all other chunks, too.
+        # The hints are about copies: about the values themselves they would hold in every branch.
         near = tl.multiple_of((source.to(tl.int64) & -16).to(source.dtype), 16)
         far = tl.multiple_of((target.to(tl.int64) & -16).to(target.dtype), 16)
         inside = lane < tl.multiple_of(count & -16, 16)
@@ -66,16 +66,16 @@ def copy(
     into_flat: bool,
     repeats: Repeats,
 ) -> bool:
-    """Tensors into their places in `flat`, with zeros elsewhere, or back from there; False, and
-    nothing, unless all are contiguous.
+    """Copy the tensors to their places in `flat` and zero the rest, or copy them back from there.
 
-    Raises ValueError as `check` and `check_scale`, and RuntimeError in the capture of a CUDA graph.
-    `name` is the user's for `flat`.
+    Returns False, and copies nothing, unless all are contiguous. `name` is what the user calls
+    `flat`. Raises ValueError as `check` and `check_scale` do, and RuntimeError in the capture of a
+    CUDA graph.
     """
     place = key([*tensors, flat], offsets)
     if abs(scale) <= ANY_SCALE and repeats.again(place, scale):
         return True
-    if not all(map(Tensor.is_contiguous, tensors)):  # what is kept were
+    if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
         return False
     check(tensors, flat, offsets, name)
     padding = flat.dtype if into_flat else None

@@ -1,11 +1,11 @@
-"""Sum what the ranks sent, in rank order, in one pass: the arithmetic of a reduce-scatter.
+"""Sum the ranks' parts in rank order, in one pass: the arithmetic of a reduce-scatter.
 
     out[e] = round(((wide(parts[0, e]) + wide(parts[1, e])) + wide(parts[2, e])) + ...)
 
 wide is float32, or float64 where either side is; the sum is rounded to out's dtype once, to nearest
 even. Integers are summed modulo 2^bits in their own dtype. The order is the same for every element,
-so the bits depend on nothing but the parts. It starts from part 0, not from zero, which keeps −0.0.
-One part may lie elsewhere than the others: this rank's own, where the others' have been received.
+so the bits depend on the parts only. The sum starts from part 0, not from zero, which keeps −0.0.
+One part may lie apart from the others: this rank's own, while the others were received.
 Must move n·elems·(bytes of parts) + elems·(bytes of out). Reference: `fold_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
@@ -39,9 +39,9 @@ _repeats = Repeats()
 def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> None:
     """out = the sum of `parts` [n, elems] over n in rank order; `out` is [elems].
 
-    `own` [elems] is one more part, with `at` of the others before it. Rows may lie apart, but each
-    must be contiguous. `out` may be one of them, or `own`. Raises ValueError on a wrong shape,
-    dtype or device.
+    `own` [elems] is one more part, which comes after the first `at` rows of `parts`. There may be
+    gaps between rows, but each row must be contiguous. `out` may be a row, or `own`. Raises
+    ValueError on a wrong shape, dtype or device.
     """
     found = key([parts, out] if own is None else [parts, own, out]) if out.is_cuda else None
     place = None if found is None else (*found, at)

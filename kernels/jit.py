@@ -1,9 +1,9 @@
-"""`triton.jit` put off to the first launch, and launches after it that cost the host little.
+"""`triton.jit` put off to the first launch, and later launches that cost the host little.
 
 A decorated function is plain Python until it is launched, so a machine without Triton can import
-its module. Triton asks at each launch which compiled variant its arguments need, which takes longer
-than launching it; here the answer is kept. Leaves out: Triton's hooks, which hear of the first
-launch only, and helpers. A kernel may call `tl` only, not another decorated function.
+its module. At each launch Triton looks up which compiled variant the arguments need, which takes
+longer than the launch itself; here the answer is kept. Leaves out: Triton's hooks, which see the
+first launch only, and helpers: a kernel may call `tl` only, not another decorated function.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Variant(NamedTuple):
 
 
 class Kernel:
-    """`launch(...)` launches it; `function` is Triton's own object, for compilers.
+    """A kernel: `launch(...)` launches it; `function` is Triton's own object, for compilers.
 
-    `unspecialized`: the last arguments, no value of which gets a variant of its own. Numbers among
-    them are annotated with their dtype.
-    `capturable`: whether a CUDA graph may hold it, which repeats the arguments of today.
-    `options`: those of the compiler, `num_warps` for one. It fuses nothing that the references
-    round one by one.
+    `unspecialized`: names of the last arguments, whose values never need another variant. Numbers
+    among them are annotated with their dtype.
+    `capturable`: whether a CUDA graph may contain it, which repeats the arguments of its capture.
+    `options`: the compiler's, such as `num_warps`. Fusion of multiply-adds is off by default, since
+    the references round each operation.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Kernel:
         """On the first argument's device, whichever is the current one, and its current stream.
 
         `args` begin with a tensor; integers are not negative. `constants` are all the `constexpr`
-        parameters in order, a dtype being torch's. Returns what repeats it while that device and
-        that stream are the current ones and the tensors are where they are; None in the interpreter
-        and where the device is not the current one. Raises RuntimeError in the capture of a CUDA
-        graph that may not hold it.
+        parameters in order, with torch's dtypes. Returns a Launch that repeats it while this device
+        and stream are the current ones and the tensors stay where they are; None in the interpreter
+        and if the device is not the current one. Raises RuntimeError during the capture of a CUDA
+        graph, unless it is capturable.
         """
         device = args[0].get_device()  # -1: the interpreter
         if device >= 0 and device != torch.cuda.current_device():
@@ -95,7 +95,7 @@ class Kernel:
             if compiled is None:  # the interpreter
                 return None
             found = self._variants[key] = variant_of(compiled, (*values, *after))
-        # As Triton's own dispatch does, but for hooks; tensors are addresses.
+        # As Triton's own dispatch does, without hooks; tensors are passed as addresses.
         before = programs, 1, 1, raw_stream(device), found.function, *found.middle, *values[:late]
         if not first:
             found.run(*before, *values[late:], *after)
@@ -103,16 +103,20 @@ class Kernel:
 
 
 def variant_of(compiled: Any, arguments: tuple[Any, ...]) -> Variant:
-    """By the function that Triton's launcher calls in the end: what the launcher works out before
-    takes the host longer than that call, and is the same each time. A copy of it tells what it
-    would call for these arguments. Where that is not understood, by the launcher itself."""
+    """How to launch a compiled kernel for arguments like these.
+
+    Triton's launcher works out some arguments and passes them to a C function, which takes less
+    time than working them out; they are the same for every launch. So a copy of the launcher is
+    called with a probe in that function's place, which records what it was given. If the record is
+    not as expected, the variant uses the launcher itself.
+    """
     run, function = compiled.run, compiled.function
     middle = compiled.packed_metadata, None, None, None  # no hooks
     if (inner := getattr(run, "launch", None)) is not None:
-        heard, probe, where = list[tuple[Any, ...]](), copy(run), (1, 1, 1, 0, function)
-        probe.launch = lambda *given: heard.append(given)
+        calls, probe, where = list[tuple[Any, ...]](), copy(run), (1, 1, 1, 0, function)
+        probe.launch = lambda *given: calls.append(given)
         probe(*where, *middle, *arguments)
-        given = heard[0] if heard else ()
+        given = calls[0] if calls else ()
         first, rest = given[: len(where)], given[len(where) :]
         if first == where and rest[-len(arguments) :] == arguments:  # Triton 3.6
             return Variant(inner, function, rest[: -len(arguments)])
@@ -127,7 +131,7 @@ def variant_of(compiled: Any, arguments: tuple[Any, ...]) -> Variant:
 
 
 def raw_stream(device: int) -> int:
-    """The handle of the current one; `torch.cuda.current_stream` would make an object for it."""
+    """The current stream's handle; `torch.cuda.current_stream` would make an object for it."""
     return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0
 
 
@@ -139,12 +143,14 @@ def jit(
 
 
 def _variant(x: Any, value: Any) -> Any:
-    """Equal only where Triton would compile the same: it looks at no more of an argument. `value`:
-    that, or a tensor's address."""
+    """A key for an argument, equal only if Triton would compile the same variant for it.
+
+    `value` is the argument, or a tensor's address.
+    """
     kind = type(x)
     if kind is int:
         return x if x == 1 else (x & 15 == 0, x >> 31 > 0, x >> 63)
-    if kind is not float and isinstance(x, Tensor):  # which is a slower question
+    if kind is not float and isinstance(x, Tensor):  # isinstance is the slower test
         return x.dtype, value & 15
     return kind
 
@@ -161,10 +167,11 @@ def triton_dtype(constant: Any) -> Any:
 def sixteens(*tensors: Tensor) -> Iterable[tuple[int, int, Sequence[Tensor]]]:
     """Note [16-byte accesses]
 
-    A masked access stays 16 bytes wide only if Triton knows that the mask changes at multiples of
-    16 elements, which it does if the length is one. Any other length is two launches: the part that
-    is, and fewer than 16 elements. For each the first element, how many there are, and those of the
-    tensors [..., elems]. Flat buffers are padded, so the second is rare.
+    A masked access stays 16 bytes wide only if Triton knows that the mask changes at a multiple of
+    16 elements, that is, if the length is such a multiple. Any other length takes two launches: one
+    up to the last multiple, and one for the fewer than 16 elements that are left. Yields for each
+    the first element, the number of elements, and the slices of the tensors [..., elems]. Flat
+    buffers are padded, so the second launch is rare.
     """
     elems = tensors[0].shape[-1]
     body = elems & ~15

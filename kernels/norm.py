@@ -1,17 +1,16 @@
-"""The square of the norm of many tensors: what clipping by global norm needs of each rank.
+"""The squared norm of many tensors: each rank's contribution to clipping by the global norm.
 
     squared_norm = Σ_i Σ_e float64(x_i[e])²
 
-A float32 has 24 bits, so its square is exact in float64, and none overflows: the only rounding is
-that of the sum, at most (elements − 1)·2⁻⁵³ of it (Higham 2002, §4.2; all terms are positive). Its
-last bits depend on how tensors are cut among ranks; those of a float32 norm made of it hardly ever
-do. On a GPU the order is fixed for given lengths and alignments to 16 bytes, on a CPU for given
-lengths, so a repetition has the same bits.
-The global norm is the root of the sum of all ranks' results.
-Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten`. A
-CPU has C++: `torch.linalg.vector_norm` in float64 copies to that first, and takes 1.3 times as long
-from the caches and 17 from memory [measured: 256 KiB and 64 MiB of float32, one thread]. Reference:
-`squared_norm_torch`.
+A float32 has 24 bits, so its square is exact in float64, and none overflows. The only rounding is
+that of the sum, relatively at most (elements − 1)·2⁻⁵³ (Higham 2002, §4.2; all terms are positive).
+The sum's last bits depend on how tensors are cut among ranks; those of the float32 norm hardly ever
+do. The order is fixed for given lengths, and on a GPU alignments to 16 bytes, so a repetition has
+the same bits. The global norm is the root of the sum of all ranks' results.
+Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten` does.
+On the CPU it runs in C++: `torch.linalg.vector_norm` in float64 first makes a float64 copy, and
+takes 1.3 times as long from the caches and 17 times from memory [measured: 256 KiB and 64 MiB of
+float32, one thread]. Reference: `squared_norm_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -35,19 +34,18 @@ from .spans import BLOCK, tables
 if TYPE_CHECKING:
     import triton.language as tl
 
-# At most: six for each of an H200's 132 multiprocessors. So many run at once with up to 40
-# registers a thread [Triton 3.6 to 3.9 take 30 to 40 on sm_90, 32 to 48 on sm_80], and none begins
-# when another ends.
+# At most six for each of an H200's 132 multiprocessors. With up to 40 registers a thread they all
+# run at once [Triton 3.6 to 3.9 use 30 to 40 on sm_90, 32 to 48 on sm_80], so none starts late.
 PROGRAMS = 792
 THREADS = 256
 _repeats = Repeats()
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """float64[] on the tensors' device (the CPU if there are none); inf or nan where they hold one.
+    """Return float64[] on the tensors' device (the CPU if there are none).
 
-    They may have any shape, strides and float dtype. Raises ValueError on another dtype or where
-    they are on several devices.
+    It is inf or nan if a tensor contains one. The tensors may have any shape, strides and float
+    dtype. Raises ValueError on another dtype, and if they are on several devices.
     """
     way = {"cuda": squared_norm_triton, "cpu": squared_norm_cpp}
     return way.get(tensors[0].device.type if tensors else "cpu", squared_norm_torch)(tensors)
@@ -86,11 +84,11 @@ def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
 def squared_norm_kernel(
     chunks: tl.tensor,  # int64[count, 3], rows are Spans of at most BLOCK elements
     count: tl.tensor,
-    scratch: tl.tensor,  # float64[PROGRAMS]: their sums, or -1, which no sum of squares is
+    scratch: tl.tensor,  # float64[PROGRAMS]: their sums; before that -1, never a sum of squares
     total: tl.tensor,  # float64[]
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,  # sums of a program: added up once, behind its last chunk
+    LANES: tl.constexpr,  # sums of a program, which are added up once, after its last chunk
     MOST: tl.constexpr,  # at least the number of programs, and a power of two
 ) -> None:
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -98,7 +96,7 @@ def squared_norm_kernel(
     start = (program * each + tl.minimum(program, more)).to(tl.int64)
     lane = tl.arange(0, LANES)
     sums = tl.full((LANES,), 0, tl.float64)
-    # Rows that are neighbours, so that the first brings the next ones into the cache.
+    # Neighbouring rows, so that reading the first brings the next ones into the cache.
     for row in range(start, start + each + (program < more)):
         address = tl.load(chunks + row * 3)
         elems = tl.load(chunks + row * 3 + 2).to(tl.int32)
@@ -113,8 +111,9 @@ def squared_norm_kernel(
                 inside = first + lane < elems
                 x = tl.load(source + first + lane, mask=inside, other=0).to(tl.float64)
                 sums += x * x
-    # A sum is its own flag: no program waits for a fence or a counter. The last one, before which
-    # all have begun, waits for all and adds in fixed order (as Merrill & Garland's scan, 2016).
+    # A sum is its own flag, so no program waits for a fence or a counter. The last program starts
+    # after all others; it waits for their sums and adds in a fixed order (as in Merrill & Garland's
+    # scan, 2016).
     place = (scratch + program).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(place, tl.sum(sums, 0).to(tl.int64, bitcast=True), sem="relaxed")
     if program == programs - 1:
@@ -140,7 +139,7 @@ def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
     if _repeats.again(place, total.data_ptr()):
         return total
     check(tensors)
-    if not all(map(Tensor.is_contiguous, tensors)):  # what is kept were
+    if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
         return squared_norm_triton([x.contiguous() for x in tensors])
     alike = [[x for x in tensors if x.dtype == dtype and x.numel()] for dtype in FLOATS]
     parts = list(filter(None, alike))

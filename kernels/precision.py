@@ -9,15 +9,15 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
-ANY_SCALE = torch.finfo(torch.float32).max  # one that is not more is fine for all dtypes
+ANY_SCALE = torch.finfo(torch.float32).max  # up to this, a scale is fine for all dtypes
 
 
 @cache  # every launch asks
 def wide_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     """float32, or float64 where either side is float64.
 
-    Raises ValueError for other dtypes, and for float64 to 16 bits: torch and the hardware do that
-    in two roundings, through float32.
+    Raises ValueError for other dtypes, and for float64 to 16 bits, which torch and the hardware
+    round twice, through float32.
     """
     if source not in FLOATS or target not in FLOATS:
         raise ValueError(f"{source} to {target} is not supported; both must be in {FLOATS}")
@@ -27,7 +27,7 @@ def wide_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
 
 
 def check_scale(scale: float, source: torch.dtype, target: torch.dtype) -> None:
-    """Raise ValueError unless it is finite in the dtype of the product; as `wide_dtype`, too."""
+    """Raise ValueError if the scale is not finite in the product's dtype; also as `wide_dtype`."""
     limit = _largest(source, target)
     if not abs(scale) <= limit:  # nor is a nan
         raise ValueError(f"scale must be finite and at most {limit:g}, not {scale}")
@@ -39,7 +39,7 @@ def _largest(source: torch.dtype, target: torch.dtype) -> float:
 
 
 def scaled_copy(source: Tensor, out: Tensor, scale: float) -> None:
-    """out = round(wide(source) · scale) by torch, in as few passes as that takes."""
+    """out = round(wide(source) · scale) by torch, in as few passes as possible."""
     wide = wide_dtype(source.dtype, out.dtype)
     if scale == 1:
         out.copy_(source)

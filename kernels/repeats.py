@@ -1,8 +1,8 @@
-"""Launches of an earlier call, repeated by one whose tensors lie as that one's did.
+"""Launches of an earlier call, repeated for tensors at the same addresses.
 
-An allocator gives the tensors of a step the places that those of the step before had. To check them
-and to find out what to launch takes the host several times as long as a launch, so it is done once
-for tensors that are seen to be the same in all that checks and launchers ask them.
+An allocator gives the tensors of a step the addresses of the previous step's. Checking them and
+working out what to launch takes the host several times as long as a launch. So it is done once for
+tensors that agree in everything that checks and launchers look at.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from ringdp import _core
 from .jit import Launch, raw_stream
 
 KEPT = 1024  # calls of a function
-KEPT_BYTES = 16 << 20  # that they hold on devices; those of the last call are kept in any case
+KEPT_BYTES = 16 << 20  # of their tensors on devices; the last call's are always kept
 _tensors = _core.Tensors(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
 
 Key = tuple[object, ...]
 
 
 def key(tensors: list[Tensor], offsets: Sequence[int] | None = None) -> Key | None:
-    """Equal for the same stream and offsets, and as many tensors of the same addresses, dtypes,
-    devices, shapes and strides. None where a repetition would be none: on a device that is not the
-    current one, or in the capture of a CUDA graph."""
+    """Return a key, equal for the same stream, offsets, and addresses, dtypes, devices, shapes and
+    strides of the tensors. None if the call must not be repeated: on a device that is not the
+    current one, and in the capture of a CUDA graph."""
     device = tensors[-1].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         return None
     stream = raw_stream(device)
     if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be
         return None
-    return seen(tensors, offsets) or _asked(tensors, offsets), stream
+    return seen(tensors, offsets) or _described(tensors, offsets), stream
 
 
 def seen(tensors: list[Tensor], offsets: Sequence[int] | None) -> bytes | None:
-    """What a key says of tensors; None where that must be asked of them one by one, which takes
-    25 µs of 64 more [measured]."""
+    """Return the tensors' part of a key, from C++; None if Python has to look at each tensor, which
+    takes 25 µs more for 64 of them [measured]."""
     return _tensors.seen(tensors, offsets)
 
 
-def _asked(tensors: list[Tensor], offsets: Sequence[int] | None) -> tuple[object, ...]:
-    asked = ((x.data_ptr(), x.dtype, x.device, x.shape, x.stride()) for x in tensors)
-    return *asked, None if offsets is None else tuple(offsets)
+def _described(tensors: list[Tensor], offsets: Sequence[int] | None) -> tuple[object, ...]:
+    described = ((x.data_ptr(), x.dtype, x.device, x.shape, x.stride()) for x in tensors)
+    return *described, None if offsets is None else tuple(offsets)
 
 
 class Repeats:
@@ -59,8 +59,8 @@ class Repeats:
         self._lock = Lock()
 
     def again(self, key: Key | None, *late: Any) -> bool:
-        """Launch what was kept for this key, with such values of `unspecialized`; False if nothing
-        was."""
+        """Repeat the launches kept for this key, with `late` as the values of `unspecialized`.
+        Returns False if there are none."""
         kept = self._kept.get(key)
         if kept is None:
             return False
@@ -71,8 +71,8 @@ class Repeats:
     def keep(
         self, key: Key | None, launches: Sequence[Launch | None], held: Sequence[Tensor] = ()
     ) -> None:
-        """`held`: what the launches need and nobody else keeps. It goes back to the allocator of
-        the stream that they are on."""
+        """Keep launches for this key, with `held`: tensors that they need and nobody else keeps,
+        allocated on the launches' stream."""
         made = [launch for launch in launches if launch is not None]
         if key is None or len(made) < len(launches):
             return

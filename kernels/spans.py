@@ -1,7 +1,7 @@
 """Where many tensors lie in one flat buffer, and the table that lets one launch serve them all.
 
-A launch costs microseconds, so tensors are cut into chunks of at most BLOCK elements, one a
-program, and a table says of each where it lies. The table is small: 24 bytes a chunk.
+A launch costs microseconds, so tensors are cut into chunks of at most BLOCK elements, one for each
+program, and a table says where each chunk lies. The table is small: 24 bytes a chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 4096  # elements per program
 
 
 class Span(NamedTuple):
-    """[offset, offset + elems) of a flat buffer belongs to `address` (bytes), 0 being padding."""
+    """[offset, offset + elems) of a flat buffer belongs to `address` (bytes; 0 for padding)."""
 
     address: int
     offset: int
@@ -35,12 +35,12 @@ def tables(
     elems: int = 0,
     padding: torch.dtype | None = None,
 ) -> dict[torch.dtype, Tensor]:
-    """A chunk table for each dtype among contiguous tensors, on the device: one launch each.
+    """Return a chunk table for each dtype of contiguous tensors, on the device: one launch each.
 
-    `padding`: what no tensor covers of the flat buffer's `elems` becomes chunks of the first table,
-    or of one for this dtype. To be read by kernels on the current stream only. Raises ValueError
-    where a tensor is not in memory, and RuntimeError in the capture of a CUDA graph, where the
-    upload would not take place.
+    With `padding`, what no tensor covers of the flat buffer's `elems` becomes chunks of the first
+    table, or of one for the dtype `padding`. Only kernels on the current stream may read the
+    tables. Raises ValueError if a tensor is not in memory, and RuntimeError in the capture of a
+    CUDA graph, in which the upload would not take place.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("tables of addresses cannot be made in the capture of a CUDA graph")
@@ -81,7 +81,7 @@ def chunk_table(spans: Sequence[Span], itemsize: int) -> Tensor:
 
 
 def gaps(sizes: Sequence[int], offsets: Sequence[int], elems: int) -> list[tuple[int, int]]:
-    """The parts (first, last) of [0, elems) that no tensor covers."""
+    """Return the parts (first, last) of [0, elems) that no tensor covers."""
     covered = sorted((o, o + size) for o, size in zip(offsets, sizes, strict=True) if size)
     ends = [0, *(last for _, last in covered)]
     starts = [*(first for first, _ in covered), elems]
@@ -120,7 +120,7 @@ def check(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], name:
 
 @lru_cache(maxsize=64)  # steps ask for the same places
 def _wrong(sizes: tuple[int, ...], offsets: tuple[int, ...], elems: int) -> tuple[int, ...]:
-    """The first tensor that does not fit, or the first two that overlap."""
+    """Return the first tensor that does not fit, or the first two that overlap."""
     for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         if not 0 <= offset <= elems - size:
             return (i,)

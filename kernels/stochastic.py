@@ -1,15 +1,15 @@
-"""float32 to bfloat16, rounded up or down at random, so that the error has no bias.
+"""Stochastic rounding of float32 to bfloat16: up or down at random, so that the error has no bias.
 
     out = the upper 16 bits of (bits(x) + r),   r uniform in [0, 2^16)
 
-The bits of a finite float are ordered as its magnitude is, so this goes to the next bfloat16 away
-from zero with the probability that x lies that far on the way there: the mean is x itself, and
-updates that rounding to nearest would swallow survive on average (Gupta et al. 2015). inf stays,
-nan becomes torch's, and past the largest bfloat16 the next one up is inf.
-r of element e is a hash of (seed, offset + e) and of nothing else, so the bits of an element do not
-depend on the shard it is in, the block or the device. The hash is two rounds of xor-shift and
-multiply, the finisher of MurmurHash3 with the constants of Wellons' lowbias32, keyed before and
-between; it is for rounding, not for secrets.
+The bits of finite floats are ordered by magnitude. So x is rounded to the next bfloat16 away from
+zero with a probability equal to how far x lies on the way there: the mean is x itself, and updates
+that rounding to nearest would swallow survive on average (Gupta et al. 2015). inf stays, nan
+becomes torch's, and beyond the largest bfloat16 the next one up is inf.
+r of element e is a hash of (seed, offset + e) and of nothing else, so an element's bits do not
+depend on its shard, its block or the device. The hash is two rounds of xor-shift and multiply, the
+finalizer of MurmurHash3 with the constants of Wellons' lowbias32, keyed before and in between. It
+is meant for rounding, not for secrets.
 Must move 6 bytes an element. Leaves out: CUDA graph capture (a graph would repeat one seed).
 Reference: `stochastic_round_torch`.
 """
@@ -40,8 +40,8 @@ _repeats = Repeats()
 def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
     """out = x rounded at random; x is float32[elems], out bfloat16[elems], both contiguous.
 
-    `offset` is the place of x[0] in the whole that x is a shard of. Take another `seed`, from
-    [0, 2^64), for every step. Raises ValueError on another dtype, shape, layout, device or seed.
+    `offset` is the index of x[0] in the whole that x is a shard of. Use another `seed`, in
+    [0, 2^64), for every step. Raises ValueError on any other dtype, shape, layout, device or seed.
     """
     place = key([x, out]) if x.is_cuda else None
     valid = 0 <= seed < 1 << 64 and 0 <= offset <= MOST - x.numel()
@@ -69,7 +69,7 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
 
 
 def keys(seed: int) -> tuple[int, int]:
-    """Two uint32 from a seed, by SplitMix64 (Steele et al. 2014): near seeds give far keys."""
+    """Two uint32 from a seed, by SplitMix64 (Steele et al. 2014): close seeds give distant keys."""
     z = (seed + 0x9E3779B97F4A7C15) % (1 << 64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
@@ -94,7 +94,7 @@ def stochastic_round_torch(x: Tensor, out: Tensor, key: tuple[int, int], offset:
 
 
 def _random16(place: int, lanes: Tensor, scratch: Tensor, key: tuple[int, int]) -> Tensor:
-    """int32[count] in [0, 2^16): those of the elements from `place` on, modulo 2^32 as all is."""
+    """r as int32[count] of the elements from `place` on; all arithmetic is modulo 2^32."""
     high, low = divmod(place, HALF)
     h, shifted = scratch[0], scratch[1]
     torch.add(lanes, _signed(low), out=h).bitwise_xor_(_signed(high * HIGH % HALF ^ key[0]))
@@ -113,16 +113,16 @@ def _signed(x: int) -> int:
 
 
 def late(key: tuple[int, int], place: int) -> tuple[int, int, int]:
-    """What a launch is told of the seed and of its first element's place: the lower half of that,
-    and the keys, the upper half in the first. h ^ (h >> 16) of an h that is keyed is that of the h
-    before, keyed with key ^ (key >> 16)."""
+    """A launch's arguments for the seed and its first element's place: the place's lower half, and
+    two keys, the first of which includes the upper half. The kernel applies the first key after
+    h ^ (h >> 16), so it is key ^ (key >> 16) here."""
     high, low = divmod(place, HALF)
     first = key[0] ^ high * HIGH % HALF
     return low, first ^ first >> 16, key[1]
 
 
-# Integers have half the rate of floats on a GPU, and take over half the time that the bytes take.
-# Other seeds and places in mid-training must not be a reason to compile.
+# A GPU computes integers at half the rate of floats, which takes over half as long as moving the
+# bytes. A new seed or place in mid-training must not cause a compilation.
 @jit(num_warps=4, unspecialized=("low", "key0", "key1"))
 def stochastic_round_kernel(
     x: tl.tensor,

@@ -1,10 +1,10 @@
-"""Average, unscale and cast a reduced gradient, and see whether it is finite, in a single pass.
+"""Average, unscale and cast a reduced gradient, and check that it is finite, in a single pass.
 
     out[e] = round(wide(x[e]) · scale)        found = 1 if any out[e] is inf or nan, else as before
 
 scale is 1/(ranks · loss scale). wide is float32, or float64 where either side is; the product is
-rounded to wide and then once to out's dtype, to nearest even. What is looked at is `out`, which is
-what the optimizer will see: also an overflow of the cast is found.
+rounded to wide and then once to out's dtype, to nearest even. The check looks at `out`, which the
+optimizer will read, so it also finds an overflow of the cast.
 Must move elems·(bytes of x + bytes of out). Reference: `unscale_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
@@ -31,8 +31,8 @@ _repeats = Repeats()
 def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     """out = x times `scale`, both [elems] and contiguous; `out` may be `x`.
 
-    `found`, float32[1] on the same device, becomes 1.0 where an element of `out` is not finite, and
-    is left alone else, so that many buckets share one and nothing waits for the device. Raises
+    `found`, float32[1] on the same device, becomes 1.0 if an element of `out` is not finite, and
+    else keeps its value, so many buckets can share one and nothing waits for the device. Raises
     ValueError on an unsupported dtype, shape, layout or device.
     """
     place = key([x, out, found]) if x.is_cuda else None
@@ -74,14 +74,14 @@ def unscale_kernel(
     scale: tl.float64,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,  # elements that are one thread's: of 16 bytes
+    LANES: tl.constexpr,  # elements of one thread: 16 bytes
 ) -> None:
     where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = where < elems
     value = tl.load(x + where, mask=inside, other=0).to(WIDE) * tl.cast(scale, WIDE)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + where, rounded, mask=inside)
-    # 0, or nan where one is not finite: a thread adds its own, and all who write, write the same.
+    # Per thread 0, or nan if one of its elements is not finite. All threads that write write 1.0.
     zeros = tl.sum(tl.reshape(rounded.to(WIDE) * 0, (BLOCK // LANES, LANES)), 1)
     tl.store(found + tl.full((BLOCK // LANES,), 0, tl.int32), 1.0, mask=zeros != 0)
 

@@ -223,7 +223,7 @@ def test_a_key_is_of_all_that_is_asked_of_tensors() -> None:
         ([flat[1:17], *parts[1:]], places),
         ([flat[:16].view(torch.int32).view(4, 4), *parts[1:]], places),
     ]
-    for ask in (seen, repeats._asked):
+    for ask in (seen, repeats._described):
         assert ask(parts, places) == ask(same, places)
         assert len({ask(parts, places), None, *(ask(*other) for other in others)}) == 10
 
