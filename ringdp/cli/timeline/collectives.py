@@ -150,9 +150,7 @@ def network(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> 
     ]
     if not rows:
         return None
-    return Network(
-        fit(rows), "fitted to this run's own medians: it tells of odd ones, not of speed"
-    )
+    return Network(fit(rows), "fitted to this run's own medians, so it shows outliers, not speed")
 
 
 def predicted(kind: Kind, over: Network | None, priced: Mapping[Kind, Price]) -> float | None:

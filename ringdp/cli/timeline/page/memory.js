@@ -51,7 +51,7 @@ function drawMemory() {
   table("bytes", ["bytes", "peak", "formula", ""], held.map((name, c) =>
     [name, bytes(peaks[c]), formula[c] === null ? "–" : bytes(formula[c]),
       formula[c] === null ? "" : peaks[c] === formula[c] ? "=" : "≠"]));
-  byId("memorySays").textContent = "Colors are of what uses the bytes. The dashed line is the formula's sum: the peak that the plan allows" +
-    (formula.includes(null) ? `. Of ${one.optimizers} there is no formula: its peak is taken.` : ".");
+  byId("memorySays").textContent = "The colors show what uses the bytes. The dashed line is the formula's sum, the planned peak" +
+    (formula.includes(null) ? `; there is none for ${one.optimizers}, so the measured peak is used.` : ".");
   mark("bytes", held.map((name) => colorOf(MEMORY[name])));
 }
