@@ -1,1 +1,1 @@
-"""Collectives that a device runs: in the order of the calls, on streams, and watched."""
+"""Collectives that run on a device: in call order, on streams, under a watchdog thread."""

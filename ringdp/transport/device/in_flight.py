@@ -1,11 +1,11 @@
-"""What a device has been given to do, until it has done it: a thread watches.
+"""Tracks the collectives in flight on a device until they end, with a watchdog thread.
 
-When a rank has died, given up or failed, it aborts, which ends what hangs on the device; as it does
-where a collective has not ended in `timeout` seconds. What was waited for ends before `close` does,
-or an abort would leave it half done.
+The watchdog aborts when a rank has died, given up or failed, or when a collective has not ended in
+`timeout` seconds. The abort ends whatever hangs on the device. `close` first waits for every
+collective that a wait has returned for, as an abort would leave it half done.
 
-At exit it is the same, but where an error ends the process, which then waits for nobody. What has
-failed by then, and no call has raised, is said, and the process exits with 1.
+Exit does the same, unless an error ends the process, which then waits for nobody. If a failure has
+been raised by no call by then, it is reported and the process exits with 1.
 """
 
 from __future__ import annotations
@@ -37,64 +37,64 @@ from ringdp.transport.records import Call
 from ringdp.transport.store.failures import LOOK
 from ringdp.transport.store.handshake import Handshake
 
-PATIENCE = 5.0  # seconds that an abort may last before it is left alone: it can hang as well
-QUIET = 10 * LOOK  # seconds in which the watching thread has seen the end of what has ended
+PATIENCE = 5.0  # seconds that an abort may take before it is abandoned: it can hang as well
+QUIET = 10 * LOOK  # seconds within which the watchdog notices that a collective has ended
 
-Met = tuple[Tensor, End]  # the stamp of the rank before, there from then on
+Met = tuple[Tensor, End]  # the previous rank's stamp, and the event after which it can be read
 
 
 class Given(NamedTuple):
-    """What a transport is made of; store and group are for it alone."""
+    """What a transport is made of. It shares the store and the group with nobody."""
 
     store: Store
     group: wire.Group
     handshake: Handshake
-    differ: Callable[[Call, Call], bool]  # whether two ranks' calls of a number are not the same
-    unheard: Callable[[Transport, Call, Failure], None]  # says a failure that no call has raised
+    differ: Callable[[Call, Call], bool]  # whether two ranks' calls of one number do not match
+    unheard: Callable[[Transport, Call, Failure], None]  # reports a failure that no call has raised
 
 
 @dataclass(eq=False)
 class InFlight:
-    """Its stamps are compared when they have met, which is before its end and though that may
-    never come: ranks that call different things can hang on the device."""
+    """One collective on the device. Stamps are compared as soon as they have arrived, not at its
+    end: ranks that call different collectives can hang on the device, and then it never ends."""
 
     ticket: int
-    until: float  # when it has failed, if it has not ended
+    until: float  # deadline (time.monotonic): past it, the collective has failed
     ours: Stamped
-    kept: object  # None once a wait for it has returned
-    met: Met | None  # None once they agree
+    kept: object  # buffers that must outlive it; None once a wait for it has returned
+    met: Met | None  # None once the stamps agree
     end: End | None = None  # None while it is being issued
 
 
 class Watching(C10dTransport):
-    """One rank's end, but for what issues: see `transport`."""
+    """One rank's end of a transport, without the issuing side, which is in `transport`."""
 
-    heard: ClassVar[bool] = False  # whether a call has raised a failure: of any in this process
-    _staging: Tensor  # what all collectives share, on the device
+    heard: ClassVar[bool] = False  # whether any call in this process has raised a failure
+    _staging: Tensor  # device memory that all collectives share
 
     def __init__(self, given: Given, device: torch.device) -> None:
         self.device = device
         super().__init__(given.store, given.group)
         self._differ, self._unheard = given.differ, given.unheard
         self._under_way: list[InFlight] = []
-        self._captured: set[Tensor] = set()  # memory of graphs, which may be replayed
+        self._captured: set[Tensor] = set()  # staging that captured graphs use when replayed
         self._streams = streams(self.device)
 
     @abstractmethod
     def _leave_device(self, *, hangs: bool) -> None:
-        """Abort what hangs, or end what has nothing to do: that may wait for ranks of this host
-        that have not closed."""
+        """Abort the device's work if it hangs; otherwise release it, which may wait for ranks of
+        this host that have not closed."""
 
     def _leave_to_exit(self) -> None:
-        """The process ends: let nothing end before it that waits for others."""
+        """Prepare for process exit: destroy nothing whose destruction waits for other ranks."""
 
     def _failed(self, error: RuntimeError, ours: Stamped | None) -> Failed:
-        """What it means that a library or a driver has raised this, in that collective."""
+        """Translate an error that a library or driver raised in collective `ours`."""
         return Failed(FailureKind.ABORTED, self.rank, why=str(error).partition("\n")[0])
 
     @abstractmethod
     def _check_health(self) -> None:
-        """Now and then, and when one has ended: raise if something has failed."""
+        """Raise if something has failed. Called periodically, and when a collective has ended."""
 
     def failure(self) -> Failure | None:
         if found := super().failure():
@@ -106,14 +106,15 @@ class Watching(C10dTransport):
         super().fail(kind, rank)
 
     def close(self) -> None:
-        """Once what a wait has returned for has ended on the device, or something has failed."""
+        """Close once every collective that a wait has returned for has ended on the device, or
+        something has failed."""
         if os.getpid() == self._process:
             self._await_promised()
         super().close()
 
     def end(self) -> None:
-        """See `Ending`. What has ended on the device counts, or who is still in it would lose this
-        rank."""
+        """See `Ending`. First let the watchdog count what the device has finished; otherwise the
+        ranks still in that collective would lose this one."""
         if os.getpid() == self._process:
             if not hasattr(sys, "last_type"):  # the error that ends the process
                 self._await_promised()
@@ -137,7 +138,10 @@ class Watching(C10dTransport):
             _core.fail_at_exit()
 
     def _await_quiet(self) -> None:
-        """Until the watching thread has let go of what has ended. UsageError if that is not all."""
+        """Wait until the watchdog has released all collectives.
+
+        Raises UsageError if some are still under way after `QUIET` seconds.
+        """
         self._failures.changed.wait_for(lambda: not self._busy() or self._failures.failure, QUIET)
         if self._busy():
             raise UsageError(
@@ -146,7 +150,7 @@ class Watching(C10dTransport):
 
     @contextmanager
     def _translated(self, ours: Stamped | None = None) -> Iterator[None]:
-        """Errors in the block, as failures of the communicator."""
+        """Translate RuntimeErrors raised in the block into failures of the communicator."""
         try:
             yield
         except RuntimeError as e:
@@ -157,7 +161,7 @@ class Watching(C10dTransport):
         self._status.end(work.ours.call[0])
 
     def _agrees(self, work: InFlight) -> bool:
-        """Whether its stamps have met. Raises Failed where they differ."""
+        """Whether the stamps have arrived and match. Raises Failed if they differ."""
         if work.met is None:
             return True
         data, there = work.met
@@ -169,7 +173,7 @@ class Watching(C10dTransport):
             return True
         raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, (ours.short, theirs.short))
 
-    # --- on the thread that watches
+    # --- on the watchdog thread
 
     def _look_after(self) -> None:
         try:
@@ -182,7 +186,7 @@ class Watching(C10dTransport):
         while self._failures.failure is None:
             self._failures.changed.wait_for(
                 lambda: self._busy() or self._failures.failure,
-                LOOK if self._captured else None,  # replays of graphs tell nobody
+                LOOK if self._captured else None,  # a graph replay notifies nobody, so poll
             )
             with self._translated():
                 self._reap()
@@ -193,10 +197,10 @@ class Watching(C10dTransport):
         return bool(self._open or self._under_way)
 
     def _reap(self) -> None:
-        """Let go of what the device has done; what it does not do in time has failed."""
+        """Release the collectives that the device has finished. Raises Failed for a late one."""
         works = list(self._under_way)
         for work in works:
-            self._agrees(work)  # first, as stamps say more than a device does
+            self._agrees(work)  # first: a stamp explains a failure better than a device error
         for work in works:
             if self._agrees(work) and work.end is not None and work.end.query():
                 self._finish(work)
@@ -206,7 +210,7 @@ class Watching(C10dTransport):
                 raise Failed(FailureKind.TIMEOUT, self.rank)
 
     def _leave(self) -> None:
-        """End what there is on the device, which can hang itself: then it is left alone."""
+        """End the device's work. That can hang itself; then it is abandoned after `PATIENCE`."""
         hangs = self._busy()
         ending = threading.Thread(target=partial(self._let_go, hangs), daemon=True)
         try:
@@ -219,11 +223,12 @@ class Watching(C10dTransport):
             leave(self.device)
 
     def _let_go(self, hangs: bool) -> None:
-        """And of the device's memory: a thread that waits for a peer's end keeps this transport."""
+        """End the device's work and drop its memory here, as a thread that waits for a peer to end
+        keeps this transport alive."""
         self._streams.watch()  # a user may capture
         with self._streams.current():
             self._leave_device(hangs=hangs)
-            self._streams.drain()  # folds may have been behind what was aborted
+            self._streams.drain()  # folds may have been queued behind the aborted work
             self._captured.clear()
             self._staging = self._streams.empty(0)
         for work in list(self._under_way):

@@ -1,17 +1,17 @@
-"""All that a process's communicators launch on a device, in the order of the calls, by one thread.
+"""The launch queue of a device: one thread launches for all communicators, in call order.
 
-What they have launched waits on the device for other ranks. A device need not run side by side what
-two communicators launch: where one rank launches A's before B's and another B's before A's, each
-may wait for ever. So communicators of one device share a queue, and the order of the calls, which
-must then be that of all ranks over all communicators, is the order of the launches.
+A launched collective waits on the device for other ranks, and a device may run the collectives of
+two communicators one after the other. If one rank launches A's before B's and another B's before
+A's, each may wait forever. So all communicators of a device share one queue, and launches follow
+the order of the calls. That order, over all communicators, must be the same on all ranks.
 
-Two things launch beside the queue: the replay of a graph, on its caller's thread, and the making of
-a communicator. So whoever does either first waits for what is async, on all ranks.
+Two things bypass the queue: the replay of a graph, on its caller's thread, and the creation of a
+communicator. Before either, the caller must wait for all async collectives, on all ranks.
 
-A launch does not wait for the device, so nobody's work holds up another's; where NCCL itself waits
-for a rank that is gone, until that communicator has been aborted. An abort can hang as well: then
-communicators that are made afterwards have another queue. On the host a call
-returns when it has been done: there every communicator has a thread of its own, and no such order.
+A launch does not wait for the device, so communicators do not hold each other up. The exception is
+a launch in which NCCL waits for a rank that is gone: it blocks the queue until its communicator has
+been aborted. An abort can hang as well; then later communicators get a new queue. On the host a
+call blocks until it is done, so each communicator has its own thread and this order does not apply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 def launches(device: torch.device) -> Queue:
-    """This process's."""
+    """The launch queue of `device` in this process."""
     with _lock:
         if device not in _queues:
             _queues[device] = Queue("ringdp-launches")
@@ -35,6 +35,6 @@ def launches(device: torch.device) -> Queue:
 
 
 def leave(device: torch.device) -> None:
-    """Its queue may never move again: communicators that are made from now on have another."""
+    """Abandon the queue of `device`, which may be stuck: later communicators get a new one."""
     with _lock:
         _queues.pop(device, None)

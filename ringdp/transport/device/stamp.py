@@ -1,8 +1,8 @@
-"""What ranks tell their neighbour before a collective over NCCL: which one they have called.
+"""The stamp that a rank sends its neighbour before a collective over NCCL: which one it has called.
 
-What NCCL sends carries nothing but data: ranks that call different things hang, or get garbage. So
-before its data every rank sends its call to the next rank of a circle, in the same way. If all
-neighbours agree then all ranks do. A stamp is STAMP_BYTES bytes:
+NCCL's messages carry only data: ranks that call different collectives hang, or get garbage. So
+before its data every rank sends its call over NCCL to the next rank in a ring. If all neighbours
+agree, all ranks do. A stamp is STAMP_BYTES bytes:
 
     number, digest, kind, elements (int64 each)
 """
@@ -21,7 +21,7 @@ STAMP_BYTES = 4 * 8
 
 
 class Stamped(NamedTuple):
-    """`digest`: of the kinds of this collective and all before it."""
+    """A call, with a `digest` of the kinds of this collective and all before it."""
 
     call: Call
     digest: int
@@ -33,12 +33,13 @@ class Stamped(NamedTuple):
 
 
 def packed(stamped: Stamped) -> Tensor:
-    """uint8[STAMP_BYTES], on the CPU."""
+    """The stamp as uint8[STAMP_BYTES] on the CPU."""
     number, kind, elements, _ = stamped.call
     return torch.tensor([number, stamped.digest, kind, elements]).view(torch.uint8)
 
 
 def unpacked(data: Tensor) -> Stamped:
-    """Of whatever a peer has sent. The user's line is not in it: the ranks' records say that."""
+    """The stamp in a peer's bytes, whatever they are. It lacks the user's source line, which the
+    ranks' records hold."""
     number, digest, kind, elements = data.view(torch.int64).tolist()
     return Stamped((number, kind, elements, b""), digest)

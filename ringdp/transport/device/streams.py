@@ -1,17 +1,16 @@
-"""Streams of a device, or of the host, where a call has done its work when it returns.
+"""The streams of a device, and their counterpart on the host, where calls are synchronous.
 
     caller's stream ──arrival──► comm: groups of NCCL, folds ──end──► caller's stream
                                    │                     ▲
                                    └──► reduce: folds ───┘  of collectives of several tiles
 
-What is launched goes into one stream. Only within `beside` folds have a stream of their own, which
-branches off and comes back. There, tiles of one parity form a chain, in which every group waits for
-the fold before it, and every fold for the group before it: an event for each chain says so. The two
-chains touch no common memory. So nothing else needs an order, and a fold of one runs beside a group
-of the other.
+All work goes into one stream, except within `beside`, where folds have a second stream that
+branches off and joins again. There, tiles of one parity form a chain: each group waits for the fold
+before it and each fold for the group before it, by one event per chain. The two chains share no
+memory, so they need no order between them, and a fold of one overlaps with a group of the other.
 
-Memory: whoever starts a job keeps its tensors until the job's last event has passed, which is what
-`record_stream` would do, without holding back what the allocator may reuse.
+Memory: whoever starts a job keeps its tensors alive until the job's last event has completed. That
+has the effect of `record_stream` without delaying the allocator's reuse.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from torch import Tensor
 
 from ringdp.errors import CommunicationError, UsageError
 
-PARITIES = 2  # chains
+PARITIES = 2  # chains: even tiles and odd tiles
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class End(Protocol):
-    """The end of a job's work."""
+    """Marks the end of a job's work on the device."""
 
     def query(self) -> bool: ...
 
@@ -42,26 +41,26 @@ class _Past:
 
 
 class Streams:
-    """No stream at all: those of the host."""
+    """The host's implementation, which has no streams: everything is done when it returns."""
 
     device = torch.device("cpu")
-    room = 1 << 20  # bytes of staging, about
-    handle = 0  # the stream that NCCL is given
+    room = 1 << 20  # approximate bytes of staging
+    handle = 0  # the stream passed to NCCL
 
     def current(self) -> AbstractContextManager[object]:
-        """For a thread: allocate and launch on this device, where groups go. What the allocator
-        gives is free in the order of that stream, which the caller's is not."""
+        """Make the communication stream the thread's current one, for allocations and launches. The
+        allocator then reuses memory in that stream's order, which differs from the caller's."""
         return nullcontext()
 
     def arrival(self) -> object:
-        """What the caller has put in its stream so far."""
+        """Mark what the caller has put in its stream so far."""
         return None
 
     def follow(self, arrival: object) -> None:
-        """Let what comes wait for that."""
+        """Order the work issued from now on behind `arrival`."""
 
     def beside(self) -> AbstractContextManager[object]:
-        """In the block folds of one chain run while groups of another do."""
+        """Within the block, folds of one chain overlap with NCCL groups of the other."""
         return nullcontext()
 
     def moving(self, chain: int) -> AbstractContextManager[object]:
@@ -71,45 +70,45 @@ class Streams:
         return nullcontext()
 
     def end(self) -> End:
-        """Of all that has been put in the streams."""
+        """Mark the end of all work put in the streams so far."""
         return _Past()
 
     def settle(self, end: End) -> None:
-        """Let the caller's stream wait for that."""
+        """Order the caller's stream behind `end`."""
 
     def drain(self) -> None:
-        """Wait until all has been done."""
+        """Block until the device has done all work put in the streams."""
 
     def empty(self, size: int) -> Tensor:
-        """Bytes."""
+        """uint8[size] on the device, uninitialized."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def sent(self, data: Tensor) -> Tensor:
-        """A CPU tensor, on the device."""
+        """Copy a CPU tensor to the device."""
         return data
 
     def fetched(self, data: Tensor) -> Tensor:
-        """What a group has brought, on the CPU once the work so far has been done."""
+        """Copy received data to the CPU. It is there once the work issued so far has ended."""
         return data
 
     def capturing(self) -> bool:
-        """Whether what the caller launches becomes part of a CUDA graph."""
+        """Whether the caller's current stream is capturing a CUDA graph."""
         return False
 
     def watch(self) -> None:
-        """For a thread that asks for ends or issues, before all else: see Note [asking during a
-        capture]. From then on this device is its current one."""
+        """Prepare a thread that queries events or issues work; its first call here. Makes this
+        device the thread's current one. See Note [asking during a capture]."""
 
 
 class CudaStreams(Streams):
-    """Two streams beside those of the caller.
+    """Two streams beside the caller's: one for communication, one for folds.
 
     Note [asking during a capture]
-        While a thread captures a graph in the mode that is torch's default, another one that asks
-        whether an event has passed, or allocates, ends the capture with an error. Only a thread
-        whose own mode is `thread local` may (cudaThreadExchangeStreamCaptureMode), so those of the
-        watching thread and of the issuing one, which serves other communicators, are; the capturing
-        one never asks, and waits until the other has seen the end.
+        While a thread captures a graph in torch's default capture mode, an event query or an
+        allocation on another thread ends the capture with an error. Threads whose own mode is
+        `thread local` are exempt (cudaThreadExchangeStreamCaptureMode). So the watchdog thread and
+        the issuing thread, which serves other communicators too, set that mode. The capturing
+        thread never queries an event; it waits until the watchdog has seen the end.
     """
 
     room = 128 << 20  # see Note [how long a tile is], in nccl.tiles
@@ -145,7 +144,8 @@ class CudaStreams(Streams):
             self._chains = []
 
     def moving(self, chain: int) -> AbstractContextManager[object]:
-        return self._linked(chain, self._comm)  # whatever the current stream: NCCL has its handle
+        # This need not make the stream current: NCCL is passed its handle.
+        return self._linked(chain, self._comm)
 
     @contextmanager
     def folding(self, chain: int) -> Iterator[None]:
@@ -188,10 +188,10 @@ class CudaStreams(Streams):
             return torch.cuda.is_current_stream_capturing()
 
     def watch(self) -> None:
-        # Whoever leaves a stream goes back to the device before it: to GPU 0 in a new thread, where
-        # every rank would then have a context, of hundreds of MB.
+        # Leaving a stream context restores the previous device. In a new thread that is GPU 0,
+        # where every rank would then create a context of hundreds of MB.
         torch.cuda.set_device(self.device)
-        _event().record(self._comm)  # a first call, which asks nothing: for a context
+        _event().record(self._comm)  # creates the context without querying anything
         mode = ctypes.c_int(THREAD_LOCAL)
         code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if code:
@@ -207,7 +207,7 @@ def streams(device: torch.device) -> Streams:
 
 
 def device_of(transport: str, *, host: bool) -> torch.device:
-    """Where tensors are to be. Raises UsageError where there is no GPU, and `host` is not asked."""
+    """The device that holds tensors. Raises UsageError if not `host` and torch finds no GPU."""
     if host:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,10 +1,10 @@
-"""Collectives that a device runs: issued by one thread, watched by another, all else over gloo.
+"""Collectives on a device: one thread issues them, another watches, and gloo carries the rest.
 
-A thread issues them in the order of the calls (see `launch_queue`), another watches (see
-`in_flight`). Messages with tags, and CPU tensors beside a GPU, go over gloo, as does the word of a
-failure: a device says nothing of a rank that is gone.
+The issuing thread runs them in call order (see `launch_queue`); the watchdog is in `in_flight`.
+Tagged messages, CPU tensors beside a GPU, and failure reports go over gloo, because a device does
+not report that a rank is gone.
 
-On CUDA a wait returns when the caller's stream is ordered behind the collective, as torch's does.
+On CUDA a wait returns once the caller's stream is ordered behind the collective, as in torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ringdp.transport.records import Call
 
 
 class DeviceTransport(Watching):
-    """What does not depend on how bytes move. See `Transport`."""
+    """The part of a device transport that does not depend on how bytes move. See `Transport`."""
 
     def __init__(self, given: Given, device: torch.device) -> None:
-        """Collective. `device`: the CPU for one that runs a device's code over host memory.
+        """Collective. `device` is the CPU for a transport that runs device code on host memory.
 
-        Raises CommunicationError where ranks do not meet.
+        Raises CommunicationError if the ranks do not meet.
         """
         super().__init__(given, device)
-        # Messages that were received on the host, and where they go on the device.
+        # By ticket: the host tensor that a message is received in, and its device destination.
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
         self._launches.put(self._streams.watch)  # a user may capture while it allocates
@@ -53,16 +53,18 @@ class DeviceTransport(Watching):
 
     @abstractmethod
     def _join(self) -> None:
-        """Come together with the other ranks. Collective."""
+        """Connect to the other ranks. Collective."""
 
     def _exchange(self, ours: Stamped) -> Met | None:
-        """Put into the streams: the stamp of the rank before, for ours to the one behind. None if
-        what follows sees to it that they agree."""
+        """Enqueue a stamp exchange: send ours to the next rank, receive the previous rank's.
+
+        Returns None if `_execute` itself checks that the ranks agree.
+        """
         return None
 
     @abstractmethod
     def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
-        """Put into the streams: a program. Returns the bytes that it sends."""
+        """Enqueue a program in the streams. Returns the bytes that it sends."""
 
     # --- for the communicator
 
@@ -107,14 +109,14 @@ class DeviceTransport(Watching):
         for work in list(self._under_way):
             if work.ticket == ticket and work.end is not None:
                 self._streams.settle(work.end)
-                work.kept = None  # its memory is free in the order of the caller's stream
+                work.kept = None  # the allocator reuses it in the order of the caller's stream
         return True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def await_device(self) -> None:
-        """Until the watching thread has let go of all collectives, or something has failed."""
+        """Block until the watchdog has released all collectives, or something has failed."""
         self._check_process()
         launched = list[bool]()
 
@@ -127,7 +129,7 @@ class DeviceTransport(Watching):
             lambda: self._failures.failure or (launched and not self._under_way)
         )
 
-    # --- on the thread that issues
+    # --- issuing: `_run_on_device` is on the issuing thread, unless a graph is captured
 
     def _stamped(self, call: Call) -> Stamped:
         return Stamped(call, self._digested(call[1]))
@@ -143,7 +145,7 @@ class DeviceTransport(Watching):
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
     ) -> None:
         if self._failures.failure is not None:
-            return  # what there is is being aborted
+            return  # the device's work is being aborted
         until = time.monotonic() + self.timeout
         with self._streams.current(), self._translated(ours):
             self._streams.follow(arrival)
@@ -159,14 +161,14 @@ class DeviceTransport(Watching):
         self._end(ticket, sent)
 
     def _never(self) -> int:
-        """The ticket of what never ends: whoever waits for it is told."""
+        """A ticket that never ends. A wait for it raises the failure."""
         ticket = next(self._tickets)
         self._open[ticket] = None
         return ticket
 
     def _capture(self, ours: Stamped, act: Callable[[], int]) -> int:
-        """Into a CUDA graph, on the thread that captures: replays ask nobody what they have called,
-        and the caller's stream is behind it at once."""
+        """Capture the collective in a CUDA graph, on the caller's thread. No stamps are exchanged,
+        as replays are not compared. The caller's stream is ordered behind it at once."""
         self._await_quiet()
         arrival = self._streams.arrival()
         try:
@@ -191,7 +193,8 @@ class DeviceTransport(Watching):
                 raise self._uncapturable(
                     f"{needed} bytes of staging; there are {len(self._staging)}"
                 )
-            with torch.inference_mode(False):  # a capture, on its caller's thread, writes to it too
+            # A capture writes to it on the caller's thread, maybe outside inference mode.
+            with torch.inference_mode(False):
                 self._staging = self._streams.empty(needed)
         if self._streams.capturing():
             self._captured.add(self._staging)
