@@ -1,4 +1,4 @@
-// A kernel for every dtype of transport.base.DTYPES, under torch's name.
+// Instantiates a kernel for every dtype in transport.base.DTYPES, named as in torch.
 #pragma once
 
 #define RINGDP_EACH_DTYPE(KERNEL)                                                          \

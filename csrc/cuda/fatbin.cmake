@@ -1,8 +1,8 @@
 # cmake -DNVCC=... -DSOURCE=peer.cu -DOUT=peer.fatbin -P fatbin.cmake
 #
-# One file for all GPUs that this nvcc knows of those below, and PTX of the newest for later ones.
-# Where nvcc is there but does not work, its message is shown and the file is left out: everything
-# else of the package does without.
+# Builds one file with code for each architecture below that this nvcc knows, and PTX of the newest
+# for later GPUs. If nvcc fails, its message is shown and the file is left out; the rest of the
+# package works without it.
 execute_process(COMMAND ${NVCC} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
 set(targets)
 foreach(number 80 90 100)
@@ -16,7 +16,7 @@ if(NOT newest)
   return()
 endif()
 execute_process(
-  # no contraction, as on the host: a reduction rounds as the simulator's does
+  # no contraction to FMA, as on the host, so that a reduction rounds as in the simulator
   COMMAND ${NVCC} -std=c++17 -O3 --fmad=false --threads 0 -fatbin ${targets}
           -gencode arch=compute_${newest},code=compute_${newest} -o ${OUT} ${SOURCE}
   RESULT_VARIABLE failed)

@@ -1,5 +1,5 @@
-// What a team does to the elements of one slab: copy, reduce or round, 16 bytes a thread at a time
-// where addresses allow it.
+// Copies, reduces or rounds the elements of one slab as a team: each thread 16 bytes at a time where
+// all addresses are aligned.
 #pragma once
 
 #include "target.hpp"
@@ -20,16 +20,16 @@ struct Wide<__half> {
 #endif
 
 // Note [one rounding]
-//   A chunk of 16-bit floats that is reduced into stays in float32, in `sum`, until its value is
-//   read. The simulator does the same, so that both give the same bits.
+//   The sum of a chunk of 16-bit floats stays in float32, in `sum`, until its value is read. The
+//   simulator does the same, so both give the same bits.
 struct Move {
-  const void* value;  // what comes in; null: `sum` itself, to be rounded
-  const void* with;   // what it is combined with; null: nothing, or `sum` if that is live
-  float* sum;         // null for dtypes that are not rounded
-  void* store;        // where the result goes, and
-  void* send;         // where else; both may be null if it stays in `sum`
+  const void* value;  // the input; null: round `sum` instead
+  const void* with;   // the other operand; null: none, or `sum` if that is live
+  float* sum;         // null for dtypes that are not widened
+  void* store;        // destination of the result
+  void* send;         // second destination; both may be null if the result stays in `sum`
   unsigned count;     // elements
-  int reduces;        // whether value is combined
+  int reduces;        // whether `value` is combined
 };
 
 template <class T, int K>
@@ -61,7 +61,7 @@ RINGDP_UNROLL
   for (int k = 0; k < K; ++k) a.of[k] = apply<op, W>(a.of[k], b.of[k]);
 }
 
-// The op is the same for all threads, so the switch costs a branch a pack, not a kernel an op.
+// All threads take the same op, so the switch costs one branch per pack and saves a kernel per op.
 template <class W, int K>
 RINGDP_DEVICE inline void combine(Op op, Pack<W, K>& a, const Pack<W, K>& b) {
   if (op == Op::sum || op == Op::avg) return combine<Op::sum>(a, b);
@@ -96,8 +96,8 @@ RINGDP_UNROLL
   return out;
 }
 
-// Packs [first, last), each thread U of them at once: loads first, so that they are in flight
-// together.
+// Moves packs [first, last). Each thread handles U at once and issues all loads first, so that they
+// are in flight together.
 template <class T, int K, int U>
 RINGDP_DEVICE void move_packs(const Team& team, const Move& m, Op op, int ranks, i64 first, i64 last) {
   using W = typename Wide<T>::type;
@@ -145,7 +145,7 @@ RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op, int ran
   if (aligned(m.value) && aligned(m.with) && aligned(m.sum) && aligned(m.store) && aligned(m.send))
     packs = m.count / K;
   move_packs<T, K, U>(team, m, op, ranks, 0, packs);
-  move_packs<T, 1, 8>(team, m, op, ranks, packs * K, m.count);  // all of it, where a chunk begins unaligned
+  move_packs<T, 1, 8>(team, m, op, ranks, packs * K, m.count);  // the tail, or everything if unaligned
 }
 
 }  // namespace ringdp

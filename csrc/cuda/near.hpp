@@ -1,6 +1,6 @@
-// A team's own copy of all that its leader reads for every row: on a GPU in the block's shared
-// memory. What lies in the GPU's memory is a long trip away each time, as an acquire of a flag drops
-// what caches had of it, and the whole team waits while its leader plans.
+// A team's own copy of all that its leader reads for every row, on a GPU in the block's shared
+// memory. Reading it from global memory would be slow each time, because an acquire of a flag
+// invalidates the cached copy, and the whole team waits while its leader plans.
 #pragma once
 
 #include "window.hpp"
@@ -12,13 +12,13 @@ struct Held {  // what a scratch chunk holds
 };
 
 struct Near {
-  Job job;      // its rows, bounds, windows and counts are copies, the counts of this channel only
+  Job job;      // points to copies of rows, bounds, windows and counts (only this channel's counts)
   Held* held;   // [scratch]
-  char* going;  // [count]: whether the row has more to do
-  char* live;   // [chunks + scratch]: whether the chunk's value is in `sums`
+  char* going;  // [count]: whether the row has more slabs to move
+  char* live;   // [chunks + scratch]: whether the chunk's value is in its float32 sum
 };
 
-// Behind the leader's own kLeader bytes, in the order in which `copy_near` lays it out.
+// Bytes of shared memory: the leader's own kLeader, then what `copy_near` lays out, in that order.
 constexpr i64 kLeader = 512;
 RINGDP_DEVICE inline i64 shared_bytes(const Job& job) {
   return kLeader + job.ranks * i64(sizeof(char*) + kCounts * sizeof(u64)) +
@@ -41,7 +41,7 @@ RINGDP_DEVICE X* fill(const Team& team, char*& to, X value, i64 count) {
   return out;
 }
 
-// By the whole team, which must meet before anybody reads it.
+// Fills the copy. The whole team calls it, and must meet before any thread reads it.
 RINGDP_DEVICE inline Near copy_near(const Team& team, const Job& job, i64 channel, char* to) {
   Near near{job, nullptr, nullptr, nullptr};
   near.job.windows = copy(team, to, job.windows, job.ranks);
@@ -54,7 +54,7 @@ RINGDP_DEVICE inline Near copy_near(const Team& team, const Job& job, i64 channe
   return near;
 }
 
-// The counts go on in the next launch.
+// Writes the counts back: the next launch continues from them.
 RINGDP_DEVICE inline void keep_counts(const Team& team, const Near& near, const Job& job, i64 channel) {
   char* to = reinterpret_cast<char*>(job.counts + channel * job.ranks * kCounts);
   copy(team, to, near.job.counts, job.ranks * kCounts);

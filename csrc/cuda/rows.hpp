@@ -1,9 +1,10 @@
 // Runs one rank's rows on one channel, as csrc/interpreter.hpp does: the whole program on the first
-// slab of every chunk, then on the second. Channels share nothing: each has its part of every chunk
-// and its own slots.
+// slab of every chunk, then on the second, and so on. Channels share nothing: each has its part of
+// every chunk and its own slots.
 //
-// One thread, the leader, reads rows, waits and plans; the team moves; they meet in between. So all
-// state has one writer, and what the leader releases is what the team has written.
+// One thread, the leader, reads rows, waits and plans. Then the whole team moves the data, with a
+// barrier before and after. So all state has one writer, and the leader's release covers what the
+// team has written.
 #pragma once
 
 #include <new>
@@ -13,7 +14,7 @@
 
 namespace ringdp {
 
-// Lies in the team's shared memory; only its `move` is for others than its thread.
+// Lies in the team's shared memory. The other threads read only `move` and `ended`.
 template <class T>
 class Leader {
  public:
@@ -30,7 +31,7 @@ class Leader {
     static_assert(sizeof(Leader) <= kLeader, "the host counts on it");
   }
 
-  // Plans the next `move`, having told of what the last one moved; or sets `ended`.
+  // Publishes and releases the slots of the last `move`, then plans the next one or sets `ended`.
   RINGDP_DEVICE void next() {
     if (send_to_ >= 0) channel_.publish(send_to_, sent_bytes_, sent_more_);
     if (take_from_ >= 0) channel_.release(take_from_);
@@ -63,10 +64,10 @@ class Leader {
     unsigned count, more;
   };
 
-  // In elements.
+  // Length of a slab in elements.
   RINGDP_DEVICE i64 slab() const { return job_.slab / i64(sizeof(T)); }
 
-  // Its elements [first, first + slab) of this channel's part; a scratch chunk holds one slab.
+  // Elements [first_, first_ + slab) of this channel's part of the chunk. A scratch chunk holds one slab.
   RINGDP_DEVICE Piece piece(int chunk) const {
     if (chunk >= job_.chunks) {
       const i64 s = chunk - job_.chunks;
@@ -88,7 +89,7 @@ class Leader {
     return sums + (channel_.channel * (job_.chunks + job_.scratch) + chunk) * slab();
   }
 
-  // The chunk's value is about to be read. See Note [one rounding].
+  // Plans rounding the chunk's sum, as its value is about to be read. See Note [one rounding].
   RINGDP_DEVICE bool round(int chunk) {
     const Piece p = piece(chunk);
     live_[chunk] = 0;
@@ -102,7 +103,7 @@ class Leader {
     char* out = sends ? channel_.outgoing(row.send_peer) : nullptr;
     if (sends && !out) return false;
     const Piece target = row.dst_chunk >= 0 ? piece(row.dst_chunk) : Piece{nullptr, 0, 0};
-    Piece value = {nullptr, 0, 0};  // of a row that has none to send: see peer.jobs.greeted
+    Piece value = {nullptr, 0, 0};  // stays empty for a row without data: see peer.jobs.greeted
     if (receives) {
       Stamp* stamp = channel_.incoming(row.recv_peer);
       if (!stamp) return false;
@@ -112,7 +113,7 @@ class Leader {
     } else if (row.src_chunk >= 0) {
       value = piece(row.src_chunk);
     }
-    const bool spare = row.dst_chunk >= job_.chunks;  // takes any length
+    const bool spare = row.dst_chunk >= job_.chunks;  // a scratch chunk takes any length
     if ((reduces || (stores && !spare)) &&
         (value.count != target.count || value.more != target.more))
       return channel_.fail(Fault::mismatch, receives ? row.recv_peer : int(job_.rank));
@@ -145,14 +146,14 @@ class Leader {
   Held* const held_;
   char *const going_, *const live_;
   Channel channel_;
-  i64 left_;  // rows that have more to do
+  i64 left_;  // rows that have more slabs to move
   i64 first_ = 0, row_ = 0, chunk_ = 0;
   int send_to_ = -1, take_from_ = -1;
   unsigned sent_bytes_ = 0, sent_more_ = 0;
 };
 
-// `given`: instead of the job's, where they are not 0. `memory`: shared_bytes(job), aligned to 16,
-// shared by the team.
+// The team's main loop. Nonzero fields of `given` replace the job's. `memory` has shared_bytes(job)
+// bytes, aligned to 16, and is shared by the team.
 template <class T>
 RINGDP_DEVICE void run_rows(const Team& team, const Job& job, const Given& given, i64 channel, char* memory) {
   auto* leader = reinterpret_cast<Leader<T>*>(memory);

@@ -1,6 +1,5 @@
-// What differs between a GPU's block of threads and a test's: how threads meet, how flags are read
-// and written, and what time it is. All else is one source for nvcc and g++, so that a sanitizer of
-// threads can watch the protocol that the GPU runs.
+// What differs between a GPU's block and host threads: barriers, flag accesses and the clock. All else
+// is one source for nvcc and g++, so that ThreadSanitizer can check the protocol that the GPU runs.
 #pragma once
 
 #include "../apply.hpp"
@@ -24,7 +23,7 @@ namespace ringdp {
 using u64 = unsigned long long;
 using i64 = long long;
 
-// The threads that do one channel's work together.
+// The threads that share one channel's work.
 struct Team {
   int thread, threads;
 #if defined(__CUDACC__)
@@ -35,7 +34,7 @@ struct Team {
 #endif
 };
 
-// relaxed: for polling, always followed by an acquire before what the flag guards is read
+// relaxed: only for polling; an acquire always follows before what the flag guards is read
 RINGDP_DEVICE inline u64 load_relaxed(const u64* flag) {
 #if defined(__CUDA_ARCH__)
   u64 value;
@@ -46,7 +45,7 @@ RINGDP_DEVICE inline u64 load_relaxed(const u64* flag) {
 #endif
 }
 
-// acquire, at system scope: what a peer's GPU wrote before its release is visible afterwards
+// acquire, at system scope: what a peer's GPU wrote before its release is visible after this load
 RINGDP_DEVICE inline u64 load_acquire(const u64* flag) {
 #if defined(__CUDA_ARCH__)
   u64 value;
@@ -57,8 +56,8 @@ RINGDP_DEVICE inline u64 load_acquire(const u64* flag) {
 #endif
 }
 
-// release, at system scope: after all that this thread wrote, and all that it knows others of its
-// team wrote, which it does once they have met
+// release, at system scope: ordered after all writes of this thread, and after those of its team up
+// to their last barrier, which makes them happen before this store
 RINGDP_DEVICE inline void store_release(u64* flag, u64 value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
@@ -67,7 +66,7 @@ RINGDP_DEVICE inline void store_release(u64* flag, u64 value) {
 #endif
 }
 
-// value where there was 0, else nothing: the first failure is the one that is told
+// Stores `value` if the flag is 0, so that the first failure is the one reported.
 RINGDP_DEVICE inline void store_first(u64* flag, u64 value) {
 #if defined(__CUDA_ARCH__)
   atomicCAS_system(flag, 0ull, value);
@@ -83,13 +82,13 @@ RINGDP_DEVICE inline u64 nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 #elif defined(__CUDACC__)
-  return 0;  // nvcc's pass for the host, which calls nothing of this
+  return 0;  // nvcc's host pass, which never calls this
 #else
   return u64(std::chrono::steady_clock::now().time_since_epoch().count());
 #endif
 }
 
-// Between two looks at a flag. A host's threads are more than its cores, so they soon sleep.
+// Pauses between two polls of a flag. On the host, threads outnumber cores, so they soon sleep.
 RINGDP_DEVICE inline void pause([[maybe_unused]] unsigned looks) {
 #if defined(__CUDA_ARCH__)
   __nanosleep(20);

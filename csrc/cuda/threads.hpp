@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda as threads of the host: a block is a team of threads, a launch is a team
-// for each channel of each rank of its jobs, and returns when all have ended.
+// Runs the kernels of csrc/cuda as host threads. A block is a team of threads. A launch runs one team
+// for each channel of each rank in its jobs, and returns when all have ended.
 #pragma once
 
 #include <deque>
@@ -27,8 +27,8 @@ struct Block {
   ~Block() { pthread_barrier_destroy(&barrier); }
 };
 
-// As the driver would; 0, or 1 for a kernel that there is not, 2 where `shared` is too little, 3 where
-// the system has not all the threads: then none begins, as blocks wait for one another.
+// Launches a kernel, as the driver would. Returns 0, or 1 if there is no such kernel, 2 if `shared` is
+// too small, 3 if the system lacks threads: then none begins, as blocks wait for one another.
 inline int launch(const char* kernel, int channels, int ranks, const Job* jobs, Given given, int shared,
                   int threads) {
   for (int r = 0; r < ranks; ++r)
@@ -38,7 +38,7 @@ inline int launch(const char* kernel, int channels, int ranks, const Job* jobs, 
   if (kernel == std::string_view("rows_" #name)) run = run_rows<T>;
   RINGDP_EACH_DTYPE(RINGDP_CHOOSE)
   if (!run) return 1;
-  std::mutex gate;  // open once all are there
+  std::mutex gate;  // held until all threads have been created
   bool all = false;
   std::deque<Block> blocks;
   std::vector<std::thread> running;
@@ -58,7 +58,7 @@ inline int launch(const char* kernel, int channels, int ranks, const Job* jobs, 
         });
     }
     all = true;
-  } catch (const std::exception&) {  // std::system_error, or no memory for what they need
+  } catch (const std::exception&) {  // no thread (std::system_error), or no memory
   }
   for (auto& thread : running) thread.join();
   return all ? 0 : 3;

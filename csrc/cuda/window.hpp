@@ -1,23 +1,23 @@
-// The memory of a rank that its peers can reach, and the counters that guard it.
+// A rank's window: memory that its peers can write, and the counters that guard it.
 //
-//   window   stop, and for who maps it, its size and rank; then for each (channel, peer): arrived,
-//            taken; then for each, `depth` slots
-//   slot     a stamp, and behind it `slab` bytes
+//   window   stop, then its size and rank, which a peer that maps it checks; then for each (channel,
+//            peer): arrived, taken; then for each, `depth` slots
+//   slot     a stamp, followed by `slab` bytes
 //
-// Rank s sends by writing a slot in the receiver's window and then `arrived` there; the receiver
-// reads the slot in its own memory and then writes `taken` in the sender's window. So everybody
-// writes far and polls near. The counters only grow: message k of a channel lies in slot k mod
-// depth, and may be written once taken > k - depth.
+// A sender writes a slot in the receiver's window and then `arrived` there. The receiver reads the
+// slot in its own memory and then writes `taken` in the sender's window. So ranks write remote memory
+// and poll local memory. The counters only grow: message k of a channel lies in slot k mod depth, and
+// may be written once taken > k - depth.
 //
-// Every wait ends: with the counter, with a timeout, or with `stop`, which a rank that has failed
-// writes in all windows.
+// Every wait ends: by the counter, by a timeout, or by `stop`, which a failed rank writes in all
+// windows.
 #pragma once
 
 #include "target.hpp"
 
 namespace ringdp {
 
-constexpr i64 kLine = 128;  // bytes between what different ranks write
+constexpr i64 kLine = 128;  // bytes between words that different ranks write
 constexpr i64 kCounts = 3;  // messages sent to a rank, messages taken from it, bytes sent to it
 
 enum class Fault : int { none, timeout, mismatch, stopped };  // transport.peer.jobs.Fault
@@ -37,14 +37,14 @@ struct Job {
   const i64* bounds;  // [chunks + 1], in elements
   i64 chunks, scratch;
   char* buffer;
-  char* room;            // [active][scratch][slab bytes], and behind them, for 16-bit floats, their
-                         // sums: float [active][chunks + scratch][slab elements]
+  char* room;            // [active][scratch][slab bytes], followed for 16-bit floats by the sums:
+                         // float [active][chunks + scratch][slab elements]
   u64* counts;           // [channels][ranks][kCounts]
   u64* failure;          // 0, or what `failed` packs
   char* const* windows;  // [ranks]
 };
 
-// What each launch of a job has its own of.
+// Fields of a job that a launch can override.
 struct Given {
   char *buffer, *room;
   i64 number;
@@ -52,11 +52,11 @@ struct Given {
 
 struct Stamp {
   u64 number;
-  unsigned bytes, more;  // more: whether the chunk goes on behind this slab
+  unsigned bytes, more;  // more: whether the chunk continues after this slab
 };
 
-// One channel of one rank. Its methods are for one thread of the team, the leader. `job->counts` are
-// those of this channel: see near.hpp.
+// One channel of one rank. Only the team's leader calls its methods. `job->counts` holds this channel's
+// counts only: see near.hpp.
 struct Channel {
   const Job* job;
   i64 channel;
@@ -90,17 +90,17 @@ struct Channel {
     u64& number = sent(peer);
     *slot(peer, job->rank, number) = {u64(job->number), bytes, more};
     sent_bytes(peer) += bytes;
-    // release: the team's writes to the slot, and the stamp, before their count
+    // release: the team's writes to the slot, and the stamp, are visible before the count
     store_release(arrived(peer, job->rank), ++number);
   }
   // The next message from `peer`; null after a failure.
   RINGDP_DEVICE Stamp* incoming(int peer) {
     const u64 number = took(peer);
-    // acquire in `await`: the slot, written before `arrived`, is visible now
+    // acquire in `await`: the slot, written before `arrived`, is visible
     return await(arrived(job->rank, peer), number + 1, peer) ? slot(job->rank, peer, number) : nullptr;
   }
   RINGDP_DEVICE void release(int peer) {
-    // release: the team's reads of the slot before the sender's next write to it
+    // release: orders the team's reads of the slot before the sender's next write to it
     store_release(taken(peer, job->rank), ++took(peer));
   }
 
@@ -119,7 +119,8 @@ struct Channel {
     return true;
   }
 
-  // Always false. Kind, peer, channel and round in 16 bits each; peers are told to stop.
+  // Records the failure and stops the peers. Returns false. The word packs kind, peer, channel and round,
+  // 16 bits each.
   RINGDP_DEVICE bool fail(Fault fault, int peer) {
     store_first(job->failure, u64(fault) | u64(peer & 0xffff) << 16 | u64(channel & 0xffff) << 32 |
                                   u64(round & 0xffff) << 48);
