@@ -1,1 +1,1 @@
-"""Programs run by a CUDA kernel over memory that the ranks' GPUs can reach."""
+"""Programs run by a CUDA kernel over peer memory: memory that every rank's GPU can access."""

@@ -1,8 +1,8 @@
-"""What a rank's part of a launch is, in the form that csrc/cuda's kernels read it.
+"""A job: one rank's part of a launch, in the layout that csrc/cuda's kernels read.
 
-A kernel interprets the rows itself: a block for every channel waits for flags in its rank's own
-window, moves data by 16 bytes a thread, and writes to the windows of its peers. So a launch is all
-that the host does.
+The kernel interprets the rows itself. One block per channel waits for flags in its rank's own
+window, moves 16 bytes per thread at a time, and writes to its peers' windows. So the host only
+launches.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from torch import Tensor
 from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE, REDUCE, Program, Row
 
-LINE = 128  # bytes between what different ranks write (csrc's kLine)
-# A slab costs its leader the same trips to memory whatever its size, so slabs are large: the
-# largest power of two of which one for every block of a launch, written and soon read, fits the
-# second-level cache. That is by data sheet 40 MB for 2 · 108 blocks on an A100, 50 MB for 2 · 132
-# on an H100.
+LINE = 128  # bytes between words that different ranks write (csrc's kLine)
+# A slab costs its leader the same number of memory accesses whatever its size, so slabs are large:
+# the largest power of two such that one slab per block of a launch, written and soon read, fits the
+# L2 cache. By data sheet that is 40 MB for 2 · 108 blocks on an A100, 50 MB for 2 · 132 on an H100.
 SLAB = 128 << 10
 LEADER = 512  # bytes of shared memory that do not depend on the program (csrc's kLeader)
-SHARED = 48 << 10  # bytes of shared memory that a block may have without asking
+SHARED = 48 << 10  # bytes of shared memory that a block may use without opting in to more
 WIDE = (torch.float16, torch.bfloat16)  # summed in float32
-COUNTS = 3  # of a channel to a peer: messages sent, taken, bytes sent
-LONGEST = 1 << 62  # ns that a kernel waits, where nobody says how long
+COUNTS = 3  # per channel and peer: messages sent, messages taken, bytes sent
+LONGEST = 1 << 62  # ns, the longest timeout of a kernel
 
 
 class Fault(IntEnum):
@@ -40,7 +39,7 @@ class Fault(IntEnum):
 
 
 class Failed(NamedTuple):
-    """What a rank's failure word says (csrc's Channel::fail). `peer`: who is at fault."""
+    """A rank's failure word, decoded (csrc's Channel::fail). `peer` is the rank at fault."""
 
     fault: Fault
     peer: int
@@ -49,14 +48,16 @@ class Failed(NamedTuple):
 
 
 def failed(word: int) -> Failed:
-    """`word` is not 0."""
+    """Decode a failure word, which is not 0."""
     fault, *where = (word >> shift & 0xFFFF for shift in (0, 16, 32, 48))
     return Failed(Fault(fault), *where)
 
 
 class Shape(NamedTuple):
-    """Of all windows: every block has `depth` slots of `slab` bytes for what each other rank sends
-    it. A program must need no more slots (`schedule.fifo_depth`)."""
+    """The shape of all windows: each block has `depth` slots of `slab` bytes per sending rank.
+
+    A program must need no more slots (`schedule.fifo_depth`).
+    """
 
     ranks: int
     channels: int
@@ -64,7 +65,7 @@ class Shape(NamedTuple):
     slab: int
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be."""
+        """Raises UsageError for an impossible shape."""
         if min(self.ranks, self.channels, self.depth) < 1 or self.slab < LINE or self.slab % LINE:
             raise UsageError(
                 f"ranks, channels and depth are at least 1 and slab a multiple of {LINE} bytes, "
@@ -79,12 +80,12 @@ class Shape(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Of int64, for a rank to count its messages."""
+        """Shape of the int64 tensor in which a rank counts its messages."""
         return self.channels, self.ranks, COUNTS
 
 
 class Job(NamedTuple):
-    """One rank's part of a launch: csrc's struct Job, 8 bytes a field. Addresses are on the GPU."""
+    """One rank's part of a launch: csrc's struct Job, 8 bytes a field, with device addresses."""
 
     rank: int
     ranks: int
@@ -116,10 +117,11 @@ def rows_of(program: Program) -> Tensor:
 
 
 def greeted(program: Program) -> Program:
-    """With a message ahead that holds nothing, to the next rank of a circle.
+    """The program, preceded by an empty message to the next rank in a ring.
 
-    Where all have got theirs, and its number is that of their launch, all ranks are in the same
-    collective: rows alone may not join those that are not, or let each wait for the other's first.
+    Once every rank has received one with the number of its own launch, all are in the same
+    collective. The program's rows alone may not detect a mismatch: they may not connect the ranks
+    that disagree, or each may wait for the other's first message.
     """
     behind, before = (program.rank + 1) % program.ranks, (program.rank - 1) % program.ranks
     if behind == program.rank:
@@ -129,17 +131,17 @@ def greeted(program: Program) -> Program:
 
 
 def room_bytes(program: Program, shape: Shape, active: int, dtype: torch.dtype) -> int:
-    """A channel's: a slab for each scratch chunk, and a float32 for each 16-bit element of a slab,
-    for each chunk, where such are added."""
+    """Bytes of room for `active` channels. Each has a slab per scratch chunk; if 16-bit floats are
+    added, also a float32 per element of a slab, for every chunk."""
     adds = dtype in WIDE and any(row.flags & REDUCE for row in program)
     sums = 2 * adds * (program.chunks + program.scratch)
     return active * shape.slab * (program.scratch + sums)
 
 
 def shared_bytes(programs: Sequence[Program]) -> int:
-    """Of a block's shared memory, for any of them (csrc's shared_bytes).
+    """Bytes of shared memory that a block needs for any of the programs (csrc's shared_bytes).
 
-    Raises UsageError for more than there is.
+    Raises UsageError if they exceed `SHARED`.
     """
     needed = max(
         LEADER

@@ -1,7 +1,7 @@
-"""Kernels that run programs over peer memory: on a GPU, or the same source as threads of the host.
+"""Kernels that run programs over peer memory: on a GPU, or from the same source as host threads.
 
-On a GPU they come compiled (`peer.fatbin`, built where there is an nvcc) and are loaded by CuPy, so
-the user needs no compiler. A launch is cooperative: all its blocks run at once, or it is refused.
+The GPU kernels are precompiled (`peer.fatbin`, built if nvcc is found) and loaded by CuPy, so the
+user needs no compiler. A launch is cooperative: all its blocks are resident, or it is refused.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ringdp.transport.peer.jobs import kernel_name
 
 FATBIN = Path(_core.__file__).parent / "peer.fatbin"
 HOST = Path(_core.__file__).with_name("libhostpeer.so")
-THREADS = 256  # of a block
-TOGETHER = 2  # blocks of a multiprocessor, by their registers (the bounds in csrc's peer.cu)
-NO_THREADS = 3  # of csrc's threads.hpp
+THREADS = 256  # per block
+TOGETHER = 2  # blocks per multiprocessor, limited by registers (launch bounds in csrc's peer.cu)
+NO_THREADS = 3  # result of csrc's threads.hpp: the system lacks threads
 INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 
 
 class Launch(NamedTuple):
-    """Of a kernel: a block for each of `grid`, with `shared` bytes of memory a block.
+    """A kernel launch: one block per element of `grid`, with `shared` bytes of shared memory each.
 
-    `jobs`: int64[ranks, fields of Job] on the device. The last three are, if not 0, those of a
-    single job.
+    `jobs`: int64[ranks, fields of Job] on the device. `buffer`, `room` and `number`, if not 0,
+    replace those of a single job.
     """
 
     kernel: str
@@ -47,17 +47,17 @@ class Launch(NamedTuple):
 
 class Kernels(Protocol):
     def launch(self, launch: Launch) -> None:
-        """Start it."""
+        """Start the launch."""
         ...
 
 
 class CudaKernels:
-    """The fatbin's, on torch's current stream of the GPU on which the jobs are."""
+    """The fatbin's kernels, launched on torch's current stream of the GPU that holds the jobs."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        """`device`: whose driver loads them now.
+        """Load the kernels on `device`.
 
-        Raises UsageError, with what to do, where CuPy, a GPU or a fatbin that fits is missing.
+        Raises UsageError, with what to do, if CuPy, a GPU or a compatible fatbin is missing.
         """
         if not torch.cuda.is_available():
             raise UsageError(
@@ -76,8 +76,8 @@ class CudaKernels:
         module = cupy.RawModule(path=str(FATBIN), enable_cooperative_groups=True)
         try:
             with on(cupy, resolve(device)):
-                # All of them now: loading one while another spins would never end. And kept, as
-                # CuPy's module asks the driver each time.
+                # Load all of them now: loading one while another spins would never end. Keep them,
+                # as CuPy's module queries the driver on each lookup.
                 names = map(kernel_name, DTYPES)
                 self._kernels: dict[str, Any] = {name: module.get_function(name) for name in names}
         except cupy.cuda.driver.CUDADriverError as e:
@@ -88,8 +88,11 @@ class CudaKernels:
             ) from e
 
     def launch(self, launch: Launch) -> None:
-        """Raises CommunicationError where the driver refuses; or CuPy, which asks it how many
-        blocks run at once, and of more in the grid's first dimension would launch that many."""
+        """Start the launch.
+
+        Raises CommunicationError if the driver or CuPy refuses it. CuPy asks the driver how many
+        blocks can be resident, and clamps the grid's first dimension to that many: so it is 1 here.
+        """
         name, grid, jobs, shared, *others = launch
         try:
             with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
@@ -105,13 +108,13 @@ class CudaKernels:
 
 @contextmanager
 def on(cupy: Any, device: torch.device) -> Iterator[None]:
-    """Current for torch, and for CuPy, which keeps a module for each device."""
+    """Make `device` current for torch and for CuPy, which keeps a module for each device."""
     with torch.cuda.device(device), cupy.cuda.Device(device.index):
         yield
 
 
 class _Current:
-    """torch's current stream, by CUDA's stream protocol, which its class has from 2.10 on."""
+    """torch's current stream as CUDA's stream protocol, which torch's class has only since 2.10."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.current_stream()
@@ -121,7 +124,7 @@ class _Current:
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """With the number of the GPU, so that it stays the same one."""
+    """`device` with an explicit GPU index, so that it does not follow the current device."""
     device = torch.device(device)
     if device.type != "cuda" or device.index is not None:
         return device
@@ -129,17 +132,17 @@ def resolve(device: torch.device | str) -> torch.device:
 
 
 class HostKernels:
-    """The same, compiled for the CPU, where a launch returns when all its threads have ended."""
+    """The kernels compiled for the CPU. A launch returns when all its threads have ended."""
 
     def __init__(self, library: Path = HOST) -> None:
-        """Raises UsageError where this build of ringdp has none."""
+        """Raises UsageError if this build of ringdp has no such library."""
         try:
             self._library = ctypes.CDLL(str(library))
         except OSError as e:
             raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
 
     def launch(self, launch: Launch) -> None:
-        """Raises CommunicationError where there are no threads for it."""
+        """Run the launch. Raises CommunicationError if the system lacks threads for it."""
         name, grid, jobs, shared, *addresses, number = launch
         at = map(ctypes.c_void_p, (jobs.data_ptr(), *addresses))
         key = ctypes.c_int64(number)
@@ -153,5 +156,5 @@ class HostKernels:
 
 @cache
 def kernels_on(device: torch.device) -> Kernels:
-    """Those for that device, loaded once a process. Raises UsageError where they cannot be."""
+    """The kernels for `device`, loaded once per process. Raises UsageError if they cannot be."""
     return HostKernels() if device.type == "cpu" else CudaKernels(device)

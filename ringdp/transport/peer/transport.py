@@ -1,13 +1,14 @@
 """The transport over peer memory: a collective is one kernel, which writes to its peers' GPUs.
 
-A rank's part in each is a job, a table in its GPU's memory that the kernel reads: made at the first
-call of that length, and kept for those after it, on whatever buffer. Beside the windows the kernel
-needs room, which all share, for scratch chunks and for sums of 16-bit floats.
+A rank's part of it is a job, a table in its GPU's memory that the kernel reads. It is made at the
+first call of that length and kept for later ones, on whatever buffer. Beside the windows, the
+kernel needs room for scratch chunks and for sums of 16-bit floats, which all collectives share.
 
-All channels run in every collective: both ends of one must cut a chunk alike, and ranks need not
-know how long each other's buffers are. All messages carry a number that says which collective they
-are of, and the first one holds nothing else (see `jobs.greeted`): no rank takes what it gets for
-another collective's, or waits in one that others are not in. Leaves out: ranks of several hosts.
+All channels run in every collective, because both ends of a channel must cut a chunk alike, and
+ranks need not know the length of each other's buffers. Every message carries a number that
+identifies its collective, and the first one carries nothing else (see `jobs.greeted`). So no rank
+accepts another collective's data, or waits in one that others have not called. Leaves out: several
+hosts.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from ringdp.transport.peer.kernels import Launch, kernels_on
 from ringdp.transport.peer.windows import windows
 from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE
 
-DEPTH = 4  # slots of a channel: the fused ring needs 2
+DEPTH = 4  # FIFO slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
-MOST = 64 << 20  # bytes that a window's slots hold: those of 8 ranks are as large as can be
-KEPT = 512  # jobs
-LARGEST = 1 << 62  # of numbers
+MOST = (
+    64 << 20
+)  # bytes of all slots of a window: with 8 ranks on a GPU, slabs still have SLAB bytes
+KEPT = 512  # jobs in the cache
+LARGEST = 1 << 62  # the largest number of a collective
 FAULTS = {
     Fault.TIMEOUT: FailureKind.TIMEOUT,
     Fault.MISMATCH: FailureKind.MISMATCH,
@@ -48,11 +51,11 @@ FAULTS = {
 }
 
 
-_of_replays: list[object] = []  # until the process ends
+_of_replays: list[object] = []  # memory that graph replays may use, kept until the process ends
 
 
 class _Asked(NamedTuple):
-    """What makes a job another one."""
+    """What determines a job: the key of the cache."""
 
     program: Program
     bounds: tuple[int, ...]
@@ -63,7 +66,7 @@ class _Asked(NamedTuple):
 
 class _Made(NamedTuple):
     job: Tensor  # int64[1, fields of Job], on the device
-    tables: Tensor  # which it points to
+    tables: Tensor  # the bounds and rows that it points to
     shared: int
 
 
@@ -73,8 +76,8 @@ class PeerTransport(DeviceTransport):
     depth = DEPTH
 
     def __init__(self, given: Given, *, host: bool) -> None:
-        """As a DeviceTransport, on the current device. `host`: the kernels' source as threads, over
-        host memory. Raises UsageError where they cannot be had."""
+        """Make a DeviceTransport on the current device. `host` runs the kernels' source as threads
+        over host memory. Raises UsageError if the kernels are not available."""
         where = device_of("peer", host=host)
         self._kernels = kernels_on(where)
         self._shape = shape(given.handshake.ranks, CHANNELS[where.type])
@@ -87,7 +90,7 @@ class PeerTransport(DeviceTransport):
     def _join(self) -> None:
         self._counts = self._put(torch.zeros(self._shape.counts, dtype=torch.int64))
         self._table = self._put(torch.tensor(self._windows.addresses))
-        # Where the kernel writes and the host looks, on a GPU as well.
+        # The kernel writes it and the host polls it, so on a GPU it is pinned host memory.
         self._failure = torch.zeros(1, dtype=torch.int64)
         if self.device.type == "cuda":
             self._failure = self._failure.pin_memory()
@@ -97,13 +100,13 @@ class PeerTransport(DeviceTransport):
         return self._streams.sent(data)
 
     def prepare(self, what: Run | Exchange) -> Prepared:
-        """Raises UsageError for a program that a block's memory does not hold."""
+        """See `Transport`. Raises UsageError if a program does not fit a block's shared memory."""
         if isinstance(what, Run):
             jobs.shared_bytes([jobs.greeted(what.program)])
         return super().prepare(what)
 
     def sent_bytes(self) -> int:
-        """Waits for what is under way on the device: there it is counted."""
+        """Bytes sent. Waits for the collectives under way, as the device counts them."""
         with self._streams.current():
             counts = self._streams.fetched(self._counts)
             self._streams.drain()
@@ -111,25 +114,27 @@ class PeerTransport(DeviceTransport):
 
     def end(self) -> None:
         """See `Ending`."""
-        self._exits.set()  # nor for the others: their windows of this rank's go with the process
+        # Do not wait for the others either: their windows' mappings here go with the process.
+        self._exits.set()
         super().end()
 
-    # --- on the thread that issues
+    # --- on the issuing thread
 
     def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
         made, channels = self._made(run), self._shape.channels
         room = self._room(jobs.room_bytes(run.program, self._shape, channels, run.dtype)).data_ptr()
         name, at, number = kernel_name(run.dtype), buffer.data_ptr(), self._agreed(ours)
         with self._launching:
-            if self._left:  # and with it the windows
+            if self._left:  # the windows are gone
                 raise Failed(FailureKind.STOPPED, self.rank)
             self._kernels.launch(
                 Launch(name, (channels, 1), made.job, made.shared, at, room, number)
             )
-        return 0  # they are counted on the device
+        return 0  # the device counts the bytes
 
     def _agreed(self, ours: Stamped) -> int:
-        """What all messages of a collective carry, not 0: what its ranks must agree upon."""
+        """The number that all messages of a collective carry, not 0: a hash of what its ranks must
+        agree on."""
         number, kind, elements, site = ours.call
         uneven = not self._differ(ours.call, (number, kind, elements + 1, site))
         return (ours.digest + (0 if uneven else elements) * GOLDEN) % LARGEST + 1
@@ -144,13 +149,13 @@ class PeerTransport(DeviceTransport):
                 raise self._uncapturable("a table for its kernel")
             program = jobs.greeted(run.program)
             shared = jobs.shared_bytes([program])
-            rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 of 4 bytes each
+            rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
             tables = self._put(torch.cat([torch.tensor(run.bounds), rows]))
             job = Job(
                 self.rank,
                 *self._shape,
                 active=self._shape.channels,
-                number=0,  # this, buffer and room are the launch's
+                number=0,  # the launch sets number, buffer and room
                 timeout=int(min(self.timeout * 1e9, LONGEST)),
                 op=REDUCE_OPS.index(run.op),
                 rows=tables.data_ptr() + 8 * len(run.bounds),
@@ -172,35 +177,35 @@ class PeerTransport(DeviceTransport):
             self._captured |= {made.job, made.tables}
         return made
 
-    # --- on the thread that watches
+    # --- on the watchdog thread
 
     def _check_health(self) -> None:
         if not (word := int(self._failure)):
             return
         found = jobs.failed(word)
-        if found.fault is Fault.STOPPED:  # whoever has stopped it tells why, and first
+        if found.fault is Fault.STOPPED:  # wait for the rank that stopped us to report why
             self._failures.changed.wait_for(lambda: self._failures.failure, in_flight.PATIENCE)
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
 
     def _leave_device(self, *, hangs: bool) -> None:
-        replays = bool(self._captured)  # of graphs: of these nobody here knows the end
+        replays = bool(self._captured)  # graphs may replay, and nothing here sees their end
         if hangs or replays:
             self._windows.stop(self.rank + 1)
-        with self._launching:  # on the host until the kernel has ended
+        with self._launching:  # on the host, a launch holds it until the kernel has ended
             self._left = True
         self._streams.drain()
         self._jobs_made.clear()
-        if replays:  # which may yet write to windows, and to their counts as they end
+        if replays:  # a replay may still write to windows, and to its counts when it ends
             held = self._counts, self._table, self._failure, self._windows
             _of_replays.append((*self._captured, *held))
             return
         self._windows.close()
-        # Well before `_leave` takes this for an end that hangs.
+        # Well before `_leave` considers this hung.
         if self._all_part(in_flight.PATIENCE / 2 if hangs else in_flight.PATIENCE):
-            self._windows.free()  # else it stays until the process ends: a peer may yet write there
+            self._windows.free()  # else kept until the process ends: a peer may still write there
 
     def _all_part(self, seconds: float) -> bool:
-        """Whether all ranks have let go of each other's windows, which may take them a while."""
+        """Whether all ranks unmap each other's windows within `seconds`."""
         until, pause = time.monotonic() + seconds, FIRST_PAUSE
         with suppress(DistError):
             self._last_words.set(f"parted/{self.rank}", "")
@@ -213,7 +218,8 @@ class PeerTransport(DeviceTransport):
 
 
 def shape(ranks: int, channels: int) -> Shape:
-    """Of windows whose slots hold MOST bytes at the most, if none need be less than a line."""
+    """The shape of windows with the largest slab, at most SLAB and at least a line, for which a
+    window's slots hold at most MOST bytes."""
     slab = SLAB
     while slab > jobs.LINE and ranks * channels * DEPTH * slab > MOST:
         slab //= 2

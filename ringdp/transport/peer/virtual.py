@@ -1,8 +1,8 @@
-"""Several ranks on one GPU, in one process: a whole collective over peer memory where there is one.
+"""Virtual ranks: runs a whole collective over peer memory on one GPU, in one process.
 
-One cooperative launch has a block for every (channel, rank), so blocks that wait for one another
-all run, or the launch is refused. The results are the simulator's to the bit. Ranks in processes of
-their own are `transport`'s; the kernel does not know the difference.
+One cooperative launch has a block for every (channel, rank): blocks wait for one another, so all
+are resident or the launch is refused. The results equal the simulator's bit for bit. `transport`
+runs one rank per process; the kernel does not know the difference.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import SLAB, Fault, Job, Shape, kernel_name
 from ringdp.transport.peer.kernels import TOGETHER, CudaKernels, Kernels, Launch, resolve
 
-WORTH = 64 << 10  # bytes of a buffer that are worth a channel; a slab if that is less
+WORTH = 64 << 10  # bytes of a buffer that justify a channel; a slab if that is less
 
 
 class VirtualRanks:
-    """Each a row of blocks in one launch, over windows of a Shape."""
+    """Ranks of one launch, each a row of blocks, over windows of one Shape."""
 
     def __init__(
         self,
@@ -39,13 +39,12 @@ class VirtualRanks:
         device: torch.device | str = "cuda",
         kernels: Kernels | None = None,
     ) -> None:
-        """`channels`: blocks of a rank, by default what the GPU runs at once over the ranks.
+        """`channels`: blocks per rank, by default the GPU's resident blocks divided by `ranks`.
 
-        `timeout`: seconds that a rank waits for another. `device`: a GPU, by default torch's
-        current one, and for good.
+        `timeout`: seconds that a rank waits for another. `device`: a GPU, by default the one that
+        is torch's current device now. `kernels`: by default the fatbin's.
 
-        `kernels`: by default the fatbin's. Raises UsageError where there is no GPU, or a size is
-        not possible.
+        Raises UsageError if there is no GPU, or a size is impossible.
         """
         Shape(ranks, 1, depth, slab).check()
         self._kernels = CudaKernels(device) if kernels is None else kernels
@@ -77,9 +76,9 @@ class VirtualRanks:
         """Run one program per rank on one flat buffer per rank, in place, and wait for the end.
 
         `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`. Raises
-        UsageError for buffers that are not alike, CollectiveTimeout where a message did not come in
-        time, CollectiveMismatch where it was of another length; after either the object is of no
-        use any more.
+        UsageError if the buffers do not match, CollectiveTimeout if a message did not arrive in
+        time, CollectiveMismatch if it belonged to another launch or had another length. After
+        either of the last two the object is unusable.
         """
         dtype = self._check(programs, buffers)
         if bounds is None:
@@ -89,7 +88,7 @@ class VirtualRanks:
         active = max(1, min(channels, largest // min(WORTH, slab)))
         shared = jobs.shared_bytes(programs)
         self._number += 1
-        # One upload: the jobs, and behind them their bounds.
+        # One upload: the jobs, followed by their bounds.
         size = ranks * len(Job._fields)
         table = self._room(8 * (size + sum(map(len, bounds)))).view(torch.int64)
         begins = accumulate(map(len, bounds), initial=size)
@@ -153,13 +152,13 @@ class VirtualRanks:
         return buffers[0].dtype
 
     def _raise_failure(self) -> None:
-        """Also waits for the launch to end."""
+        """Wait for the launch to end, and raise its failure, if any."""
         found = [(rank, word) for rank, word in enumerate(self._failures.tolist()) if word]
         if not found:
             return
-        # Those who were stopped know less than who stopped them.
-        said = [(rank, jobs.failed(word)) for rank, word in found]
-        rank, (fault, peer, channel, turn) = min(said, key=lambda f: f[1].fault == Fault.STOPPED)
+        # A rank that was stopped knows less than the rank that stopped it.
+        faults = [(rank, jobs.failed(word)) for rank, word in found]
+        rank, (fault, peer, channel, turn) = min(faults, key=lambda f: f[1].fault == Fault.STOPPED)
         where = f"in round {turn}, channel {channel}, of launch {self._number}"
         if fault == Fault.TIMEOUT:
             raise CollectiveTimeout(

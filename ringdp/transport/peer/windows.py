@@ -1,8 +1,8 @@
-"""The windows of all ranks, in this process: each rank makes its own, and maps those of the others.
+"""The windows of all ranks, in this process: each rank makes its own and maps those of the others.
 
-On a GPU they are allocations of CUDA's, mapped by its IPC; on the host anonymous files. What goes
-through the store is where they are: a handle of CUDA's, or a descriptor, which the same user only
-can open. Who opens one looks whether it is the window of that rank, and as long as its own.
+On a GPU they are CUDA allocations, mapped through CUDA IPC; on the host they are anonymous files.
+The ranks exchange their locations through the store: a CUDA IPC handle, or a file descriptor, which
+only the same user can open. A rank that maps a window checks its size; on a GPU, also its owner.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ringdp.transport.store.handshake import Handshake
 HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 LAZILY = 1  # cudaIpcMemLazyEnablePeerAccess
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost
-MARK = 8  # where in a window its size and rank stand, int64 each, behind the word that stops
+MARK = 8  # offset in a window of its size and rank (int64 each), behind the stop word
 ALIKE = "peer memory is for GPUs of one host that reach each other's memory, by NVLink or PCIe"
 
 
 class Windows(Protocol):
     addresses: list[int]
-    """Of every rank's window, as this rank reaches it."""
+    """The address of every rank's window in this rank's address space."""
 
     def stop(self, word: int) -> None:
-        """Write `word`, which is not 0, where the rank's own kernel looks whether to go on."""
+        """Write `word`, which is not 0, to the stop word that the rank's own kernel polls."""
         ...
 
     def close(self) -> None:
-        """Let go of the others' windows."""
+        """Unmap the others' windows."""
         ...
 
     def free(self) -> None:
-        """Of the rank's own, which no other may have mapped any more."""
+        """Free the rank's own window. No other rank may still have it mapped."""
         ...
 
 
 class HostWindows:
-    """In files without a name; gone when all who have mapped one have ended or closed."""
+    """Windows in anonymous files, each freed once all that have mapped it have ended or closed."""
 
     def __init__(self, handshake: Handshake, size: int) -> None:
         """Collective. Raises CommunicationError."""
@@ -83,7 +83,8 @@ def _opened(handshake: Handshake, rank: int) -> int:
 
 
 def _mapped(fd: int, size: int, keep: bool) -> Tensor:
-    """uint8[size], for as long as the tensor lives, but in no process forked from this one."""
+    """The window as uint8[size], mapped for the tensor's lifetime. Forked processes do not inherit
+    it. Closes `fd` unless `keep`."""
     try:
         if os.fstat(fd).st_size != size:
             raise CommunicationError(
@@ -100,10 +101,10 @@ def _mapped(fd: int, size: int, keep: bool) -> Tensor:
 
 
 class CudaWindows:
-    """On a GPU, by CuPy's binding to CUDA's runtime."""
+    """Windows on a GPU, through CuPy's binding to the CUDA runtime."""
 
     def __init__(self, device: torch.device, handshake: Handshake, size: int) -> None:
-        """Collective. Raises CommunicationError where a GPU cannot reach another's memory."""
+        """Collective. Raises CommunicationError if a GPU cannot access another's memory."""
         import cupy
 
         rank, ranks = handshake.rank, handshake.ranks
@@ -114,7 +115,7 @@ class CudaWindows:
         try:
             with self._on():
                 self._stream = cupy.cuda.Stream(non_blocking=True)
-                # Made now: to make it may wait for the very kernel that it is to stop.
+                # Allocated now: pinning may wait for the very kernel that `stop` has to end.
                 self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
                 self._mapped[rank] = own = self._cuda.malloc(size)
                 self._cuda.memset(own, 0, size)
@@ -150,7 +151,7 @@ class CudaWindows:
         return int(self._cuda.ipcOpenMemHandle(handle, LAZILY))
 
     def _check(self, rank: int, size: int) -> None:
-        """Raise CommunicationError if the handle was of another allocation."""
+        """Raises CommunicationError if the handle was of another allocation."""
         found = torch.zeros(2, dtype=torch.int64)
         self._cuda.memcpy(found.data_ptr(), self._mapped[rank] + MARK, found.nbytes, TO_HOST)
         if found.tolist() != [size, rank]:
@@ -160,17 +161,17 @@ class CudaWindows:
             )
 
     def stop(self, word: int) -> None:
-        """Beside the kernel that runs: by a copy, which needs none of its multiprocessors."""
+        """Write the stop word while the kernel runs, by a copy, which needs no multiprocessor."""
         with self._on():
             self._word[0] = word
-            own, stream, said = self._mapped[self._rank], self._stream, self._word
-            self._cuda.memcpyAsync(own, said.data_ptr(), said.nbytes, TO_DEVICE, stream.ptr)
+            own, stream, host = self._mapped[self._rank], self._stream, self._word
+            self._cuda.memcpyAsync(own, host.data_ptr(), host.nbytes, TO_DEVICE, stream.ptr)
             stream.synchronize()
 
     def close(self) -> None:
         with self._on():
             for rank in self._mapped.keys() - {self._rank}:
-                with suppress(self._cuda.CUDARuntimeError):  # it may be gone with its owner
+                with suppress(self._cuda.CUDARuntimeError):  # its owner may have exited
                     self._cuda.ipcCloseMemHandle(self._mapped.pop(rank))
 
     def free(self) -> None:
