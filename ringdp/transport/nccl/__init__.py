@@ -1,1 +1,1 @@
-"""NCCL as a transport: our schedules by grouped sends and receives, through CuPy's binding."""
+"""NCCL as a transport: runs our schedules as grouped sends and receives, by CuPy's binding."""

@@ -1,7 +1,7 @@
-"""Plans on NCCL: a group for each round and tile, and folds beside it.
+"""Executes plans on NCCL: one group per round and tile, with folds overlapping it.
 
-Usually a process runs one rank's plan. It may run several, of ranks that share a communicator of
-one rank, which then sends to itself: the i-th send of a group is the i-th receive. So a whole
+Usually a process runs one rank's plan. It may run those of several ranks that share a one-rank
+communicator, which sends to itself: the i-th send of a group matches the i-th receive. So a whole
 collective runs on one GPU with real transfers and real folds.
 """
 
@@ -22,11 +22,11 @@ from ringdp.transport.nccl.plan import Fold, Step
 from ringdp.transport.nccl.tiles import Tiles
 from ringdp.transport.rows import COMBINE, divided, widened
 
-BYTES = 1  # ncclUint8: what only moves needs no other type
+BYTES = 1  # ncclUint8: data that is only moved needs no other type
 
 
 class Nccl(NamedTuple):
-    """Where calls go."""
+    """The binding, communicator and streams that NCCL calls use."""
 
     binding: Binding
     comm: Comm
@@ -34,9 +34,10 @@ class Nccl(NamedTuple):
 
 
 def warm_up(nccl: Nccl, rank: int, ranks: int) -> None:
-    """Every pair talks once: NCCL connects them then, which it must not do in a CUDA graph.
+    """Exchange a byte between every pair: NCCL connects a pair at its first message, which must not
+    happen during graph capture.
 
-    Raises CommunicationError where it cannot.
+    Raises CommunicationError if a rank cannot reach another.
     """
     data = nccl.streams.empty(2)
     comm, stream = nccl.comm, nccl.streams.handle
@@ -57,9 +58,9 @@ def execute(
     op: ReduceOp,
     peer: Callable[[int], int] = lambda rank: rank,
 ) -> int:
-    """Run the plans of those ranks; returns the bytes that they have sent.
+    """Run the plans of `ranks`. Returns the bytes that they send.
 
-    `peer`: the rank of the communicator that a rank of the plan is. Raises what NCCL raises.
+    `peer` maps a rank of the plan to a rank of the communicator. Raises what NCCL raises.
     """
     sent = 0
     by_round: dict[int, dict[int, Step]] = {}
@@ -115,7 +116,7 @@ def _move(
 
 
 def fold_tile(tiles: Tiles, fold: Fold, tile: int, op: ReduceOp) -> None:
-    """One fold on one tile, with the bits of `rows.Rows`."""
+    """Run one fold on one tile. The result equals that of `rows.Rows` bit for bit."""
     out = tiles.place(fold.out, fold.like, tile)
     if not out.numel():
         return

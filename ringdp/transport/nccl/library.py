@@ -1,11 +1,11 @@
-"""Which NCCL a process uses, and CuPy's binding to it: the only place that imports CuPy.
+"""Selects the NCCL library of a process, and imports CuPy's binding to it.
 
-CuPy's extension asks for `libnccl.so.2` and takes whichever library of that name is loaded already:
-torch's CUDA builds have loaded theirs by then. So the two share one library, and one is all that a
-process may have: two would be two NCCLs, each with its own idea of the GPUs.
+CuPy's extension links to `libnccl.so.2` and takes whichever library of that name is already loaded:
+torch's CUDA builds have loaded theirs by then. So the two share one library. A process must have
+only one: two would be two NCCLs, each with its own state of the GPUs.
 
-The host library is csrc's NCCL over host memory. It bears the same name, so a process that has it
-cannot have the real one; it is loaded for `host=True` only.
+The host library is csrc's NCCL over host memory. It has the same name, so a process that has loaded
+it cannot have the real one. It is loaded only for `host=True`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INVALID_USAGE = 5  # ncclResult_t
 
 
 class Comm(Protocol):
-    """CuPy's NcclCommunicator. Buffers and streams are addresses, counts are of elements."""
+    """CuPy's NcclCommunicator. Buffers and streams are addresses; counts are in elements."""
 
     def send(self, buffer: int, count: int, dtype: int, peer: int, stream: int, /) -> None: ...
     def recv(self, buffer: int, count: int, dtype: int, peer: int, stream: int, /) -> None: ...
@@ -70,9 +70,9 @@ class Binding(Protocol):
 
 @cache
 def binding(*, host: bool) -> Binding:
-    """CuPy's binding over NCCL, or over the host library.
+    """CuPy's binding to NCCL, or to the host library.
 
-    Raises UsageError where CuPy or a library is missing, or where the process has loaded another.
+    Raises UsageError if CuPy or a library is missing, or if the process has loaded another one.
     """
     if host:
         _load_host()
@@ -87,14 +87,14 @@ def binding(*, host: bool) -> Binding:
 
 
 def loaded() -> list[str]:
-    """The NCCL libraries in this process."""
+    """The paths of the NCCL libraries that this process has loaded."""
     lines = os.fsdecode(MAPS.read_bytes()).split("\n")
     names = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     return sorted(n for n in names if re.fullmatch(r"lib(host)?nccl\.so[.\d]*", Path(n).name))
 
 
 def check_loaded(paths: list[str], host: bool) -> None:
-    """Raise UsageError unless that is one library, of the kind asked for."""
+    """Raises UsageError unless `paths` is exactly one library, of the requested kind."""
     asked = "the host library" if host else "NCCL"
     if len(paths) != 1:
         found = ", ".join(paths) or "none"
@@ -113,7 +113,7 @@ def _load_host() -> None:
 
 
 def _load_nccl() -> None:
-    """Where torch has loaded none: NVIDIA's package, then the system's."""
+    """Load NCCL if torch has not: NVIDIA's package if there is one, else the system's."""
     places = ["libnccl.so.2"]
     with suppress(ImportError):
         spec = find_spec("nvidia.nccl")
@@ -128,7 +128,7 @@ def _load_nccl() -> None:
 
 @contextmanager
 def grouped(nccl: Binding) -> Iterator[None]:
-    """One group. A call that is refused ends it too, and its error is the one that is raised."""
+    """One NCCL group. If a call in it fails, the group is ended and that call's error is raised."""
     nccl.groupStart()
     try:
         yield
@@ -140,7 +140,7 @@ def grouped(nccl: Binding) -> Iterator[None]:
 
 
 def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
-    """Collective. Raises CommunicationError where NCCL does not bring the ranks together."""
+    """Make this rank's communicator. Collective. Raises CommunicationError if NCCL fails."""
     try:
         return nccl.NcclCommunicator(ranks, unique, rank)
     except nccl.NcclError as e:
@@ -153,11 +153,14 @@ def communicator(nccl: Binding, ranks: int, unique: bytes, rank: int) -> Comm:
 
 
 def shared_id(handshake: Handshake, nccl: Binding) -> bytes:
-    """NCCL's id of a new communicator, from rank 0 by way of the store. CommunicationError."""
+    """The id of a new NCCL communicator, from rank 0 through the store.
+
+    Raises CommunicationError if it is malformed.
+    """
     if handshake.rank == 0:
         handshake.publish("nccl", bytes(nccl.get_unique_id()).hex())
-    said = handshake.read("nccl", 0)
+    value = handshake.read("nccl", 0)
     try:
-        return bytes.fromhex(said.decode())
+        return bytes.fromhex(value.decode())
     except ValueError as e:
-        raise CommunicationError(f"NCCL's id from rank 0 cannot be {said!r}") from e
+        raise CommunicationError(f"NCCL's id from rank 0 cannot be {value!r}") from e

@@ -1,8 +1,8 @@
-"""NCCL's own collectives, as the algorithm "nccl": a yardstick for ours, in NCCL's own rounding.
+"""NCCL's own collectives, as the algorithm "nccl": a baseline for ours, with NCCL's rounding.
 
 all_reduce      ncclAllReduce
-reduce_scatter  ncclReduceScatter; shards of different lengths: an ncclReduce each
-all_gather      ncclAllGather; shards of different lengths: an ncclBroadcast each
+reduce_scatter  ncclReduceScatter; if shards differ in length, an ncclReduce per shard
+all_gather      ncclAllGather; if shards differ in length, an ncclBroadcast per shard
 all_to_all      a group of ncclSend and ncclRecv
 """
 
@@ -32,10 +32,10 @@ OPS: dict[ReduceOp, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  
 
 
 class Native(Exchange):
-    """By one of NCCL's collectives."""
+    """An exchange run by one of NCCL's collectives."""
 
     def check(self) -> None:
-        """Raise UsageError for what NCCL does not add."""
+        """Raises UsageError if NCCL does not support the op on this dtype."""
         adds = self.collective in ("all_reduce", "reduce_scatter")
         if adds and (self.dtype not in TYPES or self.op not in OPS):
             names = ", ".join(str(d).removeprefix("torch.") for d in TYPES)
@@ -45,7 +45,10 @@ class Native(Exchange):
             )
 
     def run(self, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
-        """On the buffers at those addresses. Returns the payload bytes that this rank has sent."""
+        """Run it on the buffers at addresses `whole` and `part`.
+
+        Returns the payload bytes that this rank sends.
+        """
         act: Callable[[Nccl, int, int, int, int], int] = getattr(self, f"_{self.collective}")
         return act(nccl, whole, part, rank, ranks)
 
@@ -76,12 +79,12 @@ class Native(Exchange):
 
     def _all_gather(self, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
         size, cuts, stream = self.dtype.itemsize, list(pairwise(self.shards)), nccl.streams.handle
-        mine = (cuts[rank][1] - cuts[rank][0]) * size
+        owned = (cuts[rank][1] - cuts[rank][0]) * size
         if self.root is not None:
             return self._exchanged(nccl, whole, part, rank, gathers=True)
         if self._even:
-            if mine:
-                nccl.comm.allGather(part, whole, mine, BYTES, stream)
+            if owned:
+                nccl.comm.allGather(part, whole, owned, BYTES, stream)
         else:
             with grouped(nccl.binding):
                 for r, (begin, end) in enumerate(cuts):
@@ -89,26 +92,29 @@ class Native(Exchange):
                         at = whole + begin * size
                         source = part if r == rank else at
                         nccl.comm.broadcast(source, at, (end - begin) * size, BYTES, r, stream)
-        return (ranks - 1) * mine
+        return (ranks - 1) * owned
 
     def _all_to_all(self, nccl: Nccl, whole: int, part: int, rank: int, _: int) -> int:
         return self._exchanged(nccl, whole, part, rank, gathers=False)
 
     def _exchanged(self, nccl: Nccl, whole: int, part: int, rank: int, *, gathers: bool) -> int:
-        """To gather: shards come together in the root's whole. Else shard r of the whole goes to
-        rank r, whose part has a piece from every rank that sends: all do, or only the root."""
+        """Run it as one group of sends and receives. Returns the bytes sent to other ranks.
+
+        If `gathers`, the root's whole collects all shards. Otherwise shard r of a sender's whole
+        goes to rank r, whose part holds a piece from each sender: every rank, or only the root.
+        """
         size, cuts, root = self.dtype.itemsize, list(pairwise(self.shards)), self.root
         spans = [(begin * size, (end - begin) * size) for begin, end in cuts]
-        mine, sent = spans[rank][1], 0
+        owned, sent = spans[rank][1], 0
         comm, stream = nccl.comm, nccl.streams.handle
         with grouped(nccl.binding):
             for r, (at, length) in enumerate(spans):
                 if gathers:
-                    out = (part, mine) if r == root else None
+                    out = (part, owned) if r == root else None
                     into = (whole + at, length) if rank == root else None
                 else:
                     out = (whole + at, length) if root in (None, rank) else None
-                    into = (part + (r * mine if root is None else 0), mine)
+                    into = (part + (r * owned if root is None else 0), owned)
                     into = into if root in (None, r) else None
                 if out is not None and out[1]:
                     comm.send(*out, BYTES, r, stream)

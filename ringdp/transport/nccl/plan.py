@@ -1,12 +1,12 @@
-"""A program as groups of NCCL calls, and what is computed between them. Pure: no buffer, no device.
+"""Plans a program as groups of NCCL calls with folds between them. Pure: no buffer, no device.
 
-A round of the schedule becomes one Step: what is computed from what is there (folds, copies), then
-one group of sends and receives. What is received in order to be added waits in a place of its own
-and is added when the sum is read, together with all that came since, in the order of the program:
-so 16-bit floats are rounded where every transport rounds them, and a fold is one pass.
+A round of the schedule becomes one Step: folds and copies of data that is already there, then one
+group of sends and receives. A received value that is to be added waits in a place of its own until
+the sum is read. Then all values that wait for it are added in one fold, in program order. So a fold
+is one pass, and 16-bit floats are rounded where every transport rounds them.
 
-Places are numbers: 0 ... chunks - 1 are the buffer's chunks, the others rows of a staging area. The
-plan says nothing of lengths: it runs on a tile, the same stretch of every chunk, as on the whole.
+Places are numbers: 0 ... chunks - 1 are the buffer's chunks, the others are rows of staging. A plan
+contains no lengths: it runs on a tile, the same stretch of every chunk, as on the whole.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ringdp.schedule.program import NONE, REDUCE, Program, Row
 
 
 class Fold(NamedTuple):
-    """Place `out` becomes the op over `parts`, in their order. One part: a copy."""
+    """Sets place `out` to the op over `parts`, in their order. One part: a copy."""
 
     out: int
-    parts: tuple[int, ...]  # those in staging side by side, of our own algorithms
-    like: int  # the chunk as long as each of them
+    parts: tuple[int, ...]  # in our own algorithms, staged parts are adjacent rows
+    like: int  # a chunk of the same length as each of them
 
 
 class Call(NamedTuple):
@@ -48,8 +48,8 @@ class Step(NamedTuple):
 class Plan:
     """Steps over `chunks` chunks and `rows` rows of staging, in the order of the rounds.
 
-    A rank leaves out a round in which it has nothing to do. Every message is in the same round on
-    both its ends, and in the same place among those of its channel there.
+    A rank's plan omits rounds in which it has nothing to do. A message is in the same round on both
+    ends, and at the same position among the messages of its channel in that round.
     """
 
     chunks: int
@@ -59,7 +59,8 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan(program: Program) -> Plan:
-    """Of a program whose rows are those of its schedule's rounds, see `Program.incoming`."""
+    """The plan of a program whose rows are those of its schedule's rounds: see
+    `Program.incoming`."""
     making = _Making(program)
     for round_, rows in groupby(program, key=lambda row: row.round):
         making.add(round_, list(rows))
@@ -69,7 +70,7 @@ def plan(program: Program) -> Plan:
 
 @dataclass
 class _Making:
-    """What is where while the rounds go by."""
+    """Builds the steps round by round, tracking the place of every chunk."""
 
     program: Program
     at: dict[int, int] = field(init=False)  # chunk or scratch chunk -> its place
@@ -100,7 +101,7 @@ class _Making:
         self._step(round_, tuple(sends), tuple(receives))
 
     def end(self) -> None:
-        """What has not been added yet is."""
+        """Fold all values that still wait."""
         for chunk in range(self.program.chunks):
             self._settle(chunk)
         self._step(self._rows[-1].round + 1 if self._rows else 0, (), ())
@@ -117,7 +118,7 @@ class _Making:
         self.folds.append(Fold(out, parts, self.like[out]))
 
     def _settle(self, chunk: int) -> None:
-        """Before it is read: what waits is added."""
+        """Fold the values that wait for `chunk`. Called before the chunk is read."""
         if parts := self.waiting.pop(chunk, None):
             self._keep(self.at[chunk])
             self._fold(self.at[chunk], self.at[chunk], *parts)
@@ -135,12 +136,13 @@ class _Making:
         if row.flags & REDUCE:
             self.waiting.setdefault(target, []).append(self.at[source])
             return
-        parts = (self.at[source], *self.waiting.pop(source, ()))  # more than one: it moves home
+        parts = (self.at[source], *self.waiting.pop(source, ()))  # several only if `_moves_home`
         place = self._overwritten(target, self.like[self.at[source]])
         self._fold(place, *parts)
 
     def _moves_home(self, row: Row) -> bool:
-        """A local copy of a scratch chunk that nobody reads after it: its sum can be made there."""
+        """Whether the row copies a scratch chunk locally that no later row reads: then its sum can
+        be computed directly at the destination."""
         source = row.src_chunk
         if row.send_peer != NONE or row.flags & REDUCE or source < self.program.chunks:
             return False
@@ -151,16 +153,16 @@ class _Making:
         )
 
     def _overwritten(self, chunk: int, like: int) -> int:
-        """The place of a chunk that gets a new value, as long as chunk `like`."""
+        """The place for a new value of `chunk`, of the length of chunk `like`."""
         self.waiting.pop(chunk, None)
-        if chunk >= self.program.chunks:  # in a place of its own: others may yet read the old one
+        if chunk >= self.program.chunks:  # a new place: the old value may still be read
             self.at[chunk] = self._place(like)
         else:
             self._keep(self.at[chunk])
         return self.at[chunk]
 
     def _keep(self, place: int) -> None:
-        """Before it is written: a copy for the sums that its old value waits to be added to."""
+        """Copy a place before it is overwritten, if its old value still waits to be added."""
         if any(place in parts for parts in self.waiting.values()):
             kept = self._place(self.like[place])
             self._fold(kept, place)
@@ -174,18 +176,19 @@ class _Making:
 
 
 def _laid_out(making: _Making) -> Plan:
-    """Places as rows: those of one fold side by side, the others again when they are free."""
+    """The plan with places mapped to rows of staging: the parts of one fold get adjacent rows, the
+    other places reuse rows that are free."""
     chunks, steps = making.program.chunks, making.steps
     row: dict[int, int] = {c: c for c in range(chunks)}
     for fold in (f for step in steps for f in step.folds):
-        staged = {p: None for p in fold.parts if p >= chunks}  # one may be added twice
+        staged = {p: None for p in fold.parts if p >= chunks}  # a dict, as a part may occur twice
         if len(staged) > 1 and not any(p in row for p in staged):
             row |= {p: len(row) + i for i, p in enumerate(staged)}
     first = len(row)
-    # In turn what a step's folds use and what its calls do, which come after them.
+    # For every step, the places that its folds use, then those of its calls, which follow them.
     turns = [places for step in steps for places in (_folded(step), _called(step))]
     last = {p: i for i, places in enumerate(turns) for p in places}
-    until: dict[int, int] = {}  # by row from `first` on: the last turn that uses it
+    until: dict[int, int] = {}  # reusable row (from `first` on) -> the last turn that uses it
     for i, places in enumerate(turns):
         for place in sorted(places - row.keys()):
             free = [r for r, end in until.items() if end < i]

@@ -1,19 +1,19 @@
-"""The places of a plan as tensors, a tile at a time.
+"""Maps the places of a plan to tensors, one tile at a time.
 
-A schedule does the same to every element of a chunk. So it may run on a stretch of every chunk, a
-tile, and then on the next: staging is as long as two tiles, whatever the buffer. Two tiles take
-turns, the even and the odd one, each with staging of its own: while one is added, the other moves.
+A schedule treats every element of a chunk alike. So it can run on one stretch of every chunk, a
+tile, and then on the next: staging is as long as two tiles, whatever the buffer. Even and odd tiles
+alternate, each with its own staging, so that folds of one overlap with transfers of the other.
 
 Note [how long a tile is]
     As long as staging allows. A tile of T bytes over all chunks costs its g groups, and hides at
-    most its folds, which move f T bytes. So a second one pays where f T / H > g L: a group takes
-    L = 10 µs (3 to 10 are said of a launch, and sends meet their receivers), and folds go at
-    H = 2.5 TB/s, three quarters of an H100's memory. On 8 ranks that is T > 45 MB for direct (f =
-    1 + 1/n, g = 2) and 130 MB for a ring (f = 3 (n - 1) / n, g = 2 (n - 1)).
+    most its folds, which move f T bytes. So a second tile pays if f T / H > g L. A group takes
+    L = 10 µs (reported launch times are 3 to 10 µs, and sends must meet their receivers). Folds run
+    at H = 2.5 TB/s, three quarters of an H100's memory bandwidth. On 8 ranks that gives T > 45 MB
+    for direct (f = 1 + 1/n, g = 2) and 130 MB for a ring (f = 3 (n - 1) / n, g = 2 (n - 1)).
 
-    Two tiles of which k chunks wait in staging fill 2 k T / n bytes. So in 128 MiB direct has T =
-    73 MiB, for which NVLink (370 GB/s) takes 360 µs beside 20 of launches, and a ring 512 MiB. What
-    stages nothing has one tile. L and both rates are not measured here.
+    Two tiles with k chunks in staging take 2 k T / n bytes. So with 128 MiB, direct has T = 73 MiB,
+    which NVLink (370 GB/s) moves in 360 µs against 20 µs of launches, and a ring has 512 MiB. A
+    plan that stages nothing has one tile. L and both rates are not measured here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ ALIGNMENT = 16  # elements
 
 
 class Tiles:
-    """One rank's places. A tile has `slab` elements of every chunk, the last ones fewer."""
+    """One rank's places. A tile has `slab` elements of every chunk, at a chunk's end fewer."""
 
     def __init__(
         self, plan: Plan, buffer: Tensor, bounds: Sequence[int], staging: Tensor, slab: int
     ) -> None:
         """`bounds`: chunk c is [bounds[c], bounds[c+1]). `staging`: `staging_shape` elements.
-
-        All ranks cut tiles alike: `slab` is the same on each.
+        `slab` must be the same on all ranks, so that they cut tiles alike.
         """
         self.plan = plan
         self._buffer, self._bounds, self._slab = buffer, bounds, slab
@@ -47,7 +46,7 @@ class Tiles:
         self.count = -(-longest(bounds) // slab)
 
     def place(self, place: int, like: int, tile: int) -> Tensor:
-        """As long as this tile of chunk `like`; 1-D, maybe empty."""
+        """The 1-D tensor of a place, as long as this tile of chunk `like`; it may be empty."""
         if place < self.plan.chunks:
             begin, end = self._span(place, tile)
             return self._buffer[begin:end]
@@ -55,7 +54,7 @@ class Tiles:
         return self._staging[tile % PARITIES, place - self.plan.chunks, : end - begin]
 
     def bytes_of(self, place: int, like: int, tile: int) -> tuple[int, int]:
-        """Of `place(...)` the address, and how many: NCCL needs no tensor, which takes longer."""
+        """Address and size in bytes of `place(...)`, without the cost of making a tensor."""
         size, (buffer, staging) = self._buffer.element_size(), self._at
         if place < self.plan.chunks:
             begin, end = self._span(place, tile)
@@ -66,7 +65,8 @@ class Tiles:
         return staging + row * width * size, (end - begin) * size
 
     def block(self, places: Sequence[int], like: int, tile: int) -> Tensor | None:
-        """[len(places), elements] if they lie side by side in staging."""
+        """The places as one tensor [len(places), elements], or None unless they are adjacent rows
+        of staging."""
         if not places or any(b - a != 1 for a, b in pairwise(places)):
             return None
         first = places[0] - self.plan.chunks
@@ -81,7 +81,7 @@ class Tiles:
 def slab_of(program: Program, bounds: Sequence[int], room: int) -> int:
     """Elements of every chunk in a tile, the same on all ranks: see Note [how long a tile is].
 
-    `room`: elements of staging, all in all.
+    `room`: total elements of staging.
     """
     if not program.staged:
         return max(longest(bounds), 1)

@@ -29,7 +29,7 @@ from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, slab_of, staging_shape
 from ringdp.transport.records import Call
 
-LAUNCH = 0.1  # s that one on the host may last before NCCL is aborted under it: it can be stuck
+LAUNCH = 0.1  # s that `_leave_device` waits for a launch, which can be stuck, before it aborts NCCL
 
 
 class NcclTransport(DeviceTransport):
@@ -39,8 +39,8 @@ class NcclTransport(DeviceTransport):
     own = "nccl"
 
     def __init__(self, given: Given, *, host: bool) -> None:
-        """As a DeviceTransport, on the current device. `host`: csrc's NCCL over host memory, not
-        the real one. Raises UsageError where NCCL cannot be had."""
+        """Make a DeviceTransport on the current device. `host` selects csrc's NCCL over host memory
+        instead of the real one. Raises UsageError if NCCL is not available."""
         device = device_of("nccl", host=host)
         self._binding = binding(host=host)
         self._launching = threading.Lock()
@@ -60,7 +60,7 @@ class NcclTransport(DeviceTransport):
         return Issued(self, partial(self._start_own, own), own.kind, own.shards[-1])
 
     def _start_own(self, own: Native, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
-        """One of NCCL's collectives, on buffers of the device."""
+        """Start one of NCCL's own collectives on device buffers. Returns its ticket."""
         all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
         act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
         return self._issue(self._stamped(call), act, (whole, part))
@@ -91,13 +91,14 @@ class NcclTransport(DeviceTransport):
         self._nccl.comm.check_async_error()
 
     def _leave_device(self, *, hangs: bool) -> None:
-        through = self._launching.acquire(timeout=LAUNCH)  # it uses what NCCL would free
+        through = self._launching.acquire(timeout=LAUNCH)  # a launch uses what NCCL frees
         (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
         if through:
             self._launching.release()
 
     def _leave_to_exit(self) -> None:
-        """Python must not destroy it, either: NCCL waits for graphs that are still there."""
+        """Leak a reference, so that Python does not destroy the communicator: NCCL would wait for
+        graphs that still exist."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl.comm))
 
     def _failed(self, error: RuntimeError, ours: Stamped | None) -> Failed:
