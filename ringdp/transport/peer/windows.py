@@ -2,7 +2,7 @@
 
 On a GPU they are CUDA allocations, mapped through CUDA IPC; on the host they are anonymous files.
 The ranks exchange their locations through the store: a CUDA IPC handle, or a file descriptor, which
-only the same user can open. A rank that maps a window checks its size; on a GPU, also its owner.
+only the same user can open. A rank that maps a window checks its size; on a GPU, also its rank.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class HostWindows:
 
 
 def _opened(handshake: Handshake, rank: int) -> int:
-    said = handshake.read(f"window/{rank}", rank)
+    text = handshake.read(f"window/{rank}", rank)
     try:
-        pid, fd = map(int, said.split())
+        pid, fd = map(int, text.split())
     except ValueError as e:
-        raise CommunicationError(f"rank {rank}'s window cannot be at {said!r}") from e
+        raise CommunicationError(f"rank {rank}'s window cannot be at {text!r}") from e
     return open_other(pid, fd, rank)
 
 
@@ -141,13 +141,13 @@ class CudaWindows:
         return on(self._cupy, self._device)
 
     def _open(self, handshake: Handshake, rank: int) -> int:
-        said = handshake.read(f"window/{rank}", rank)
+        text = handshake.read(f"window/{rank}", rank)
         try:
-            handle = bytes.fromhex(said.decode())
+            handle = bytes.fromhex(text.decode())
         except ValueError:
             handle = b""
         if len(handle) != HANDLE_BYTES:
-            raise CommunicationError(f"rank {rank}'s window cannot be at {said!r}")
+            raise CommunicationError(f"rank {rank}'s window cannot be at {text!r}")
         return int(self._cuda.ipcOpenMemHandle(handle, LAZILY))
 
     def _check(self, rank: int, size: int) -> None:
