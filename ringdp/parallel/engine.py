@@ -20,9 +20,8 @@ their own, so that neither queues behind the other (but see Note [gathers yield 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,32 +89,45 @@ class Engine(Accounts, Traced):
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
-        whole = self._rests_whole
-        own = partial(copies.EngineHook, may_copy=whole)
+        whole, add_hook = self._rests_whole, self._add_hook
         self._outputs = outputs.of_units(of, units, self.gathering.callers)
         for module, indices in of.items():
-            self._hook(module, indices, own)
-        self._handles += move_inputs(model, self.device, own)
-        self._handles += cast_at(model, list(of), precision, lambda: not self._summoned, own)
-        self._handles += state_dict.guard(model, whole, lambda: whole() and self._writes, own)
+            self._follow(module, indices)
+        move_inputs(model, self.device, add_hook)
+        cast_at(model, list(of), precision, lambda: not self._summoned, add_hook)
+        state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         if stage.optimizer is Keep.SHARD:
             sliced.register((p for u in units for p in u.parameters), self)
         else:
-            self._handles += state_dict.of_masters(model, self.gathering, self._unmanaged, own)
+            state_dict.of_masters(model, self.gathering, self._unmanaged, add_hook)
         recorder.join(self)
+
+    def _add_hook(
+        self, register: Callable[..., Any], call: Callable[..., Any], **options: Any
+    ) -> None:
+        """A `guards.copies.AddHook`."""
+        hook = copies.EngineHook(call, may_copy=self._rests_whole)
+        self._handles.append(register(hook, **options))
 
     # ---- forward
 
-    def _hook(self, module: nn.Module, indices: list[int], own: copies.Own) -> None:
+    def _follow(self, module: nn.Module, indices: list[int]) -> None:
+        """Add the hooks of a module with units."""
         outputs, gathering = self._outputs[indices[0]], self.gathering
-        before = own(lambda *_: self._before_forward(indices))
-        after = own(lambda _, *args: self._after_forward(indices, *args))
-        end = own(lambda *_: gathering.leave(indices) if outputs.end() else None)
-        self._handles += [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, with_kwargs=True),
-            module.register_forward_hook(end, always_call=True),
-        ]
+
+        def end(*_: object) -> None:
+            if outputs.end():
+                gathering.leave(indices)
+
+        def before(*_: object) -> None:
+            self._before_forward(indices)
+
+        def after(_: nn.Module, *args: Any) -> Any:
+            return self._after_forward(indices, *args)
+
+        self._add_hook(module.register_forward_pre_hook, before, prepend=True)
+        self._add_hook(module.register_forward_hook, after, with_kwargs=True)
+        self._add_hook(module.register_forward_hook, end, always_call=True)
 
     def _before_forward(self, indices: list[int]) -> None:
         if transformed(self._is_whole):

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import wide_dtype
-from ringdp.parallel.guards.copies import Own
+from ringdp.parallel.guards.copies import AddHook
 from ringdp.parallel.units import UnitRule, UnitSpec, matches
 from ringdp.parallel.values.inputs import change_inputs
 from ringdp.parallel.values.tensor_tree import map_tensors
@@ -119,21 +118,18 @@ def cast_at(
     units: list[nn.Module],
     precision: Precision,
     active: Callable[[], bool],
-    own: Own,
-) -> list[RemovableHandle]:
-    """Hooks that cast the modules' inputs and outputs while `active`."""
-    if precision == Precision():
-        return []
-    handles: list[RemovableHandle] = []
+    add_hook: AddHook,
+) -> None:
+    """Cast the modules' inputs and outputs while `active`."""
 
     def before(module: nn.Module, dtype: torch.dtype) -> None:
-        handles.extend(change_inputs(module, lambda x: cast(x, dtype) if active() else x, own))
+        change_inputs(module, lambda x: cast(x, dtype) if active() else x, add_hook)
 
     def after(module: nn.Module, dtype: torch.dtype) -> None:
         def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
             return cast(out, dtype) if active() else out
 
-        handles.append(module.register_forward_hook(own(apply)))
+        add_hook(module.register_forward_hook, apply)
 
     kept = _kept(model, precision)
     within = {inner for module in kept for inner in module.modules()}
@@ -148,7 +144,6 @@ def cast_at(
                 after(module, precision.param)
     if precision.output is not None:
         after(model, precision.output)
-    return handles
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:

@@ -49,7 +49,8 @@ class EngineHook:
         )
 
 
-Own = Callable[[Callable[..., Any]], EngineHook]  # makes a function a hook of one engine
+# (register, call, **options): makes `call` a hook of one engine, by a module's method `register`
+AddHook = Callable[..., None]
 
 
 def _nothing(*_: object) -> None:

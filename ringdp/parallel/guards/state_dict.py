@@ -12,20 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ringdp.errors import UsageError
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.guards.copies import Own
+from ringdp.parallel.guards.copies import AddHook
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.unit import FlatUnit, State
 
 
 def guard(
-    model: nn.Module, may_save: Callable[[], bool], may_load: Callable[[], bool], own: Own
-) -> list[RemovableHandle]:
-    """Hooks that raise UsageError in state_dict unless `may_save`, in load_state_dict unless
-    `may_load`."""
+    model: nn.Module, may_save: Callable[[], bool], may_load: Callable[[], bool], add_hook: AddHook
+) -> None:
+    """Raise UsageError in state_dict unless `may_save`, in load_state_dict unless `may_load`."""
 
     def refuse(what: str, allowed: bool, instead: str) -> None:
         if not allowed:
@@ -35,26 +33,24 @@ def guard(
 
     save = ". Call it within full_parameters(), or use ringdp.save or ringdp.export."
     load = ", or only read. Call it within full_parameters(write=True), or use ringdp.load."
-    handles: list[RemovableHandle] = []
     for module in model.modules():
-        handles += [
-            module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                own(lambda *_: refuse("state_dict", may_save(), save))
-            ),
-            module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                own(lambda *_: refuse("load_state_dict", may_load(), load))
-            ),
-        ]
-    return handles
+        add_hook(
+            module.register_state_dict_pre_hook,
+            lambda *_: refuse("state_dict", may_save(), save),
+        )
+        add_hook(
+            module.register_load_state_dict_pre_hook,
+            lambda *_: refuse("load_state_dict", may_load(), load),
+        )
 
 
 def of_masters(
-    model: nn.Module, gathering: Gathering, given: Unmanaged, own: Own
-) -> list[RemovableHandle]:
-    """For stage 0: hooks that put units to rest for the time of the call."""
+    model: nn.Module, gathering: Gathering, given: Unmanaged, add_hook: AddHook
+) -> None:
+    """For stage 0: put units to rest for the time of the call."""
     units = [unit for unit in gathering.units if not unit.static]
     if not units:
-        return []
+        return
     resting: dict[nn.Module, list[FlatUnit]] = {}  # by the outermost module called
 
     def rest(module: nn.Module, *_: Any) -> None:
@@ -73,12 +69,8 @@ def of_masters(
             given.check()
             resume(module)
 
-    handles: list[RemovableHandle] = []
     for module in model.modules():
-        handles += [
-            module.register_state_dict_pre_hook(own(rest)),  # type: ignore[no-untyped-call]
-            module.register_state_dict_post_hook(own(resume)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(own(rest)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(own(loaded)),  # type: ignore[no-untyped-call]
-        ]
-    return handles
+        add_hook(module.register_state_dict_pre_hook, rest)
+        add_hook(module.register_state_dict_post_hook, resume)
+        add_hook(module.register_load_state_dict_pre_hook, rest)
+        add_hook(module.register_load_state_dict_post_hook, loaded)

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.utils import _recursive_to
-from torch.utils.hooks import RemovableHandle
 
 from ringdp.comm import Communicator, communicator_of
-from ringdp.parallel.guards.copies import Own
+from ringdp.parallel.guards.copies import AddHook
 from ringdp.parallel.values.inputs import change_inputs
 
 
@@ -39,8 +38,7 @@ def moved(given: Any, device: torch.device) -> Any:
     return _recursive_to(given, device, False)[0]
 
 
-def move_inputs(model: nn.Module, device: torch.device, own: Own) -> list[RemovableHandle]:
-    """Hooks that move the model's inputs to `device`, if that is a GPU."""
-    if device.type == "cpu":
-        return []
-    return change_inputs(model, lambda given: moved(given, device), own)
+def move_inputs(model: nn.Module, device: torch.device, add_hook: AddHook) -> None:
+    """Move the model's inputs to `device`, if that is a GPU."""
+    if device.type != "cpu":
+        change_inputs(model, lambda given: moved(given, device), add_hook)

@@ -12,15 +12,12 @@ from operator import is_
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ringdp.parallel.guards.copies import Own
+from ringdp.parallel.guards.copies import AddHook
 
 
-def change_inputs(
-    module: nn.Module, change: Callable[[Any], Any], own: Own
-) -> list[RemovableHandle]:
-    """Hooks that call the module with `change((args, kwargs))`."""
+def change_inputs(module: nn.Module, change: Callable[[Any], Any], add_hook: AddHook) -> None:
+    """Call the module with `change((args, kwargs))`."""
     calls: list[Callable[[], None]] = []  # running calls, innermost last
 
     def begin(_: nn.Module, *given: Any) -> Any:
@@ -32,10 +29,8 @@ def change_inputs(
         if calls:  # none if an earlier hook raised
             calls.pop()()
 
-    return [
-        module.register_forward_pre_hook(own(begin), with_kwargs=True),
-        module.register_forward_hook(own(end), always_call=True),
-    ]
+    add_hook(module.register_forward_pre_hook, begin, with_kwargs=True)
+    add_hook(module.register_forward_hook, end, always_call=True)
 
 
 def give_back(given: Any, passed: Any) -> Callable[[], None]:
