@@ -36,14 +36,14 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.memory import Ledger
-from ringdp.parallel.precision import Precision, cast_at
+from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.tracing.patching import Traced
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values import outputs
-from ringdp.parallel.values.devices import move_inputs
+from ringdp.parallel.values.inputs import cast_at, move_inputs
 from ringdp.tape import recorder
 
 

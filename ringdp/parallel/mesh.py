@@ -1,4 +1,7 @@
-"""The ranks and the device that torch's process_group and device_mesh arguments mean."""
+"""The ranks and the device that torch's process_group and device_mesh arguments mean.
+
+A model on the CPU is moved to its rank's GPU, as torch's FSDP does.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import ModelError
 
 
@@ -40,3 +45,22 @@ def localize(module: nn.Module, mesh: Any) -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # takes 0.5 s
 
     _pre_dp_module_transform(module)
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move what is on the CPU. Parameters stay the same objects."""
+    for t in (*model.parameters(), *model.buffers()):
+        if t.device.type == "cpu":
+            t.data = t.data.to(device)
+
+
+def move_to_ranks(
+    model: nn.Module, ranks: Communicator | ProcessGroup | None, device: torch.device | None = None
+) -> Communicator:
+    """Move the model to `device`, by default the communicator's. Returns the communicator (see
+    `communicator_of`)."""
+    if device is None:
+        placed = [t for t in model.parameters() if t.device.type != "cpu"]
+        device = communicator_of(ranks, placed).device
+    move(model, device)
+    return communicator_of(ranks, model.parameters())

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import wide_dtype
-from ringdp.parallel.guards.copies import AddHook
 from ringdp.parallel.units import UnitRule, UnitSpec, matches
-from ringdp.parallel.values.inputs import change_inputs
-from ringdp.parallel.values.tensor_tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,16 @@ class Precision:
             if not (dtype is None or floating):
                 raise UsageError(f"Precision({name}={dtype!r}): allowed: a floating dtype, or None")
 
-    def keeps(self, module: nn.Module) -> bool:
-        return self.keep_fp32 is not None and matches(module, self.keep_fp32)
+    def kept(self, model: nn.Module) -> list[nn.Module]:
+        """The outermost modules that keep their dtype, and with it all modules inside them."""
+        found: list[nn.Module] = []
+        within: set[nn.Module] = set()
+        rule = self.keep_fp32
+        for module in model.modules():  # outer modules first
+            if rule is not None and module not in within and matches(module, rule):
+                found.append(module)
+                within.update(module.modules())
+        return found
 
 
 class Dtypes(NamedTuple):
@@ -80,21 +85,10 @@ EMPTY = Kind(Dtypes(*3 * [torch.float32]), trained=False)  # of a unit without p
 
 def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.Parameter], Kind]:
     """The function (module, parameter) -> Kind."""
-    kept = {inner for module in _kept(model, precision) for inner in module.modules()}
+    kept = {inner for module in precision.kept(model) for inner in module.modules()}
     return lambda m, p: Kind(
         dtypes(p.dtype, kept=m in kept, precision=precision), trained=p.requires_grad
     )
-
-
-def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
-    """The outermost modules that keep their dtype, and with it all modules inside them."""
-    found: list[nn.Module] = []
-    within: set[nn.Module] = set()
-    for module in model.modules():  # outer modules first
-        if module not in within and precision.keeps(module):
-            found.append(module)
-            within.update(module.modules())
-    return found
 
 
 def check_casts(units: Iterable[UnitSpec]) -> None:
@@ -111,54 +105,3 @@ def check_casts(units: Iterable[UnitSpec]) -> None:
                     f"gradients of parameter {unit.parameters[0][0]} are made in {compute}, "
                     f"kept in {master} and reduced in {reduce}: {e}"
                 ) from None
-
-
-def cast_at(
-    model: nn.Module,
-    units: list[nn.Module],
-    precision: Precision,
-    active: Callable[[], bool],
-    add_hook: AddHook,
-) -> None:
-    """Cast the modules' inputs and outputs while `active`."""
-
-    def before(module: nn.Module, dtype: torch.dtype) -> None:
-        change_inputs(module, lambda x: cast(x, dtype) if active() else x, add_hook)
-
-    def after(module: nn.Module, dtype: torch.dtype) -> None:
-        def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
-            return cast(out, dtype) if active() else out
-
-        add_hook(module.register_forward_hook, apply)
-
-    kept = _kept(model, precision)
-    within = {inner for module in kept for inner in module.modules()}
-    if precision.cast_inputs and precision.param is not None:
-        for module in dict.fromkeys([model, *units]):
-            if module not in within:
-                before(module, precision.param)
-    for module in kept:
-        if (first := next(module.parameters(), None)) is not None:
-            before(module, first.dtype)
-            if precision.param is not None:
-                after(module, precision.param)
-    if precision.output is not None:
-        after(model, precision.output)
-
-
-def cast(values: Any, dtype: torch.dtype) -> Any:
-    """The same structure with every floating tensor in that dtype; unchanged parts are not copied.
-
-    Raises UsageError for a container that contains itself.
-    """
-
-    def differs(t: Tensor) -> bool:
-        return t.is_floating_point() and t.dtype != dtype
-
-    try:
-        return map_tensors(lambda t: t.to(dtype), values, which=differs)
-    except RecursionError:
-        raise UsageError(
-            "a module takes or returns containers within one another without end, as a dict that "
-            f"holds itself: their tensors cannot be cast to {dtype}; allowed: none that does"
-        ) from None

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import UsageError
-from ringdp.parallel.values.devices import move, move_inputs
+from ringdp.parallel.mesh import move
+from ringdp.parallel.values.inputs import move_inputs
 from tests.parallel.small import batch, net
 
 

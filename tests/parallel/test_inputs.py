@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator, DistributedDataParallel, Precision
-from ringdp.parallel.precision import cast
-from ringdp.parallel.values.inputs import give_back
+from ringdp.parallel.values.inputs import cast, give_back
 from tests.parallel.ddp_cases import gloo
 from tests.parallel.small import APART, WIDTH, assert_equal, batch
 from tests.ranks import on_ranks

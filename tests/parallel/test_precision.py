@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, Precision
-from ringdp.parallel.precision import Dtypes, cast, dtypes
+from ringdp.parallel.precision import Dtypes, dtypes
+from ringdp.parallel.values.inputs import cast
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from ringdp.errors import UsageError
 from ringdp.parallel.ddp.builtin_hooks import BuiltIn
-from ringdp.parallel.precision import cast
-from ringdp.parallel.values.devices import moved
-from ringdp.parallel.values.inputs import give_back
+from ringdp.parallel.values.inputs import cast, give_back, moved
 
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 

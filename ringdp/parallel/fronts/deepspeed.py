@@ -16,12 +16,12 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import deepspeed_config as configs
 from ringdp.parallel.fronts.deepspeed_engine import DeepSpeedEngine, Scheduler
+from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.scaler import LossScaler
 from ringdp.parallel.units import UnitRule
-from ringdp.parallel.values.devices import move_to_ranks
 
 PORT = 29500  # DeepSpeed's default
 

@@ -22,13 +22,12 @@ from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.full_tensor import FullTensor
-from ringdp.parallel.mesh import device_of, of_mesh
+from ringdp.parallel.mesh import device_of, move_to_ranks, of_mesh
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
-from ringdp.parallel.values.devices import move_to_ranks
 
 # Methods of torch's FSDPModule that are not implemented.
 ABSENT = (

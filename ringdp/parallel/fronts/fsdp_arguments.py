@@ -10,10 +10,9 @@ from torch import nn
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel.mesh import device_of
+from ringdp.parallel.mesh import device_of, move_to_ranks
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
-from ringdp.parallel.values.devices import move_to_ranks
 
 
 def moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:

@@ -44,9 +44,7 @@ def guard(
         )
 
 
-def of_masters(
-    model: nn.Module, gathering: Gathering, given: Unmanaged, add_hook: AddHook
-) -> None:
+def of_masters(model: nn.Module, gathering: Gathering, given: Unmanaged, add_hook: AddHook) -> None:
     """For stage 0: put units to rest for the time of the call."""
     units = [unit for unit in gathering.units if not unit.static]
     if not units:

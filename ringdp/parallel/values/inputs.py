@@ -1,4 +1,4 @@
-"""Casts or moves a module's inputs; what the module adds to a list or dict reaches the caller's.
+"""Casts and moves a module's inputs; what the module adds to a list or dict reaches the caller's.
 
 The module gets copies of lists and dicts in which tensors are changed. Blocks put auxiliary losses
 into them, for example; afterwards the originals are updated (torch's FSDP does not do that). Inputs
@@ -11,9 +11,76 @@ from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.utils import _recursive_to
 
+from ringdp.errors import UsageError
 from ringdp.parallel.guards.copies import AddHook
+from ringdp.parallel.precision import Precision
+from ringdp.parallel.values.tensor_tree import map_tensors
+
+
+def moved(given: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on `device`; unchanged parts are not copied."""
+    return _recursive_to(given, device, False)[0]
+
+
+def move_inputs(model: nn.Module, device: torch.device, add_hook: AddHook) -> None:
+    """Move the model's inputs to `device`, if that is a GPU."""
+    if device.type != "cpu":
+        change_inputs(model, lambda given: moved(given, device), add_hook)
+
+
+def cast_at(
+    model: nn.Module,
+    units: list[nn.Module],
+    precision: Precision,
+    active: Callable[[], bool],
+    add_hook: AddHook,
+) -> None:
+    """Cast the modules' inputs and outputs while `active`."""
+
+    def before(module: nn.Module, dtype: torch.dtype) -> None:
+        change_inputs(module, lambda x: cast(x, dtype) if active() else x, add_hook)
+
+    def after(module: nn.Module, dtype: torch.dtype) -> None:
+        def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
+            return cast(out, dtype) if active() else out
+
+        add_hook(module.register_forward_hook, apply)
+
+    kept = precision.kept(model)
+    within = {inner for module in kept for inner in module.modules()}
+    if precision.cast_inputs and precision.param is not None:
+        for module in dict.fromkeys([model, *units]):
+            if module not in within:
+                before(module, precision.param)
+    for module in kept:
+        if (first := next(module.parameters(), None)) is not None:
+            before(module, first.dtype)
+            if precision.param is not None:
+                after(module, precision.param)
+    if precision.output is not None:
+        after(model, precision.output)
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """The same structure with every floating tensor in that dtype; unchanged parts are not copied.
+
+    Raises UsageError for a container that contains itself.
+    """
+
+    def differs(t: Tensor) -> bool:
+        return t.is_floating_point() and t.dtype != dtype
+
+    try:
+        return map_tensors(lambda t: t.to(dtype), values, which=differs)
+    except RecursionError:
+        raise UsageError(
+            "a module takes or returns containers within one another without end, as a dict that "
+            f"holds itself: their tensors cannot be cast to {dtype}; allowed: none that does"
+        ) from None
 
 
 def change_inputs(module: nn.Module, change: Callable[[Any], Any], add_hook: AddHook) -> None:
