@@ -17,18 +17,18 @@ from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.places import places
-from ringdp.parallel.precision import EMPTY, Precision, check_casts, kinds_of
+from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.replicas import broadcast, check_equal, facts_of
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.units import UnitRule, UnitSpec, find_units
+from ringdp.parallel.units import UnitSpec, find_units
 
 
 def shard(
     model: nn.Module,
     *,
     stage: int,
-    unit: UnitRule | int | None = None,
+    unit: ModuleRule | int | None = None,
     precision: Precision | None = None,
     offload: Offload | None = None,
     comm: Communicator | ProcessGroup | None = None,
@@ -78,9 +78,7 @@ def shard(
     offload.check(row)
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
-    kind = kinds_of(model, precision)
-    found = find_units(model, unit, persist_below=persist_below, kind=kind)
-    check_casts(found)
+    found = find_units(model, unit, persist_below=persist_below, precision=precision)
     within = {p: f.name or "root" for f in found for _, p in f.parameters}
     named = model.named_parameters()
     facts = [(n, facts_of(p) | {"name": n, "unit": within[p]}) for n, p in named]
@@ -135,7 +133,7 @@ def _build(
                 parameters,
                 [at[p] for p in parameters],
                 stage,
-                (found[index].kind or EMPTY).dtypes,
+                found[index].dtypes,
                 offload,
                 ledger,
             )

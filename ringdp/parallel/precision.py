@@ -10,7 +10,7 @@ cast to `master`. Modules named by `keep_fp32` compute in their master dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +18,14 @@ import torch
 from torch import nn
 
 from ringdp.errors import UsageError
-from ringdp.kernels.precision import wide_dtype
-from ringdp.parallel.units import UnitRule, UnitSpec, matches
+
+ModuleRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+
+
+def matches(module: nn.Module, rule: ModuleRule) -> bool:
+    if isinstance(rule, type | tuple):
+        return isinstance(module, rule)
+    return rule(module)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Precision:
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
-    keep_fp32: UnitRule | None = None
+    keep_fp32: ModuleRule | None = None
     cast_inputs: bool = True
 
     def __post_init__(self) -> None:
@@ -71,37 +77,3 @@ def dtypes(master: torch.dtype, *, kept: bool, precision: Precision) -> Dtypes:
     """The dtypes of a parameter; `kept`: its module computes in the master dtype."""
     compute = master if kept or precision.param is None else precision.param
     return Dtypes(master, compute, precision.reduce or compute)
-
-
-class Kind(NamedTuple):
-    """What the parameters of one unit have in common."""
-
-    dtypes: Dtypes
-    trained: bool
-
-
-EMPTY = Kind(Dtypes(*3 * [torch.float32]), trained=False)  # of a unit without parameters
-
-
-def kinds_of(model: nn.Module, precision: Precision) -> Callable[[nn.Module, nn.Parameter], Kind]:
-    """The function (module, parameter) -> Kind."""
-    kept = {inner for module in precision.kept(model) for inner in module.modules()}
-    return lambda m, p: Kind(
-        dtypes(p.dtype, kept=m in kept, precision=precision), trained=p.requires_grad
-    )
-
-
-def check_casts(units: Iterable[UnitSpec]) -> None:
-    """Raise UsageError if a gradient cannot be cast from compute to reduce to master dtype, or, in
-    no_sync, from compute to master to reduce."""
-    for unit in units:
-        (master, compute, reduce), trained = unit.kind or EMPTY
-        try:
-            for source, target in ((compute, reduce), (compute, master), (master, reduce)):
-                wide_dtype(source, target)
-        except ValueError as e:
-            if trained:
-                raise UsageError(
-                    f"gradients of parameter {unit.parameters[0][0]} are made in {compute}, "
-                    f"kept in {master} and reduced in {reduce}: {e}"
-                ) from None

@@ -8,89 +8,104 @@ are all trained or all frozen: a module with several such kinds becomes several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+import torch
 from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
-from ringdp.kernels.precision import FLOATS
-
-UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+from ringdp.kernels.precision import FLOATS, wide_dtype
+from ringdp.parallel.precision import Dtypes, ModuleRule, Precision, dtypes, matches
 
 # These are never called, so their hooks would not run.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class UnitSpec(NamedTuple):
-    """A unit: its name in the model ("" for the root), its module, its (name, parameter) pairs.
-
-    `kind`: what the parameters have in common, None if there are none.
-    """
+    """A unit: its name in the model ("" for the root), its module, its (name, parameter) pairs, and
+    what these have in common."""
 
     name: str
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
-    kind: Any
+    dtypes: Dtypes
+    trained: bool
 
 
 def find_units(
     model: nn.Module,
-    rule: UnitRule | int | None,
+    rule: ModuleRule | int | None,
     *,
     persist_below: int = 0,
-    kind: Callable[[nn.Module, nn.Parameter], Hashable] = lambda _m, p: (p.dtype, p.requires_grad),
+    precision: Precision | None = None,
 ) -> list[UnitSpec]:
     """The root's units, then the others in order of registration; only the root may be empty.
 
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
     many elements. Without a rule every entry of a ModuleList or Sequential is a unit, the outermost
-    where they nest. `kind(module, parameter)` is the same for all parameters of a unit. Raises
-    UsageError if there is no parameter; unless all are floating-point, in memory of their own, and
-    on one device (or on meta); or for a module that takes no hooks.
+    where they nest. Raises UsageError if there is no parameter; unless all are floating-point, in
+    memory of their own, and on one device (or on meta); for a module that takes no hooks; or if
+    gradients cannot be cast as `precision` says.
     """
     _check(model)
+    precision = precision or Precision()
+    kept = {inner for module in precision.kept(model) for inner in module.modules()}
     chosen = _chosen(model, rule)
     unit_at: dict[str, nn.Module] = {}
     owners: dict[nn.Parameter, set[nn.Module]] = {}
-    kinds: dict[nn.Parameter, Hashable] = {}
+    of: dict[nn.Parameter, Dtypes] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # parents come first
         own = module in chosen or module is model
         unit_at[name] = module if own else unit_at[name.rpartition(".")[0]]
         for p in module.parameters(recurse=False):
             owners.setdefault(p, set()).add(unit_at[name])
-            if kinds.setdefault(p, here := kind(module, p)) != here:
+            here = dtypes(p.dtype, kept=module in kept, precision=precision)
+            if of.setdefault(p, here) != here:
                 raise UsageError(
                     f"a parameter of {name or 'the model'} is tied to one that is to compute in "
                     "another dtype; let keep_fp32 name both of their modules, or none"
                 )
-    owned: dict[nn.Module, dict[Hashable, list[tuple[str, nn.Parameter]]]] = {model: {}}
+    owned: dict[nn.Module, dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]] = {model: {}}
     names = {m: name for name, m in model.named_modules() if m in chosen or m is model}
     for name, p in model.named_parameters():
         (unit,) = owners[p] if len(owners[p]) == 1 else (model,)
         home = model if p.numel() < persist_below else unit
-        owned.setdefault(home, {}).setdefault(kinds[p], []).append((name, p))
+        owned.setdefault(home, {}).setdefault((of[p], p.requires_grad), []).append((name, p))
     if not owned[model]:
-        owned[model][None] = []
-    return [
-        UnitSpec(name, module, parameters, of)
+        owned[model][Dtypes(*3 * [torch.float32]), False] = []
+    found = [
+        UnitSpec(name, module, parameters, *kind)
         for module, name in names.items()
-        for of, parameters in owned.get(module, {}).items()
+        for kind, parameters in owned.get(module, {}).items()
     ]
+    _check_casts(found)
+    return found
 
 
-def matches(module: nn.Module, rule: UnitRule) -> bool:
-    if isinstance(rule, type | tuple):
-        return isinstance(module, rule)
-    return rule(module)
+def _check_casts(units: Iterable[UnitSpec]) -> None:
+    """Raise UsageError if a gradient cannot be cast from compute to reduce to master dtype, or, in
+    no_sync, from compute to master to reduce."""
+    for _, _, parameters, (master, compute, reduce), trained in units:
+        try:
+            for source, target in ((compute, reduce), (compute, master), (master, reduce)):
+                if trained:
+                    wide_dtype(source, target)
+        except ValueError as e:
+            raise UsageError(
+                f"gradients of parameter {parameters[0][0]} are made in {compute}, "
+                f"kept in {master} and reduced in {reduce}: {e}"
+            ) from None
 
 
-def _chosen(model: nn.Module, rule: UnitRule | int | None) -> set[nn.Module]:
+def _chosen(model: nn.Module, rule: ModuleRule | int | None) -> set[nn.Module]:
     if rule is None:
-        return _listed(model)
+        return _outermost(model, lambda at, _: isinstance(at, nn.ModuleList | nn.Sequential))
     if isinstance(rule, int) and not isinstance(rule, bool):
-        return _at_most(model, rule)
+        if rule < 1:
+            raise UsageError(f"unit={rule}; as a number of elements it must be at least 1")
+        return _outermost(model, lambda _, m: sum(p.numel() for p in m.parameters()) <= rule)
     several = isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule)
     if isinstance(rule, int) or not (several or callable(rule)):  # a class is callable
         raise UsageError(
@@ -98,16 +113,6 @@ def _chosen(model: nn.Module, rule: UnitRule | int | None) -> set[nn.Module]:
             "a number of elements"
         )
     return _matching(model, rule)
-
-
-def _listed(model: nn.Module) -> set[nn.Module]:
-    return _outermost(model, lambda at, _: isinstance(at, nn.ModuleList | nn.Sequential))
-
-
-def _at_most(model: nn.Module, elements: int) -> set[nn.Module]:
-    if elements < 1:
-        raise UsageError(f"unit={elements}; as a number of elements it must be at least 1")
-    return _outermost(model, lambda _, m: sum(p.numel() for p in m.parameters()) <= elements)
 
 
 def _outermost(
@@ -125,7 +130,7 @@ def _outermost(
     return chosen - {model}
 
 
-def _matching(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
+def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
     within = [m for m in model.modules() if m is not model]
     chosen = {m for m in within if matches(m, rule)}
     if not chosen:

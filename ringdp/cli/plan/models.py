@@ -18,7 +18,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.memory import Widths, widths_of
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import EMPTY, Dtypes, Precision, dtypes, kinds_of
+from ringdp.parallel.precision import Dtypes, Precision, dtypes
 from ringdp.parallel.units import find_units
 from ringdp.schedule.custom import load, said
 
@@ -144,12 +144,11 @@ def read(given: str, precision: Precision) -> Model:
 
 def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
     """A module's units, as `ringdp.shard` makes them if no unit is given."""
-    found = find_units(module, None, kind=kinds_of(module, precision))
+    found = find_units(module, None, precision=precision)
     parts, groups = [], dict[nn.Module, list[int]]()
     for index, unit in enumerate(found):
         sizes = tuple((n, p.numel()) for n, p in unit.parameters)
-        kind = unit.kind or EMPTY
-        parts.append(Part(unit.name, sizes, kind.dtypes, kind.trained))
+        parts.append(Part(unit.name, sizes, unit.dtypes, unit.trained))
         groups.setdefault(unit.module, []).append(index)
     if not any(elements for part in parts for _, elements in part.parameters):
         raise UsageError(f"--model: {name}() made no parameter of any element; allowed: some")

@@ -18,10 +18,9 @@ from ringdp.parallel.fronts import deepspeed_config as configs
 from ringdp.parallel.fronts.deepspeed_engine import DeepSpeedEngine, Scheduler
 from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import Precision
+from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.scaler import LossScaler
-from ringdp.parallel.units import UnitRule
 
 PORT = 29500  # DeepSpeed's default
 
@@ -41,7 +40,7 @@ def initialize(
     mesh_param: object = None,
     config_params: configs.Config | None = None,
     *,
-    unit: UnitRule | None = None,
+    unit: ModuleRule | None = None,
     comm: Communicator | None = None,
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Scheduler | None]:
     """Shard the model as the config says. Collective.
