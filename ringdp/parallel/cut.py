@@ -61,7 +61,3 @@ class Cut:
         if not self.slices:
             return self.whole(buffer)
         return [buffer[begin:end] for begin, end in self.spans]
-
-    def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """The same of a [padded] buffer."""
-        return self.kept(buffer[self.keeps])

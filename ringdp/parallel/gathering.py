@@ -143,12 +143,16 @@ class Gathering:
             unit.summon(self.comm)
 
     def dismiss_all(self, *, write: bool) -> None:
+        """Dismiss every unit. Raises UsageError, and writes nothing, if a parameter has another
+        shape or dtype."""
+        fit = False
         try:
             for unit in self.units if write else ():
-                unit.settle()
+                unit.check(unit.cut.whole(unit.summoned))
+            fit = True
         finally:
             for unit in self.units:
-                unit.dismiss(write=write)
+                unit.dismiss(write=write and fit)
 
     def reshard_all(self) -> None:
         """Reshard every unit; nothing stays in flight."""

@@ -51,9 +51,10 @@ class UnreducedGrads:
     def show(self, unit: FlatUnit, shows: Sequence[bool], *, reduced: bool) -> None:
         """Set each .grad in `shows`: to the reduced gradient if there is one (`reduced`), else to
         this rank's slice of the sums."""
-        views = (
-            unit.gradients.views() if reduced else unit.cut.at_rest(self._sums[unit.index].whole())
-        )
+        if reduced:
+            views = unit.gradients.views()
+        else:
+            views = unit.cut.kept(self._sums[unit.index].whole()[unit.cut.keeps])
         shown = []
         for p, view, show in zip(unit.parameters, views, shows, strict=True):
             gradient = view.data.to(p.device) if show else None  # a version of its own

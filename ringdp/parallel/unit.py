@@ -153,14 +153,12 @@ class FlatUnit:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        resting.release(self.parameters, GatheredParam if self.freed else nn.Parameter)
+        kind = GatheredParam if self.freed else nn.Parameter
         if self.apart:
+            kind = resting.ShardedParam if self.slices else resting.RestingParam
             self.followed = follow(self.computed, self.parameters, self.followed)
             put(self.places, self.computed)
-            resting.guard(
-                self.parameters,
-                resting.ShardedParam if self.slices else resting.RestingParam,
-            )
+        resting.become(self.parameters, kind)
         self._point(self.computed, self.views)
         self.state, self.versions = State.UNSHARDED, [p._version for p in self.computed]
 
@@ -183,7 +181,10 @@ class FlatUnit:
             put(self.places, self.parameters)
         else:
             self._point(self.parameters, self.rest)
-        (resting.guard if self.slices else resting.release)(self.parameters)
+        self._guard()
+
+    def _guard(self) -> None:
+        resting.become(self.parameters, resting.ShardedParam if self.slices else nn.Parameter)
 
     def lost(self) -> list[str]:
         """UNSHARDED: the names of parameters that were written to where it will be lost. Does not
@@ -200,7 +201,7 @@ class FlatUnit:
     def summon(self, comm: Communicator) -> None:
         """SHARDED (or static) -> SUMMONED: gather the masters into new memory. Collective."""
         assert self.static or self.state is State.SHARDED
-        resting.release(self.parameters)
+        resting.become(self.parameters, nn.Parameter)
         self.rested = self.rest
         self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
         views = self.cut.whole(self.summoned)
@@ -208,32 +209,35 @@ class FlatUnit:
             comm.all_gather(self.summoned, self.master, tag=self.index)
         else:
             _copy(views, self.rested)
-        self._settle_in(views)
+        self._point(self.parameters, views)
         self.state = State.SUMMONED
 
     def dismiss(self, *, write: bool) -> None:
-        """SUMMONED -> SHARDED (or static). `write`: keep what was written to the parameters."""
+        """SUMMONED -> SHARDED (or static). `write`: keep what was written to the parameters, or
+        assigned to p.data."""
         assert self.state is State.SUMMONED
         if write:
-            _copy(self.rested, self.cut.at_rest(self.summoned))
-        self._settle_in(self.rested)
-        if self.slices:
-            resting.guard(self.parameters)
+            whole = [p.data for p in self.parameters]
+            parts = [self.plan.part(entry, self.rank) for entry in self.plan.entries]
+            kept = [t.reshape(-1)[i:j] for t, (i, j) in zip(whole, parts, strict=True)]
+            _copy(self.rested, kept if self.slices else whole)
+        self._point(self.parameters, self.rested)
+        self._guard()
         del self.summoned, self.rested
         self.state = State.UNSHARDED if self.static else State.SHARDED
 
     def settle(self) -> None:
-        """At rest or SUMMONED: take in tensors that the user has assigned to `p.data` (a static
-        unit's parameters may lie anywhere). The unit moves to new memory, as the user may hold
-        tensors in the old one. Raises UsageError for another shape or dtype."""
-        if self.static and self.state is not State.SUMMONED:
+        """At rest: take in tensors that the user has assigned to `p.data` (a static unit's
+        parameters may lie anywhere). The unit moves to new memory, as the user may hold tensors in
+        the old one. Raises UsageError for another shape or dtype."""
+        if self.static:
             self.check(self.views)
         elif self._has_moved():
-            self.check(self._held())
+            self.check(self.rest)
             given = [p.data for p in self.parameters]
             self._move()
-            _copy(self._held(), given)
-            self._settle_in(self._held())
+            _copy(self.rest, given)
+            self._settle_in(self.rest)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise UsageError if a parameter has another shape or dtype than its tensor."""
@@ -248,9 +252,7 @@ class FlatUnit:
     @torch.inference_mode(False)  # inference tensors cannot train
     def _move(self) -> None:
         """Move the buffer behind the parameters to new memory."""
-        if self.state is State.SUMMONED:
-            self.summoned = self.summoned.clone()
-        elif self.apart:
+        if self.apart:
             was = self.master
             self.master = torch.empty_like(was, pin_memory=was.is_pinned()).copy_(was)
         elif self.freed:
@@ -262,7 +264,7 @@ class FlatUnit:
             self.master = self.shard = self.full[self.cut.part]
 
     def _settle_in(self, tensors: Sequence[Tensor]) -> None:
-        """Point the parameters to these tensors, at rest or SUMMONED."""
+        """Point the parameters to these tensors, at rest."""
         self._point(self.parameters, tensors)
         self._homes = [t.data_ptr() for t in tensors]
 
@@ -274,10 +276,6 @@ class FlatUnit:
             p.data_ptr() != home or p.dtype != dtype
             for p, home in zip(self.parameters, self._homes, strict=True)
         )
-
-    def _held(self) -> list[Tensor]:
-        """What the parameters should be, at rest or SUMMONED."""
-        return self.cut.whole(self.summoned) if self.state is State.SUMMONED else self.rest
 
     @property
     def rest(self) -> list[Tensor]:

@@ -85,6 +85,7 @@ class ShardedParam(RestingParam):
         return out
 
 
+_OURS = (nn.Parameter, GatheredParam, RestingParam, ShardedParam)
 _grad: Any = Tensor.grad
 _ndim: Any = Tensor.ndim
 _DIMENSIONS = (Tensor.dim, Tensor.ndimension, _ndim.__get__)
@@ -130,18 +131,11 @@ def name(parameter: nn.Parameter, text: str) -> None:
     parameter._ringdp_ndim = parameter.ndim  # type: ignore[attr-defined]
 
 
-def guard(parameters: Sequence[nn.Parameter], into: type[RestingParam] = ShardedParam) -> None:
-    """Change their class to `into`. The user's own subclasses are left alone."""
+def become(parameters: Sequence[nn.Parameter], kind: type[nn.Parameter]) -> None:
+    """Change their class to `kind`. The user's own subclasses are left alone."""
     for p in parameters:
-        if type(p) in (nn.Parameter, GatheredParam):
-            p.__class__ = into
-
-
-def release(parameters: Sequence[nn.Parameter], into: type[nn.Parameter] = nn.Parameter) -> None:
-    """Undo `guard`: they are ordinary parameters again, or GatheredParam."""
-    for p in parameters:
-        if type(p) in (RestingParam, ShardedParam):
-            p.__class__ = into
+        if type(p) in _OURS:
+            p.__class__ = kind
 
 
 def unguarded(method: Callable[P, R]) -> Callable[P, R]:

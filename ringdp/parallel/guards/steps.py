@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -101,7 +102,7 @@ def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
 def release(units: Sequence[FlatUnit]) -> sliced.Emptied:
     """Before an optimizer's step: make them ordinary parameters. See `sliced.release`."""
     for unit in units:
-        resting.release(unit.parameters)
+        resting.become(unit.parameters, nn.Parameter)
     return sliced.release(p for u in units if u.slices for p in u.parameters)
 
 
@@ -110,4 +111,4 @@ def restore(units: Sequence[FlatUnit], emptied: sliced.Emptied) -> None:
     sliced.restore(emptied)
     for unit in units:
         if unit.state is State.SHARDED and unit.slices:
-            resting.guard(unit.parameters)
+            resting.become(unit.parameters, resting.ShardedParam)
