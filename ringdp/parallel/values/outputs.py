@@ -73,7 +73,7 @@ class UnitOutputs:
         if not dies and not torch.is_grad_enabled():
             return []
         kept = [t for module in self._modules for t in _in_attributes(module)]
-        put = [*_in_containers(passed)]
+        put = [t for x in passed if isinstance(x, CONTAINERS) for t in tensors(x, deep=0)]
         for t in (*kept, *put) if dies else ():
             if dies(t) and not isinstance(t, nn.Parameter):
                 t.data = t.data.clone()
@@ -123,17 +123,3 @@ def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
             for inner in value.values() if isinstance(value, dict) else value:
                 if isinstance(inner, Tensor):
                     yield inner
-
-
-def _in_containers(passed: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors in nested containers, which may contain themselves."""
-    found = [x for x in passed if isinstance(x, CONTAINERS)]
-    seen = set(map(id, found))
-    while found:
-        x = found.pop()
-        for inner in x.values() if isinstance(x, dict) else x:
-            if isinstance(inner, Tensor):
-                yield inner
-            elif isinstance(inner, CONTAINERS) and id(inner) not in seen:
-                seen.add(id(inner))
-                found.append(inner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import Error, copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
@@ -19,38 +19,40 @@ from ringdp.errors import UsageError
 DEEP = 3  # objects inside objects: one may reach everything in the program
 
 
-def tensors(output: Any) -> Iterator[Tensor]:
+def tensors(value: Any, deep: int = DEEP, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """The tensors in containers (subclasses of dict, list and tuple too), in dataclasses, and, up
-    to DEEP levels of these, in other objects' attributes (such as distributions') and in functions'
-    variables. Modules are not searched."""
-    return _tensors(output, set(), DEEP)
-
-
-def _tensors(value: Any, seen: set[int], deep: int) -> Iterator[Tensor]:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif (parts := _parts(leaf)) and id(leaf) not in seen:
-            held = isinstance(leaf, _CONTAINERS) or is_dataclass(leaf)
-            if held or deep:
-                seen.add(id(leaf))
-                yield from _tensors(parts, seen, deep - (not held))
+    to `deep` levels of these, in other objects' attributes (such as distributions') and in
+    functions' variables. Modules are not searched. `seen`: what has been, by id."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    seen = {} if seen is None else seen
+    parts, is_object = _parts(value)
+    if parts and id(value) not in seen and deep >= is_object:
+        seen[id(value)] = value
+        for part in parts:
+            yield from tensors(part, deep - is_object, seen)
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_PLAIN = (int, float, str, type(None))  # for speed
 
 
-def _parts(x: Any) -> list[Any]:
-    if isinstance(x, dict):
-        return [*x.values()]
+def _parts(x: Any) -> tuple[list[Any], bool]:
+    """What it holds, and whether it is an object other than a container or a dataclass."""
+    if isinstance(x, _PLAIN):
+        return [], False
     if isinstance(x, _CONTAINERS):
-        return [*x]
+        return [*(x.values() if isinstance(x, dict) else x)], False
+    parts, structure = tree_flatten(x, is_leaf=lambda inner: inner is not x)
+    if not structure.is_leaf():  # another container that torch knows
+        return parts, False
     held = [*_attributes(x).values()]
     if isinstance(x, FunctionType):
         held += [_contents(cell) for cell in x.__closure__ or ()]
     elif isinstance(x, partial):
         held += x.func, x.args, x.keywords
-    return held
+    return held, not is_dataclass(x)
 
 
 def _attributes(x: Any) -> dict[str, Any]:
@@ -102,9 +104,8 @@ def map_tensors(
     if isinstance(value, _CONTAINERS):
         elements = value.values() if isinstance(value, dict) else value
         return _refilled(value, map(inner, elements))
-    if not deep:
-        return _made_again(value, inner) if is_dataclass(value) else value
-    return _changed(value, lambda x: inner(x, deep - (not is_dataclass(value))))
+    deep -= not is_dataclass(value)
+    return value if deep < 0 else _changed(value, lambda x: inner(x, deep))
 
 
 def _refilled(container: Any, elements: Iterable[Any]) -> Any:
@@ -121,11 +122,6 @@ def _refilled(container: Any, elements: Iterable[Any]) -> Any:
     for key, element in zip(keys, elements, strict=True):
         new[key] = element
     return new
-
-
-def _made_again(x: Any, change: Callable[[Any], Any]) -> Any:
-    """The dataclass constructed from changed fields, as torch's DDP does."""
-    return replace(x, **{f.name: change(getattr(x, f.name)) for f in fields(x) if f.init})
 
 
 def _changed(x: Any, change: Callable[[Any], Any]) -> Any:
