@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from ringdp.parallel.accounts import Accounts
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.tracing.memory import MemoryTracer
-from ringdp.parallel.tracing.patching import Method, Patches
+from ringdp.parallel.tracing.patching import Patches
 from ringdp.parallel.unit import FlatUnit
 from ringdp.tape.recorder import Args, Recorder, join
 
@@ -37,7 +37,6 @@ class EngineTracer:
         self.engine, self.recorder = engine, recorder
         self._forwards: list[tuple[Group, int]] = []  # running, innermost last; start (ns)
         self._backwards: dict[int, int] = {}  # a group's first unit -> start (ns)
-        self._prefetching = False
         self._memory = memory = MemoryTracer(engine, recorder, self._facts)
         engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
         engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
@@ -46,13 +45,15 @@ class EngineTracer:
         patches.before(engine, "_after_forward", self._forward_ends)
         patches.after(engine.backwards, "reach", self._backward_begins)
         patches.before(engine.backwards, "reduce", self._unit_through)
+        patches.before(engine.backwards, "end", self._backward_ends)
         patches.before(engine, "before_step", memory.steps)
         patches.after(engine, "after_step", memory.stepped)
         for unit in engine.units:
             self._watch(unit)
-        self._watch_prefetch()
-        self._watch_end()
         span = recorder.span
+        patches.timed(
+            engine.backwards, "_end", lambda since: span("wait for reductions", "finish", since)
+        )
         patches.timed(
             engine.reducing,
             "start",
@@ -118,19 +119,9 @@ class EngineTracer:
         since = self._backwards.pop(first)
         self.recorder.span(f"backward {self._named([first])}", "backward", since)
 
-    def _watch_end(self) -> None:
-        """All units' backwards end where the engine starts to wait for the reductions."""
-
-        def after_backward(method: Method) -> None:
-            for first in reversed(list(self._backwards)):  # those inside first
-                self._end_backward(first)
-            since = monotonic_ns()
-            try:
-                method()
-            finally:
-                self.recorder.span("wait for reductions", "finish", since)
-
-        self._patches.put(self.engine.backwards, "end", after_backward)
+    def _backward_ends(self) -> None:
+        for first in reversed(list(self._backwards)):  # those inside first
+            self._end_backward(first)
 
     # --- units
 
@@ -138,24 +129,14 @@ class EngineTracer:
         name, span, patches = _name(unit), self.recorder.span, self._patches
 
         def gathered(since: int, *_: object) -> None:
-            kind = "prefetch" if self._prefetching else "gather"
+            used = self.engine.gathering.in_use[-1:] == [unit.index]
+            kind = "gather" if used else "prefetch"
             span(f"{kind} {name}", kind, since, unit=unit.index)
 
         freed = "free" if unit.freed else "reshard"
         patches.timed(unit, "gather", gathered)
         patches.timed(unit, "unshard", lambda since: span(f"unshard {name}", "unshard", since))
         patches.timed(unit, "reshard", lambda since: span(f"{freed} {name}", "free", since))
-
-    def _watch_prefetch(self) -> None:
-
-        def prefetch(method: Method) -> None:
-            self._prefetching = True
-            try:
-                method()
-            finally:
-                self._prefetching = False
-
-        self._patches.put(self.engine.gathering, "prefetch", prefetch)
 
     def _named(self, group: Group) -> str:
         return _name(self.engine.units[group[0]])

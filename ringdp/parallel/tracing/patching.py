@@ -25,7 +25,7 @@ class Patches:
             told(*args)
             return method(*args, **named)
 
-        self.put(of, name, call)
+        self._put(of, name, call)
 
     def after(self, of: object, name: str, told: Callable[..., object]) -> None:
         """Call `told(*args)` after each call that returned."""
@@ -35,7 +35,7 @@ class Patches:
             told(*args)
             return result
 
-        self.put(of, name, call)
+        self._put(of, name, call)
 
     def timed(self, of: object, name: str, told: Callable[..., object]) -> None:
         """Call `told(start_ns, *args)` after each call, whether it returned or raised."""
@@ -47,14 +47,14 @@ class Patches:
             finally:
                 told(since, *args)
 
-        self.put(of, name, call)
+        self._put(of, name, call)
 
     def off(self) -> None:
         for of, name in reversed(self._wrapped):
             delattr(of, name)
         self._wrapped.clear()
 
-    def put(self, of: object, name: str, call: Callable[..., Any]) -> None:
+    def _put(self, of: object, name: str, call: Callable[..., Any]) -> None:
         """Replace the method by `call(method, ...)`."""
         assert name not in vars(of), f"{name} is wrapped already"
         setattr(of, name, partial(call, getattr(of, name)))
