@@ -44,7 +44,8 @@ class Backwards:
         self._now: _Backward | None = None
         self._around = set[int]()  # units that enclose others, and are reduced after these
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
-        self._grad_hooks = [UnitGradHooks(unit, me, handles) for unit in self.units]
+        comes, made = lambda i, at: me.gradient_comes(i, at), lambda i, at: me.gradient_made(i, at)
+        self._grad_hooks = [UnitGradHooks(unit, comes, made, handles) for unit in self.units]
 
     @property
     def running(self) -> bool:

@@ -84,8 +84,8 @@ class Engine(Accounts, Traced):
         self._emptied: sliced.Emptied = []  # during an optimizer's step
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
-        # A weak reference, since torch holds it where the garbage collector cannot see it.
-        self._handles: list[Any] = steps.listen(weakref.proxy(self))
+        me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
+        self._handles = steps.listen(lambda o: me.before_step(o), lambda o: me.after_step(o))
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 

@@ -7,8 +7,9 @@ accumulates into other parameters; these take the user's hooks over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -16,42 +17,36 @@ from torch.autograd.graph import get_gradient_edge
 from ringdp.errors import UsageError
 from ringdp.parallel.unit import FlatUnit
 
-
-class GradListener(Protocol):
-    """What the hooks call: `index` is the unit's, `at` the parameter's in it."""
-
-    def gradient_comes(self, index: int, at: int) -> None:
-        """Autograd has a gradient, which is not yet in .grad."""
-
-    def gradient_made(self, index: int, at: int) -> None:
-        """It is in .grad, and the user's hooks have run."""
+Call = Callable[[int, int], None]  # (the unit's index, the parameter's in it)
 
 
 class UnitGradHooks:
-    """The hooks of one unit, which call `listener`. Their handles are added to `handles`.
+    """The hooks of one unit. Their handles are added to `handles`.
 
-    torch holds `listener` where the garbage collector cannot see it: it must not own the unit.
+    `comes`: called when autograd has a gradient, which is not yet in .grad; `made`: when it is, and
+    the user's hooks have run. torch holds both where the garbage collector cannot see them: they
+    must not own the unit.
     """
 
-    def __init__(self, unit: FlatUnit, listener: GradListener, handles: list[Any]) -> None:
-        self.unit, self.listener, self._handles = unit, listener, handles
+    def __init__(self, unit: FlatUnit, comes: Call, made: Call, handles: list[Any]) -> None:
+        self.unit, self._comes, self._made, self._handles = unit, comes, made, handles
         self._ours: dict[int, Any] = {}  # parameter -> handle of our post-accumulate hook
         self.pending: set[int] = set()  # parameters whose gradients this backward has yet to make
         self.register()
 
     def register(self) -> None:
         """Add hooks to parameters that train and have none yet."""
-        unit, listener, index = self.unit, self.listener, self.unit.index
+        unit, index, comes, made = self.unit, self.unit.index, self._comes, self._made
         for at in [at for at in range(len(unit.parameters)) if at not in self._ours]:
             p, master = unit.computed[at], unit.parameters[at]
             if not p.requires_grad:
                 continue
             unit.thaw()
-            before = master.register_hook(lambda _, at=at: listener.gradient_comes(index, at))  # type: ignore[no-untyped-call]
+            before = master.register_hook(lambda _, at=at: comes(index, at))  # type: ignore[no-untyped-call]
             if p is not master:
                 p._backward_hooks = master._backward_hooks  # one dict: hooks added to either run
             self._ours[at] = p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, at=at: listener.gradient_made(index, at)
+                lambda _, at=at: made(index, at)
             )
             self._handles += [before, self._ours[at]]
             if p is not master:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,39 +25,31 @@ _NOT_BY_ELEMENT = frozenset(
 )
 
 
-class StepListener(Protocol):
-    """What `listen` calls."""
+def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> list[Any]:
+    """Calls both around every step of any optimizer, until the returned handles are removed.
 
-    def before_step(self, optimizer: Optimizer) -> None: ...
-
-    def after_step(self, optimizer: Optimizer) -> None: ...
-
-
-def listen(who: StepListener) -> list[Any]:
-    """Calls `who` around every step of any optimizer, until the returned handles are removed.
-
-    A closure that the step is given runs between an `after_step` and a `before_step`.
+    A closure that the step is given runs between an `after` and a `before`.
     """
 
-    def before(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+    def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
         def wrapped(given: Any) -> Any:
             if not callable(given):
                 return given
 
             def closure() -> Any:
-                who.after_step(optimizer)
+                after(optimizer)
                 loss = given()
-                who.before_step(optimizer)
+                before(optimizer)
                 return loss
 
             return closure
 
-        who.before_step(optimizer)
+        before(optimizer)
         return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in named.items()}
 
     return [
-        register_optimizer_step_pre_hook(before),
-        register_optimizer_step_post_hook(lambda optimizer, *_: who.after_step(optimizer)),
+        register_optimizer_step_pre_hook(begin),
+        register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer)),
     ]
 
 
