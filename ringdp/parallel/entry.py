@@ -13,10 +13,10 @@ from ringdp.errors import UsageError
 from ringdp.parallel import meta
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.guards import copies, resting
+from ringdp.parallel.guards.computed import places
 from ringdp.parallel.layout import layout
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.places import places
 from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.replicas import broadcast, check_equal, facts_of
 from ringdp.parallel.stages import Stage, stage_of

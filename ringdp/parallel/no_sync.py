@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.parallel.grad_buffer import GradBuffer
+from ringdp.parallel.gradients import GradBuffer
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.memory import Ledger
 from ringdp.parallel.unit import FlatUnit

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
-from ringdp.parallel.grad_buffer import GradBuffer
+from ringdp.parallel.gradients import GradBuffer
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.memory import Ledger

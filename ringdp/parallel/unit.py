@@ -15,10 +15,16 @@ from ringdp.parallel import layout
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
 from ringdp.parallel.guards import resting
-from ringdp.parallel.guards.computed import ComputeParam, GatheredParam, follow, set_data
+from ringdp.parallel.guards.computed import (
+    ComputeParam,
+    GatheredParam,
+    Place,
+    follow,
+    put,
+    set_data,
+)
 from ringdp.parallel.memory import Ledger, widths_of
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.places import Place, put
 from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Keep, Stage
 

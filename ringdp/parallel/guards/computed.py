@@ -1,14 +1,15 @@
 """Parameters in their unit's forward and backward: views of the gathered buffer.
 
-With masters apart they are other nn.Parameters (see Note [masters apart] in `unit`). What is
-written to them, as by a weight constraint in forward, would be lost: an error names the parameter.
+With masters apart they are other nn.Parameters (see Note [masters apart] in `unit`), registered in
+the masters' places. What is written to any of them, as by a weight constraint in forward, would be
+lost: an error names the parameter.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -107,3 +108,32 @@ def refuse_lost(names: Sequence[str]) -> None:
             "and what is written is lost. Write to it between steps, when it is this rank's slice, "
             "or within full_parameters(write=True); or keep such values in a buffer"
         )
+
+
+class Place(NamedTuple):
+    """Where a parameter is registered."""
+
+    module: nn.Module
+    name: str
+    plain: bool  # the module has nn.Module's own __setattr__
+
+
+def places(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
+    """Every parameter's places; a tied one has several."""
+    found: dict[nn.Parameter, list[Place]] = {}
+    for module in model.modules():
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        for name, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(p, []).append(Place(module, name, plain))
+    return found
+
+
+def put(at: Sequence[Sequence[Place]], parameters: Sequence[nn.Parameter]) -> None:
+    """Register each parameter in its places."""
+    for where, parameter in zip(at, parameters, strict=True):
+        for module, name, plain in where:
+            if plain:
+                module._parameters[name] = parameter  # setattr takes ten times as long
+            else:  # a recurrent layer also keeps a list of its weights
+                setattr(module, name, parameter)
