@@ -1,4 +1,4 @@
-"""One bucket's memory: several parameters' gradients in a flat buffer that is reduced at once.
+"""What is reduced at once: a flat buffer of several gradients, or one sparse gradient.
 
 Note [gradients live in their bucket]
     Once a gradient is copied into its bucket, `p.grad` becomes a view of it: autograd's tensor is
@@ -17,13 +17,16 @@ Note [gradients live in their bucket]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ringdp.comm import Communicator
+from ringdp.comm.backend.sparse import sum_of_sparse
+from ringdp.errors import ModelError
 from ringdp.parallel.ddp.profiling import all_reduce
+from ringdp.parallel.ddp.settings import Trainable
 from ringdp.parallel.memory import holders
 
 
@@ -35,51 +38,17 @@ class Slot(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Bucket(Protocol):
-    """What is reduced at once: a flat buffer (FlatBucket) or one sparse gradient (SparseBucket).
-
-    `place`: a parameter's index in `slots`."""
-
-    index: int
-    comm: Communicator
-    slots: list[Slot]
-    pending: int  # gradients still to come
-
-    def arm(self) -> None:
-        """Wait for the gradients of the next backward."""
-
-    def take(self, place: int, scale: float) -> None:
-        """Move p.grad in, times `scale`; p.grad will be the result."""
-
-    def take_unused(self, place: int, scale: float) -> None:
-        """Copy in a p.grad that this backward did not make; p.grad stays as it is."""
-
-    def hand_out(self, place: int) -> None:
-        """p.grad becomes the result, if it was unused on this rank only."""
-
-    def blank(self) -> None:
-        """Fill with zeros, in memory that no p.grad uses."""
-
-    def start(self) -> Callable[[], object]:
-        """Start the reduction. Returns a function that waits for it."""
-
-    def tensor(self) -> Tensor:
-        """The gradients, for a communication hook."""
-
-    def store(self, result: Tensor) -> None:
-        """Take a communication hook's result."""
-
-
 class FlatBucket:
-    """A Bucket in the communicator's memory, which peers read and write in place.
+    """Several gradients in the communicator's memory, which peers read and write in place.
 
-    `shared`: gradient_as_bucket_view, so the user expects gradients to be overwritten."""
+    `place`: a parameter's index in `slots`. `shared`: gradient_as_bucket_view, so the user expects
+    gradients to be overwritten."""
 
     def __init__(
         self, index: int, parameters: Sequence[nn.Parameter], comm: Communicator, *, shared: bool
     ) -> None:
         self.index, self.comm, self.shared = index, comm, shared
-        self.pending = len(parameters)
+        self.pending = len(parameters)  # gradients still to come
         self.slots: list[Slot] = []
         self.elements, self.dtype = 0, parameters[0].dtype
         for p in parameters:
@@ -89,50 +58,51 @@ class FlatBucket:
         self._replace()
 
     def arm(self) -> None:
+        """Wait for the gradients of the next backward."""
         self.pending, self._fresh = len(self.slots), False
 
-    def take(self, place: int, scale: float) -> None:
+    def take(self, place: int, scale: float, *, unused: bool) -> None:
+        """Move p.grad in, times `scale`; p.grad becomes the result. If `unused`, this backward did
+        not make it: it is copied, and stays as it is unless `hand_out` is called."""
+        parameter = self.slots[place].parameter
+        if unused and self._is_here(parameter.grad, place):
+            parameter.grad = self._parts[place].clone()
         self._own()
-        parameter, part = self.slots[place].parameter, self._parts[place]
-        gradient = parameter.grad
-        if gradient is None:
-            parameter.grad = part.data.zero_()
-        elif self._is_here(gradient, place):
+        gradient, part = parameter.grad, self._parts[place]
+        if self._is_here(gradient, place):
             gradient.detach().mul_(scale)
-        else:
-            torch.mul(gradient.detach(), scale, out=part)
-            parameter.grad = part.data
-
-    def take_unused(self, place: int, scale: float) -> None:
-        parameter, part = self.slots[place].parameter, self._parts[place]
-        if self._is_here(parameter.grad, place):
-            parameter.grad = part.clone()
-        self._own()
-        part = self._parts[place]
-        if parameter.grad is None:
+            return
+        if gradient is None:
             part.zero_()
         else:
-            torch.mul(parameter.grad.detach(), scale, out=part)
+            torch.mul(gradient.detach(), scale, out=part)
+        if not unused:
+            parameter.grad = part.data
 
     def hand_out(self, place: int) -> None:
+        """p.grad becomes the result, where it was unused on this rank only."""
         self.slots[place].parameter.grad = self._parts[place].data
 
     def blank(self) -> None:
+        """Fill with zeros, in memory that no p.grad uses."""
         self._replace()
         self.flat.zero_()
 
     def start(self) -> Callable[[], object]:
+        """Start the reduction. Returns a function that waits for it."""
         flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
         return all_reduce(self.comm, flat, tag=self.index).wait
 
     def tensor(self) -> Tensor:
+        """The gradients, for a communication hook."""
         return self.flat
 
     def store(self, result: Tensor) -> None:
+        """Take a communication hook's result."""
         if result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(result.detach().view(-1))
 
-    def _is_here(self, gradient: Tensor | None, place: int) -> bool:
+    def _is_here(self, gradient: Tensor | None, place: int) -> TypeGuard[Tensor]:
         """Whether the gradient is a view of its place in the buffer."""
         return gradient is not None and gradient.data_ptr() == self._addresses[place]
 
@@ -155,6 +125,52 @@ class FlatBucket:
         start, size = flat.data_ptr(), flat.element_size()
         self._addresses = [start + slot.offset * size for slot in self.slots]
         self._alone = holders(self.flat)
+
+
+class SparseBucket:
+    """One sparse gradient, as of nn.Embedding(sparse=True), of which ranks exchange the rows and
+    their indices. The methods are FlatBucket's. Without memory between backwards."""
+
+    def __init__(self, index: int, of: Trainable, comm: Communicator) -> None:
+        self.index, self.name, self.comm = index, of.name, comm
+        self.slots = [Slot(of.parameter, 0, of.parameter.stride())]
+        self.pending, self._unused = 1, True
+        self._sum = of.parameter.detach().new_empty(0)
+
+    def arm(self) -> None:
+        self.pending, self._unused = 1, True
+
+    def take(self, place: int, scale: float, *, unused: bool) -> None:
+        gradient = self.slots[place].parameter.grad
+        if gradient is None:
+            self.blank()
+        elif not gradient.is_sparse:
+            raise ModelError(f"Expected {self.name} to have sparse gradient, as its module says")
+        else:
+            self._sum = gradient.detach() * scale
+        self._unused = unused
+
+    def hand_out(self, place: int) -> None:
+        self.slots[place].parameter.grad = self._sum
+
+    def blank(self) -> None:
+        p = self.slots[0].parameter
+        rows, indices = p.detach().new_empty(0, *p.shape[1:]), torch.empty(1, 0, dtype=torch.int64)
+        self._sum = torch.sparse_coo_tensor(indices, rows, p.shape, check_invariants=False)
+
+    def start(self) -> Callable[[], object]:
+        return lambda: self.store(sum_of_sparse(self.comm, self._sum, tag=self.index))
+
+    def tensor(self) -> Tensor:
+        return self._sum
+
+    def store(self, result: Tensor) -> None:
+        self._sum = result
+        if not self._unused:
+            self.hand_out(0)
+
+
+Bucket = FlatBucket | SparseBucket
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:

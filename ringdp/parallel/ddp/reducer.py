@@ -35,7 +35,7 @@ from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
-from ringdp.parallel.ddp.bucket import Bucket, FlatBucket
+from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, SparseBucket
 from ringdp.parallel.ddp.bucketing import Gradient, assign, at_first
 from ringdp.parallel.ddp.builtin_hooks import BuiltIn
 from ringdp.parallel.ddp.comm_hooks import CommHook
@@ -46,7 +46,6 @@ from ringdp.parallel.ddp.optimizer_in_backward import step, taken_off
 from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
 from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
 from ringdp.parallel.ddp.settings import Settings, Trainable
-from ringdp.parallel.ddp.sparse import SparseBucket
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
 from ringdp.parallel.ddp.tracing import ReducerTracer, TracedReducer
 from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
@@ -209,7 +208,7 @@ class Reducer(TracedReducer):
         """All parts of a gradient are in p.grad, or it is `unused` in this backward."""
         bucket, place = self._places[index]
         self.mixed_precision.restore(self.parameters[index].parameter)
-        (bucket.take_unused if unused else bucket.take)(place, self._scale)
+        bucket.take(place, self._scale, unused=unused)
         bucket.pending -= 1
         if bucket.pending == 0:
             self._issue()
