@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp.builtin_hooks import BuiltIn
-from ringdp.parallel.ddp.comm_hooks import CommHook
+from ringdp.parallel.ddp.comm_hooks import BuiltIn, CommHook
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.runtime_log import RuntimeLog

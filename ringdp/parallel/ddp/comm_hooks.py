@@ -1,11 +1,15 @@
-"""Communication hooks: torch's contract for what DDP passes them and what they return.
+"""Communication hooks: torch's contract for what DDP passes them and returns, and those built in.
 
     hook(state, bucket) -> torch.futures.Future of the reduced bucket
     hook(state, {name: buffer}) -> None, or futures to wait for at the end of backward
 
 The gradients in the bucket are this rank's, not divided by n. torch's own hooks
 (torch.distributed.algorithms.ddp_comm_hooks) run unchanged, over the torch.distributed group in
-their state, not over ringdp.
+their state, not over ringdp. The built-in ones run over ringdp: torch's BuiltinCommHookType, and
+mixed precision's.
+
+    ALLREDUCE      divide every gradient by n, then sum: the same as without a hook
+    FP16_COMPRESS  the same in float16
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as _TorchsBucket
 
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.bucket import Bucket
+from ringdp.parallel.ddp.profiling import all_reduce
 from ringdp.parallel.ddp.runtime_log import RuntimeLog
 
 EMPTY = inspect.Signature.empty
@@ -27,6 +33,7 @@ CONTRACT = {
     "bucket": (_TorchsBucket, "dist.GradBucket"),
     "return": (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
 }
+BUILT_IN = {BuiltinCommHookType.ALLREDUCE: None, BuiltinCommHookType.FP16_COMPRESS: torch.float16}
 
 
 class NotAHook(UsageError, TypeError):
@@ -106,6 +113,41 @@ class CommHook(NamedTuple):
             bucket.store(tensors[0])
 
         return finish
+
+
+class BuiltIn(NamedTuple):
+    """`dtype`: of the sum; None is the bucket's. `divides_sum`: the sum is divided by n, not the
+    gradients."""
+
+    name: str
+    dtype: torch.dtype | None
+    divides_sum: bool = False
+
+    def start(self, bucket: Bucket, *, last: bool) -> Callable[[], object]:
+        """As `Bucket.start`."""
+        gradients, ranks = bucket.tensor(), bucket.comm.size
+        if self.dtype is None and not self.divides_sum:
+            bucket.store(gradients.div_(ranks))
+            return bucket.start()
+        if gradients.is_sparse:
+            raise UsageError(f"{self.name} takes no sparse gradients: register ALLREDUCE")
+        low = gradients.to(self.dtype)
+        if not self.divides_sum:
+            low.div_(ranks)
+        work = all_reduce(bucket.comm, low, tag=bucket.index)
+
+        def finish() -> None:
+            work.wait()
+            bucket.store(low.div_(ranks) if self.divides_sum else low)
+
+        return finish
+
+
+def built_in(kind: Any) -> BuiltIn:
+    """The hook of that BuiltinCommHookType. Raises UsageError for others."""
+    if kind not in BUILT_IN:
+        raise UsageError(f"the hook is {kind!r}; allowed: {', '.join(map(str, BUILT_IN))}")
+    return BuiltIn(str(kind), BUILT_IN[kind])
 
 
 class BufferHook(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import UsageError
-from ringdp.parallel.ddp.builtin_hooks import BuiltIn
+from ringdp.parallel.ddp.comm_hooks import BuiltIn
 from ringdp.parallel.values.inputs import cast, give_back, moved
 
 FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")

@@ -20,8 +20,14 @@ from ringdp.parallel import replicas
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.ddp import arguments, unreduced
 from ringdp.parallel.ddp.bucketing import MIB
-from ringdp.parallel.ddp.builtin_hooks import BuiltIn, built_in
-from ringdp.parallel.ddp.comm_hooks import BufferHook, CommHook, NotAHook, checked
+from ringdp.parallel.ddp.comm_hooks import (
+    BufferHook,
+    BuiltIn,
+    CommHook,
+    NotAHook,
+    built_in,
+    checked,
+)
 from ringdp.parallel.ddp.join import ALONE, Joining
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.nested import EnclosingDDPs
@@ -223,7 +229,7 @@ class DistributedDataParallel(nn.Module, Joining, TorchAPI):
         self._register(CommHook(state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """A torch.distributed.BuiltinCommHookType: see `builtin_hooks`."""
+        """A torch.distributed.BuiltinCommHookType: see `comm_hooks`."""
         self._register(built_in(comm_hook_type))
 
     def _register(self, hook: CommHook | BuiltIn) -> None:

@@ -37,8 +37,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, SparseBucket
 from ringdp.parallel.ddp.bucketing import Gradient, assign, at_first
-from ringdp.parallel.ddp.builtin_hooks import BuiltIn
-from ringdp.parallel.ddp.comm_hooks import CommHook
+from ringdp.parallel.ddp.comm_hooks import BuiltIn, CommHook
 from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
 from ringdp.parallel.ddp.grad_hooks import GradHooks, distributed_autograd_error, raiser
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
