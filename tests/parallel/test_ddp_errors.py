@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
-from ringdp.parallel.ddp import base
+from ringdp.parallel.ddp import module
 from tests.parallel.ddp_cases import (
     Outputs,
     backward,
@@ -193,7 +193,7 @@ def unmade(comm: Communicator) -> str:
     """It is a property of a module, which answers an AttributeError by its own."""
     net = copy.deepcopy(DistributedDataParallel(mlp()))
     comm.barrier()
-    with patch.object(base, "Reducer", side_effect=AttributeError("no such thing")):
+    with patch.object(module, "Reducer", side_effect=AttributeError("no such thing")):
         return says(lambda: net.reducer, RuntimeError)
 
 

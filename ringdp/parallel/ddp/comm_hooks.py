@@ -43,7 +43,7 @@ class NotAHook(UsageError, TypeError):
         super().__init__(f"Communication hook must be callable; this one is {given!r}")
 
 
-def checked(hook: Any, runtime_log: RuntimeLog) -> None:
+def check(hook: Any, runtime_log: RuntimeLog) -> None:
     """Raise NotAHook, or UsageError if its annotations differ from the contract."""
     if not callable(hook):
         raise runtime_log.failed(NotAHook(hook))
@@ -141,6 +141,9 @@ class BuiltIn(NamedTuple):
             bucket.store(low.div_(ranks) if self.divides_sum else low)
 
         return finish
+
+
+Hook = CommHook | BuiltIn
 
 
 def built_in(kind: Any) -> BuiltIn:

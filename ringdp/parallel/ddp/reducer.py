@@ -37,7 +37,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, SparseBucket
 from ringdp.parallel.ddp.bucketing import Gradient, assign, at_first
-from ringdp.parallel.ddp.comm_hooks import BuiltIn, CommHook
+from ringdp.parallel.ddp.comm_hooks import Hook
 from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
 from ringdp.parallel.ddp.grad_hooks import GradHooks, distributed_autograd_error, raiser
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
@@ -67,7 +67,7 @@ class Reducer(TracedReducer):
         self.parameters, self.comm, self.settings = parameters, comm, settings
         self.mixed_precision, self.runtime_log = mixed_precision, runtime_log
         self.uneven: UnevenInputs | None = None  # inside a join, where shadows reduce every bucket
-        self.hook: CommHook | BuiltIn | None = None
+        self.hook: Hook | None = None
         self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
         self._build()
         # See `optimizer_in_backward`; known in a forward.

@@ -1,4 +1,4 @@
-"""Undocumented attributes and methods of torch's DDP that frameworks use.
+"""DistributedDataParallel: the undocumented names of torch's class too, which frameworks use.
 
     read    its arguments, devices and buffers
     call    _set_static_graph, _get_ddp_logging_data, _check_reducer_finalized, ...
@@ -9,28 +9,31 @@ Left out: what is for GPUs only (`to_kwargs`, `scatter`, `gather`), and torch's 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp import arguments, logging_data
-from ringdp.parallel.ddp.base import Base
+from ringdp.parallel.ddp import arguments, comm_hooks, logging_data
+from ringdp.parallel.ddp.module import Replica
 from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
 SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
-class TorchAPI(Base):
-    """The part of DistributedDataParallel that exists for torch's names."""
+class DistributedDataParallel(Replica):
+    """Averages `module`'s gradients over all ranks while backward runs, as torch's class does.
 
-    device_ids: list[int | None] | None
-    output_device: int | None
-    _started: bool
+    Parameters and buffers take rank 0's values at construction, buffers again before every forward.
+    After `loss.backward()` every p.grad is the average over the ranks, with the same bits on each.
+    Construction, forward and backward are collective: all ranks must run them equally often.
+    """
 
     broadcast_bucket_size = replicas.PIECE
     require_manual_backward_finalization = False
@@ -77,11 +80,7 @@ class TorchAPI(Base):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward, or the running one, synchronizes buffers."""
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and bool(self.named_module_buffers)
-        )
+        return bool(self._synced_buffers)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -111,6 +110,22 @@ class TorchAPI(Base):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """A torch.distributed.BuiltinCommHookType: see `comm_hooks`."""
+        self._register(comm_hooks.built_in(comm_hook_type))
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """`hook(state, buffers)` synchronizes buffers instead of rank 0's broadcast."""
+        if not callable(hook):
+            raise comm_hooks.NotAHook(hook)
+        before = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
+        self._buffer_hook = comm_hooks.BufferHook(state, hook, before)
 
     def _set_static_graph(self) -> None:
         """torch's older name for static_graph=True. Before the first forward. Collective."""
@@ -216,3 +231,6 @@ class TorchAPI(Base):
                 f"{len(names)}, and {len(index)} were given"
             )
         return names
+
+
+_Torchs.register(DistributedDataParallel)  # isinstance() of torch's class, as libraries check

@@ -7,12 +7,11 @@
 Collectives inside the model, such as SyncBatchNorm's, are not shadowed.
 
 `ddp.join()` does this over ringdp alone. torch's `Join([ddp, optimizer])` counts the training ranks
-over its torch.distributed group, and asks each joinable to shadow one iteration (see `join`).
+over its torch.distributed group, and asks each joinable to shadow one iteration (see `module`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,8 +58,3 @@ class UnevenInputs:
         self.root = max(training, default=self.root)
         self.divisor = self.comm.size if self.initial_size else max(len(training), 1)
         return found[self.root]
-
-    def shadow(self, step: Callable[[Status], None]) -> None:
-        """Call `step` for each forward of the others, until all have run out. Collective."""
-        while (status := self.exchange(Status())).trains:
-            step(status)
