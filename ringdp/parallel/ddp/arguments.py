@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,34 @@ from torch.nn import SyncBatchNorm as _TorchsSyncBatchNorm
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.bucketing import CAPS, MIB, WIRED
-from ringdp.parallel.ddp.settings import Trainable
+
+
+class Trainable(NamedTuple):
+    """A parameter that trains; `sparse`: its gradient will be sparse."""
+
+    name: str
+    parameter: nn.Parameter
+    sparse: bool
+
+
+class Settings(NamedTuple):
+    """DDP's arguments of the same names; `caps`: bytes of buckets, see `bucketing`."""
+
+    caps: tuple[int, ...]
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    skip_all_reduce_unused_params: bool = False
+
+    @property
+    def seeks_unused(self) -> bool:
+        """Unused parameters are determined in every backward."""
+        return self.find_unused_parameters and not self.static_graph
+
+    @property
+    def has_unused(self) -> bool:
+        """Parameters may lack a gradient."""
+        return self.find_unused_parameters or self.static_graph
 
 
 def caps(one: float | None, several: Sequence[float], comm: Communicator) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ringdp.parallel.ddp.settings import Settings
+from ringdp.parallel.ddp.arguments import Settings
 
 
 def advice(settings: Settings) -> str:

@@ -1,4 +1,5 @@
-"""A reducer's hooks on autograd, which do not keep the reducer alive."""
+"""A reducer's hooks on autograd, which do not keep the reducer alive; and torch's, for optimizers
+that step in backward."""
 
 from __future__ import annotations
 
@@ -75,6 +76,22 @@ def _listener(ref: weakref.ref[Listener], index: int) -> Callable[..., None]:
             reducer.made(index)
 
     return made
+
+
+def take_off_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Remove the hooks of torch's _apply_optimizer_in_backward, which step a parameter's optimizer
+    once its gradient is accumulated, before it is reduced. Returns the parameters with such
+    optimizers."""
+    found = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
+    if found:  # whoever made them has imported this; it takes 1.5 s
+        from torch.distributed.optim.apply_optimizer_in_backward import (
+            param_to_optim_hook_handle_map as handles,
+        )
+
+        for p in found:
+            for handle in handles.get(p, ()):  # type: ignore[no-untyped-call]
+                handle.remove()
+    return found
 
 
 def raiser(error: Exception) -> Callable[[], None]:

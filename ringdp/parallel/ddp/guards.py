@@ -22,8 +22,8 @@ from typing import Any
 from torch import nn
 
 from ringdp.errors import ModelError
+from ringdp.parallel.ddp.arguments import Trainable
 from ringdp.parallel.ddp.reducer import Reducer
-from ringdp.parallel.ddp.settings import Trainable
 
 SHOWN = 3  # names in an error
 

@@ -24,7 +24,6 @@ from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.profiling import broadcast, span
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.runtime_log import RuntimeLog
-from ringdp.parallel.ddp.settings import Settings
 from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
 from ringdp.parallel.ddp.uneven_inputs import Status, UnevenInputs
 from ringdp.parallel.guards import copies
@@ -102,7 +101,7 @@ class Replica(nn.Module, JoinableOverGroup):
         self._outer: Collection[Any] = ()  # weak: DDPs around this one, which may be made later
         self._reducer: Reducer | None = None
         self._comm: Communicator | None = communicator_of(self._group, module.parameters())
-        self.settings = Settings(
+        self.settings = arguments.Settings(
             caps=arguments.caps(bucket_cap_mb, bucket_cap_mb_list or (), self.comm),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,

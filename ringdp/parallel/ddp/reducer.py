@@ -35,16 +35,20 @@ from torch.autograd import Variable
 
 from ringdp.comm import Communicator
 from ringdp.errors import CommunicationError, ModelError
+from ringdp.parallel.ddp.arguments import Settings, Trainable
 from ringdp.parallel.ddp.bucket import Bucket, FlatBucket, SparseBucket
 from ringdp.parallel.ddp.bucketing import Gradient, assign, at_first
 from ringdp.parallel.ddp.comm_hooks import Hook
 from ringdp.parallel.ddp.error_messages import again, once_more, unfinished
-from ringdp.parallel.ddp.grad_hooks import GradHooks, distributed_autograd_error, raiser
+from ringdp.parallel.ddp.grad_hooks import (
+    GradHooks,
+    distributed_autograd_error,
+    raiser,
+    take_off_optimizers,
+)
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
-from ringdp.parallel.ddp.optimizer_in_backward import step, taken_off
 from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
 from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
-from ringdp.parallel.ddp.settings import Settings, Trainable
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
 from ringdp.parallel.ddp.tracing import ReducerTracer, TracedReducer
 from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
@@ -70,7 +74,7 @@ class Reducer(TracedReducer):
         self.hook: Hook | None = None
         self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
         self._build()
-        # See `optimizer_in_backward`; known in a forward.
+        # Those whose optimizers step in backward, known in a forward.
         self._stepping: list[nn.Parameter] | None = None
         # This backward, or the last.
         self.state = RESTING
@@ -78,7 +82,6 @@ class Reducer(TracedReducer):
         self.started = 0  # buckets
         self._left: list[int] = []  # of each gradient: parts still to come
         self._order: dict[int, None] = {}  # parameters in the order of gradients
-        self._ordering = False  # whether to record it
         self._again = False  # whether another backward has reached the outputs since
         # Learned from all of them.
         self._learning = settings.static_graph
@@ -118,14 +121,11 @@ class Reducer(TracedReducer):
         """`reduces`: its backward will. Collective once: see `_rebuild_buckets`."""
         self._again = False
         if self._stepping is None:
-            self._stepping = taken_off(t.parameter for t in self.parameters)
+            self._stepping = take_off_optimizers(t.parameter for t in self.parameters)
         if reduces:
-            self.prepare_for_forward()
+            self.runtime_log.begin()
+            self.grad_hooks.let_go()
             self._rebuild_buckets()
-
-    def prepare_for_forward(self) -> None:
-        self.runtime_log.begin()
-        self.grad_hooks.let_go()
 
     def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
         if reduces:
@@ -160,9 +160,7 @@ class Reducer(TracedReducer):
         self.state = ARMED
         self._next = self.started = 0
         self._left = list(self._expected)
-        self._ordering = self.runtime_log.sampling or not self.rebuilt
-        if self._ordering:
-            self._order.clear()
+        self._order.clear()
         for bucket in self.buckets:
             bucket.arm()
         if self._seeks_unused:
@@ -183,10 +181,10 @@ class Reducer(TracedReducer):
         self.runtime_log.mark(GRADIENT)
         if self.state is ARMED:
             self._begin(index)
-        if self._ordering:
-            self._order.pop(index, None)
-            self._order[index] = None
         self._left[index] -= 1
+        if self._learning:
+            self._order.pop(index, None)  # its last part counts
+        self._order[index] = None
         if self._learning:
             return  # everything is reduced at the end
         if self._left[index] < 0:
@@ -288,7 +286,10 @@ class Reducer(TracedReducer):
             if self._users[index]:
                 bucket, place = self._places[index]
                 bucket.hand_out(place)
-        step(self._stepping or ())
+        for p in self._stepping or ():
+            for optimizer in p._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+            p.grad = None
         self.grad_hooks.let_go()
         self._used.clear()
         self.state = RESTING
