@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,16 +101,6 @@ class DistributedDataParallel(Replica):
 
     # ---- call
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Set the names that a DistributedDataParallel around `module` ignores."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """A torch.distributed.BuiltinCommHookType: see `comm_hooks`."""
         self._register(comm_hooks.built_in(comm_hook_type))
@@ -185,17 +175,6 @@ class DistributedDataParallel(Replica):
     def finalize_backward(self) -> None:
         """No effect: everything is reduced when backward returns."""
 
-    def _check_reducer_finalized(self) -> None:
-        """Raise ModelError unless the last backward finished its reductions."""
-        self.reducer._check_reducer_finalized()
-
-    def _remove_autograd_hooks(self) -> None:
-        """From now on backwards reduce nothing, so that another DistributedDataParallel can."""
-        self.reducer._remove_autograd_hooks()
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """No effect: outputs can be changed in place here without the clone that torch makes."""
-
     def _default_broadcast_coalesced(
         self,
         bufs: Sequence[Tensor] | None = None,
@@ -213,24 +192,19 @@ class DistributedDataParallel(Replica):
         found = arguments.trainables(self.module, self.parameters_to_ignore)
         return [t.parameter for t in found], [t.sparse for t in found]
 
-    def _build_debug_param_to_name_mapping(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> dict[int, str]:
-        """Index -> name. Raises UsageError unless these are the reduced parameters."""
-        index = {p: i for i, p in enumerate(parameters)}
-        names: dict[int, str] = {}
-        for name, p, _ in arguments.trainables(self.module, self.parameters_to_ignore):
-            if p not in index:
-                raise UsageError(
-                    f"Param with name {name} is trained by the module, and not among `parameters`"
-                )
-            names[index[p]] = name
-        if len(names) != len(index):
-            raise UsageError(
-                "Expected param to name mapping to cover all parameters: the module trains "
-                f"{len(names)}, and {len(index)} were given"
-            )
-        return names
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        raise self._runtime_log.failed(err_type(err_msg))
+
+    # ---- torch's own, which use no more than the names above
+
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        _Torchs._set_params_and_buffers_to_ignore_for_model
+    )
+    _build_debug_param_to_name_mapping = _Torchs._build_debug_param_to_name_mapping
+    _check_reducer_finalized = _Torchs._check_reducer_finalized
+    _remove_autograd_hooks = _Torchs._remove_autograd_hooks
+    # No effect: outputs can be changed in place here without the clone that torch makes.
+    _set_ddp_sink_clone = _Torchs._set_ddp_sink_clone
 
 
 _Torchs.register(DistributedDataParallel)  # isinstance() of torch's class, as libraries check
