@@ -6,17 +6,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer, lr_scheduler
 
 from ringdp.errors import UsageError
-from ringdp.parallel.fronts import deepspeed_schedulers
+from ringdp.parallel.fronts.deepspeed_schedulers import SCHEDULERS
 from ringdp.parallel.optim import AdamW
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
@@ -38,6 +37,10 @@ class Key(NamedTuple):
     below: float = math.inf
 
 
+def _only(default: Any, *names: str) -> dict[str, Key]:
+    return dict.fromkeys(names, Key(default, "only"))
+
+
 _OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
 _OFF = (
     "amp", "autotuning", "comet", "comms_logger", "compile", "csv_monitor", "curriculum_learning",
@@ -51,17 +54,15 @@ KEYS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
     "gradient_accumulation_steps": Key(None, "whole", 1),
     "gradient_clipping": Key(0.0, "number"),
-    "prescale_gradients": Key(False, "only"),
-    "gradient_predivide_factor": Key(1.0, "only"),
     "communication_data_type": Key(None, "dtype"),  # of gradients
     "steps_per_print": Key(None, "whole", 1),
-    "wall_clock_breakdown": Key(False, "only"),
-    "memory_breakdown": Key(False, "only"),
-    "dump_state": Key(False, "only"),
-    "sparse_gradients": Key(False, "only"),
     # Any optimizer that steps element by element is taken.
     "zero_allow_untested_optimizer": Key(True, "bool"),
-    "zero_force_ds_cpu_optimizer": Key(False, "only"),
+    **_only(
+        False, "prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+        "sparse_gradients", "zero_force_ds_cpu_optimizer",
+    ),
+    **_only(1.0, "gradient_predivide_factor"),
     "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
     "scheduler": {"type": Key(None, "scheduler"), "params": Key({}, "options")},
     "fp16": {
@@ -70,20 +71,13 @@ KEYS: dict[str, Any] = {
         "initial_scale_power": Key(16, "whole", below=128),  # what float32 holds
         "loss_scale_window": Key(1000, "whole", 1),
         "hysteresis": Key(2, "whole", 1),
-        "consecutive_hysteresis": Key(False, "only"),
         "min_loss_scale": Key(1, "number"),
-        "auto_cast": Key(False, "only"),
-        "fp16_master_weights_and_grads": Key(False, "only"),
+        **_only(False, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"),
     },
     "bf16": {"enabled": Key(False, "bool")},
     "zero_optimization": {
         "stage": Key(0, "whole"),
         "overlap_comm": Key(True, "bool"),
-        "contiguous_gradients": Key(True, "only"),
-        "reduce_scatter": Key(True, "only"),
-        "allgather_partitions": Key(True, "only"),
-        "round_robin_gradients": Key(False, "only"),
-        "cpu_offload": Key(False, "only"),
         "reduce_bucket_size": Key(None, "whole", 1),
         "allgather_bucket_size": Key(None, "whole", 1),
         "offload_optimizer": _OFFLOAD,
@@ -91,41 +85,41 @@ KEYS: dict[str, Any] = {
         "stage3_prefetch_bucket_size": Key(None, "whole"),
         "stage3_param_persistence_threshold": Key(0, "whole"),
         "stage3_max_live_parameters": Key(None, "whole"),
-        "stage3_max_reuse_distance": Key(1e9, "only"),
         "stage3_gather_16bit_weights_on_model_save": Key(False, "bool"),  # of save_16bit_model
-        "sub_group_size": Key(1e9, "only"),
-        "ignore_unused_parameters": Key(True, "only"),
         "memory_efficient_linear": Key(False, "bool"),  # torch's linear layers are
-        "zero_hpz_partition_size": Key(1, "only"),
-        "zero_quantized_weights": Key(False, "only"),
-        "zero_quantized_gradients": Key(False, "only"),
-        "zero_quantized_nontrainable_weights": Key(False, "only"),
+        **_only(
+            True, "allgather_partitions", "contiguous_gradients", "ignore_unused_parameters",
+            "reduce_scatter",
+        ),
+        **_only(
+            False, "cpu_offload", "round_robin_gradients", "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+        ),
+        **_only(1, "zero_hpz_partition_size"),
+        **_only(1e9, "stage3_max_reuse_distance", "sub_group_size"),
     },
     "activation_checkpointing": {
-        "partition_activations": Key(False, "only"),
-        "cpu_checkpointing": Key(False, "only"),
-        "contiguous_memory_optimization": Key(False, "only"),
-        "number_checkpoints": Key(None, "only"),
-        "synchronize_checkpoint_boundary": Key(False, "only"),
-        "profile": Key(False, "only"),
+        **_only(
+            False, "contiguous_memory_optimization", "cpu_checkpointing", "partition_activations",
+            "profile", "synchronize_checkpoint_boundary",
+        ),
+        **_only(None, "number_checkpoints"),
     },
     **dict.fromkeys(_OFF, Key({}, "off")),
-}
+}  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMS = ("adam", "adamw")  # in any case
-# The meaning of "auto" (in configs for Hugging Face's Trainer), by key; for other keys it is an
-# error that asks for a value.
-AUTO: dict[str, Any] = dict.fromkeys(
-    (
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-        "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold", "stage3_max_live_parameters", "warmup_max_lr",
-    )
-) | {"warmup_min_lr": 0.0}  # fmt: skip
+# Keys whose value may be "auto", as in configs for Hugging Face's Trainer: it means null. For other
+# keys it is an error that asks for a value.
+AUTO = frozenset((
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_max_live_parameters", "warmup_max_lr",
+    "warmup_min_lr",
+))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Batches:
+class Batches(NamedTuple):
     """train_batch_size = micro * accumulation * ranks."""
 
     micro: int
@@ -175,24 +169,23 @@ def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
     name, options = said["optimizer"]["type"], dict(said["optimizer"]["params"])
     if name is None:
         return None
-    made_by: Callable[..., Optimizer]
+    made_by: Any = getattr(torch.optim, name, None)
     if name.lower() in ADAMS:
         decays = options.pop("adam_w_mode", True) or name.lower() == "adamw"
-        if options.pop("torch_adam", False):
-            made_by = torch.optim.AdamW if decays else torch.optim.Adam
-        else:
+        made_by = torch.optim.AdamW if decays else torch.optim.Adam
+        if not options.pop("torch_adam", False):
             made_by = AdamW if decays else torch.optim.Adam
             options.setdefault("weight_decay", 0.0)
-    else:
-        made_by = getattr(torch.optim, name)
-
     return partial(_made, "optimizer", name, made_by, options)
 
 
-def scheduler(said: dict[str, Any]) -> Callable[[Optimizer], LRScheduler] | None:
+def scheduler(said: dict[str, Any]) -> Callable[[Optimizer], lr_scheduler.LRScheduler] | None:
     """A function that makes the scheduler that the config names, if any."""
     name, options = said["scheduler"]["type"], said["scheduler"]["params"]
-    return name and partial(_made, "scheduler", name, deepspeed_schedulers.named(name), options)
+    if name is None:
+        return None
+    made_by = SCHEDULERS.get(name) or getattr(lr_scheduler, name)
+    return partial(_made, "scheduler", name, made_by, options)
 
 
 def _made(section: str, name: str, made_by: Any, options: dict[str, Any], of: Any) -> Any:
@@ -225,10 +218,13 @@ def _value(where: str, value: Any, key: Key) -> Any:
         "device": (value in ("none", "cpu"), "'none', 'cpu'"),
         "dtype": (value in [*DTYPES], ", ".join(map(repr, DTYPES))),
         "bool": (isinstance(value, bool), "true, false"),
-        "optimizer": (_is_optimizer(value), "Adam, AdamW, and torch.optim's names"),
+        "optimizer": (
+            str(value).lower() in ADAMS or _has(torch.optim, value, Optimizer),
+            "Adam, AdamW, and torch.optim's names",
+        ),
         "scheduler": (
-            isinstance(value, str) and deepspeed_schedulers.named(value) is not None,
-            f"{', '.join(deepspeed_schedulers.OURS)}, and torch.optim.lr_scheduler's names",
+            str(value) in SCHEDULERS or _has(lr_scheduler, value, lr_scheduler.LRScheduler),
+            f"{', '.join(SCHEDULERS)}, and torch.optim.lr_scheduler's names",
         ),
         "options": (isinstance(value, Mapping), "keyword arguments"),
         "only": (_is(value, key.default), json.dumps(key.default)),
@@ -249,7 +245,7 @@ def _value(where: str, value: Any, key: Key) -> Any:
 
 
 def _known(name: str, value: Any) -> Any:
-    return AUTO[name] if name in AUTO and _is(value, "auto") else value
+    return None if name in AUTO and _is(value, "auto") else value
 
 
 def _is(value: object, default: object) -> bool:
@@ -261,8 +257,7 @@ def _is_off(section: object) -> bool:
     return isinstance(section, Mapping) and section.get("enabled", False) is False
 
 
-def _is_optimizer(name: object) -> bool:
-    if not isinstance(name, str):
-        return False
-    found = getattr(torch.optim, name, None)
-    return name.lower() in ADAMS or (isinstance(found, type) and issubclass(found, Optimizer))
+def _has(module: ModuleType, name: object, kind: type) -> bool:
+    """Whether the module has a class of that name and kind."""
+    found = getattr(module, str(name), None)
+    return isinstance(found, type) and issubclass(found, kind)

@@ -23,20 +23,20 @@ from torch.optim import Optimizer, lr_scheduler
 class WarmupLR(lr_scheduler.LRScheduler):
     """`warmup_max_lr`: by default the lr of the optimizer's first group. Raises ValueError."""
 
+    total: int | None = None  # the step at which it has fallen, if it falls
+
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_min_lr: float = 0.0,
+        warmup_min_lr: float | None = None,
         warmup_max_lr: float | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
-        total_num_steps: int | None = None,
     ) -> None:
         if warmup_type not in ("log", "linear") or warmup_num_steps < 1:
             raise ValueError("allowed: warmup_type 'log' or 'linear', at least 1 warmup_num_steps")
-        self.low, self.high = float(warmup_min_lr), warmup_max_lr
-        self.rising, self.total = max(2, warmup_num_steps), total_num_steps
-        self.linear = warmup_type == "linear"
+        self.low, self.high = float(warmup_min_lr or 0.0), warmup_max_lr
+        self.rising, self.linear = max(2, warmup_num_steps), warmup_type == "linear"
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
@@ -59,14 +59,13 @@ class WarmupDecayLR(WarmupLR):
         self,
         optimizer: Optimizer,
         total_num_steps: int,
-        warmup_min_lr: float = 0.0,
-        warmup_max_lr: float = 0.001,
+        warmup_min_lr: float | None = None,
+        warmup_max_lr: float | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
     ) -> None:
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, total_num_steps
-        )
+        self.total = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
 
 
 class WarmupCosineLR(WarmupLR):
@@ -140,11 +139,9 @@ class OneCycle(lr_scheduler.LRScheduler):
         return [lr] * len(self.base_lrs)
 
 
-OURS: dict[str, Any] = {k.__name__: k for k in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle)}
-
-
-def named(name: str) -> type[lr_scheduler.LRScheduler] | None:
-    """DeepSpeed's or torch's of that name, if there is one."""
-    found = OURS.get(name, getattr(lr_scheduler, name, None))
-    is_one = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
-    return found if is_one else None
+SCHEDULERS: dict[str, Any] = {
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+    "OneCycle": OneCycle,
+}
