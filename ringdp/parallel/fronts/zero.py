@@ -8,7 +8,6 @@ of a rank that has some, and with its own options, such as lr.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +26,17 @@ from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.refuse import refuse
 
 
-@dataclass
 class DtypeSlices:
     """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`."""
 
-    index: int
-    rank: int
-    plan: Unit
-    cut: Cut
-    wholes: Sequence[Tensor]
-    parameters: Sequence[nn.Parameter]
+    def __init__(self, index: int, rank: int, plan: Unit, wholes: Sequence[Tensor]) -> None:
+        self.index, self.rank, self.plan, self.wholes = index, rank, plan, wholes
+        self.cut = Cut(plan, [p.shape for p in wholes], rank, slices=True)
+        self.parts = [slice(*plan.part(entry, rank)) for entry in plan.entries]  # of the wholes
+        self.parameters: Sequence[nn.Parameter] = [
+            nn.Parameter(p.detach().view(-1)[part], p.requires_grad)
+            for p, part in zip(wholes, self.parts, strict=True)
+        ]
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
@@ -64,34 +64,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         super().__init__(params, defaults)
         JoinableOverGroup.__init__(self)
         self._group = process_group  # as given
-        self.comm = communicator_of(
-            process_group, (p for group in self.param_groups for p in group["params"])
-        )
-        self._parts: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # each parameter's slice here
-        self._units: list[DtypeSlices] = []
+        self.comm = communicator_of(process_group, self._wholes())
         self._consolidated: dict[Any, Any] | None = None
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if not p.is_contiguous():
-                    raise UsageError(
-                        f"ZeroRedundancyOptimizer: a parameter of shape {list(p.shape)} has strides"
-                        f" {p.stride()}; allowed: contiguous ones"
-                    )
-                by_dtype.setdefault(p.dtype, []).append(p)
-        for dtype, tensors in by_dtype.items():
-            named = [(str(i), p.numel()) for i, p in enumerate(tensors)]
-            (plan,) = layout([(str(dtype), named)], self.comm.size)
-            for entry, p in zip(plan.entries, tensors, strict=True):
-                span = slice(*plan.part(entry, self.comm.rank))
-                self._parts[p] = nn.Parameter(p.detach().view(-1)[span], p.requires_grad), span
-            cut = Cut(plan, [p.shape for p in tensors], self.comm.rank, slices=True)
-            parts = [self._parts[p][0] for p in tensors]
-            self._units.append(
-                DtypeSlices(len(self._units), self.comm.rank, plan, cut, tensors, parts)
-            )
+        by_dtype: dict[str, list[Tensor]] = {}
+        for p in self._wholes():
+            if not p.is_contiguous():
+                raise UsageError(
+                    f"ZeroRedundancyOptimizer: a parameter of shape {list(p.shape)} has strides"
+                    f" {p.stride()}; allowed: contiguous ones"
+                )
+            by_dtype.setdefault(str(p.dtype), []).append(p)
+        sizes = {k: [(str(i), p.numel()) for i, p in enumerate(ps)] for k, ps in by_dtype.items()}
+        plans = zip(layout(sizes.items(), self.comm.size), by_dtype.values(), strict=True)
+        self._units = [DtypeSlices(i, self.comm.rank, *plan) for i, plan in enumerate(plans)]
+        sliced = {p: s for u in self._units for p, s in zip(u.wholes, u.parameters, strict=True)}
         groups = [
-            _options(group) | {"params": [self._parts[p][0] for p in group["params"]]}
+            _options(group) | {"params": [sliced[p] for p in group["params"]]}
             for group in self.param_groups
         ]
         self.optim = optimizer_class(groups, **defaults)
@@ -100,6 +88,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self.defaults = self.optim.defaults
         self._show_options()
 
+    def _wholes(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's slices with the groups' current options, then gather. Collective."""
@@ -107,7 +98,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for p in self._parts:
+        for p in self._wholes():
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise UsageError(
                     f"ZeroRedundancyOptimizer: the gradient of a parameter of shape {list(p.shape)}"
@@ -122,27 +113,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     @torch.no_grad()
     def _step(self) -> None:
         self._hand_on_options()
-        for p, (part, span) in self._parts.items():
-            part.grad = None
-            part.data = p.detach().view(-1)[span]  # the user may have assigned to p.data
-            if p.grad is not None and part.numel():
-                part.grad = p.grad.reshape(-1)[span]
+        for unit in self._units:
+            for p, own, part in zip(unit.wholes, unit.parameters, unit.parts, strict=True):
+                own.grad = None
+                own.data = p.detach().view(-1)[part]  # the user may have assigned to p.data
+                if p.grad is not None and own.numel():
+                    own.grad = p.grad.reshape(-1)[part]
         self.optim.step()
         self._show_options()
-        for part, _ in self._parts.values():
-            part.grad = None  # a view of p.grad, which would hold DDP's bucket
         for unit in self._units:
+            for own in unit.parameters:
+                own.grad = None  # a view of p.grad, which would hold DDP's bucket
             self._share(unit)
 
     def _share_gradients(self, *, trains: bool) -> None:
         """Ranks without inputs take the gradients of a rank that trains. Collective."""
-        mine = torch.tensor([trains, *(p.grad is not None for p in self._parts)], dtype=torch.uint8)
+        wholes = self._wholes()
+        mine = torch.tensor([trains, *(p.grad is not None for p in wholes)], dtype=torch.uint8)
         rows = torch.empty(self.comm.size, len(mine), dtype=torch.uint8)
         self.comm.all_gather(rows, mine)
         training = rows[:, 0].nonzero().flatten().tolist()
         if len(training) == self.comm.size:
             return
-        found = [p for p, there in zip(self._parts, rows[training[0], 1:], strict=True) if there]
+        found = [p for p, there in zip(wholes, rows[training[0], 1:], strict=True) if there]
         if not trains:
             self.zero_grad()
             for p in found:
