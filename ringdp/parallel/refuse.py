@@ -31,3 +31,12 @@ def checked_module(front: str, given: object) -> nn.Module:
     if not isinstance(given, nn.Module):
         raise UsageError(f"{front} takes a module; this is a {type(given).__name__}")
     return given
+
+
+def check_whole(what: str, module: object, model: object) -> None:
+    """Raise UsageError unless the module is the whole model that was sharded."""
+    if module is not model:
+        raise UsageError(
+            f"{what} is not implemented for a part of a model; allowed: on the module that was "
+            "sharded last, for all of it"
+        )

@@ -23,7 +23,7 @@ from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
+from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 # Attributes of torch's class that are not implemented.
@@ -131,8 +131,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             comm=moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
         )
         self.engine.always_gathers_state = True
-        if mixed_precision is not None:
-            cast_buffers(module, mixed_precision, wraps=auto_wrap_policy is not None)
+        if precision is not None:
+            cast_buffers(module, mixed_precision.buffer_dtype, precision)
         for m in inner:
             m.engine = self.engine
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
@@ -277,19 +277,14 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See Engine.no_sync."""
-        self._check_outermost("no_sync")
+        check_whole("no_sync", self.module, self.engine.model)
         return self.engine.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients over all ranks, before they were clipped. Collective."""
-        self._check_outermost("clip_grad_norm_")
+        check_whole("clip_grad_norm_", self.module, self.engine.model)
         refuse("clip_grad_norm_", norm_type=(norm_type, 2.0))
         return torch.tensor(clip_grad_norm_(self.engine, max_norm))
-
-    def _check_outermost(self, what: str) -> None:
-        whole: object = self.engine.model
-        if whole is not self.module:
-            raise UsageError(f"{what} is not implemented for a part of a model; allowed: for all")
 
     @staticmethod
     @contextmanager

@@ -26,7 +26,7 @@ from ringdp.parallel.mesh import device_of, move_to_ranks, of_mesh
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
+from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
 
 # Methods of torch's FSDPModule that are not implemented.
@@ -66,7 +66,7 @@ class UnshardHandle(NamedTuple):
 class FSDPModule:
     """The methods that `fully_shard` adds to a module's class."""
 
-    _ringdp_engine: Engine
+    engine: Engine  # of the model that `fully_shard` was called on last
     _ringdp_asked: Options
 
     def set_requires_gradient_sync(
@@ -74,13 +74,8 @@ class FSDPModule:
     ) -> None:
         """Whether backwards reduce gradients; if not, they accumulate as in `Engine.no_sync`."""
         refuse("set_requires_gradient_sync", recurse=(recurse, True))
-        whole: object = self.engine.model
-        if whole is not self:
-            raise UsageError(
-                "set_requires_gradient_sync is not implemented for a part of a model; allowed: on "
-                "the module that fully_shard was called on last, for all of it"
-            )
-        self._ringdp_engine.backwards.sync = requires_gradient_sync
+        check_whole("set_requires_gradient_sync", self, self.engine.model)
+        self.engine.backwards.sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: here every backward waits for its reductions, with the same sums."""
@@ -151,17 +146,12 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module's original class; see `guards.copies`."""
-        kind, engine = type(self), vars(self).pop("_ringdp_engine")
+        kind, engine = type(self), vars(self).pop("engine")
         self.__class__ = kind.__bases__[1]
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__, self._ringdp_engine = kind, engine
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, of the model that `fully_shard` was called on last."""
-        return self._ringdp_engine
+            self.__class__, self.engine = kind, engine
 
 
 def fully_shard(
@@ -228,7 +218,7 @@ def fully_shard(
         module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     type(module)._ringdp_asked = asked  # type: ignore[attr-defined]
     for m in (module, *units):
-        m._ringdp_engine = engine
+        m.engine = engine
     return module
 
 

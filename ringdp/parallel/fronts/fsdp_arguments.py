@@ -82,12 +82,9 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
     )
 
 
-def cast_buffers(module: nn.Module, policy: Any, *, wraps: bool) -> None:
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None, precision: Precision) -> None:
     """Cast floating-point buffers, except in modules that compute in float32."""
-    if policy.buffer_dtype is None:
-        return
-    ignored = tuple(policy._module_classes_to_ignore) if wraps else ()
-    kept = {b for m in module.modules() if isinstance(m, ignored) for b in m.buffers()}
+    kept = {b for m in module.modules() if precision.keeps(m) for b in m.buffers()}
     for buffer in module.buffers():
-        if buffer.is_floating_point() and buffer not in kept:
-            buffer.data = buffer.to(policy.buffer_dtype)
+        if dtype is not None and buffer.is_floating_point() and buffer not in kept:
+            buffer.data = buffer.to(dtype)
