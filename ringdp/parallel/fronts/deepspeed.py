@@ -74,9 +74,8 @@ def initialize(
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch = zero["stage3_prefetch_bucket_size"]
     batches = configs.batches(said, comm.size)
-    make = _maker(
-        model, configs.optimizer(said) if optimizer is None else optimizer, model_parameters
-    )
+    make: Any = configs.optimizer(said) if optimizer is None else optimizer
+    groups = _groups(model, make, model_parameters)
     if (named := configs.scheduler(said)) and lr_scheduler is not None:
         raise UsageError("initialize: there is a lr_scheduler and config.scheduler; allowed: one")
     lr_scheduler = named or lr_scheduler
@@ -103,7 +102,7 @@ def initialize(
         if engine.stage.number == 3 and (live := zero["stage3_max_live_parameters"]) is not None:
             _bound(engine, live * itemsize)
         scaler = _scaler(engine, half)
-        made = make()
+        made = make if isinstance(make, Optimizer) else make(groups)
         scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
     except Exception:
         with engine.full_parameters():
@@ -113,33 +112,24 @@ def initialize(
     return trainer, made, loader, scheduler
 
 
-def _maker(
-    model: nn.Module,
-    given: Optimizer | Callable[[Any], Optimizer] | None,
-    parameters: Iterable[Any] | None,
-) -> Callable[[], Optimizer]:
-    """The function that gives the optimizer once the model is sharded."""
-    if isinstance(given, Optimizer):
-        if given.state:
+def _groups(model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None) -> list[Any]:
+    """The parameters to step, or groups of them. Raises UsageError unless all are the model's, and
+    for an optimizer that cannot step them once they are slices."""
+    if isinstance(optimizer, Optimizer):
+        if optimizer.state:
             raise UsageError(
-                f"initialize: the {type(given).__name__} has state of whole parameters, which will "
-                "be slices; allowed: one that has none yet, or its class"
+                f"initialize: the {type(optimizer).__name__} has state of whole parameters, which "
+                "will be slices; allowed: one that has none yet, or its class"
             )
-        _check_owned(model, given.param_groups)
-        return lambda: given
-    if not callable(given):
+        groups: list[Any] = optimizer.param_groups
+    elif callable(optimizer):
+        groups = list(model.parameters() if parameters is None else parameters)
+        groups = [g | {"params": list(g["params"])} if isinstance(g, dict) else g for g in groups]
+    else:
         raise UsageError(
-            f"initialize(optimizer={given!r}): allowed: an optimizer, what makes one of the "
+            f"initialize(optimizer={optimizer!r}): allowed: an optimizer, what makes one of the "
             "parameters, such as its class, or None where the config names one"
         )
-    groups = list(model.parameters() if parameters is None else parameters)
-    groups = [g | {"params": list(g["params"])} if isinstance(g, dict) else g for g in groups]
-    _check_owned(model, groups)
-    return lambda: given(groups)
-
-
-def _check_owned(model: nn.Module, groups: Iterable[Any]) -> None:
-    """Raise UsageError for a parameter that is not the model's. `groups`: groups or parameters."""
     owned = {id(p) for p in model.parameters()}
     for group in groups:
         for p in group["params"] if isinstance(group, dict) else [group]:
@@ -148,6 +138,7 @@ def _check_owned(model: nn.Module, groups: Iterable[Any]) -> None:
                     f"initialize: the optimizer is to step a {type(p).__name__} that is not one of "
                     "the model's parameters; allowed: these, or dicts of them as torch.optim takes"
                 )
+    return groups
 
 
 def _check_scheduler(scheduler: Any, optimizer: object) -> None:
