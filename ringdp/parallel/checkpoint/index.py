@@ -52,10 +52,6 @@ class Entry:
     parts: list[Part] = field(default_factory=list)
     single: list[int] | None = None
 
-    def length(self, part: Part) -> int:
-        """The number of elements in its file."""
-        return part.end - part.begin if self.single is None else 1
-
     def within(self, begin: int, end: int) -> list[Part]:
         """The parts that have any of these elements, in order."""
         parts = [part for part in self.parts if part.begin < end and begin < part.end]
@@ -152,25 +148,21 @@ def checked(values: dict[str, Any]) -> Index:
         if key in index.tensors:
             raise ValueError(f"{key} is a tensor on some ranks, and none on others")
     for group in index.groups or []:
-        options, names = group["options"], group["names"]
-        if not isinstance(options, dict) or "params" in options:
-            raise ValueError("a group's options are no JSON object, or have params")
-        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            raise ValueError("a group's names are not strings")
-    if not isinstance(index.optimizer, str | None):
-        raise ValueError(f"optimizer is {index.optimizer!r}")
-    for name in ("extra", "modules"):
-        if not isinstance(getattr(index, name), dict):
-            raise ValueError(f"{name} is no JSON object")
+        _check("a group's options", dict, group["options"])
+        _check("a group's names", list, group["names"])
+        _check("a group's names", str, *group["names"])
+        if "params" in group["options"]:
+            raise ValueError("a group's options have params")
+    _check("optimizer", str | None, index.optimizer)
+    _check("extra and modules", dict, index.extra, index.modules)
     return index
 
 
 def _check_entry(index: Index, key: str, entry: Entry) -> None:
     kept = key.startswith("optimizer/")  # then a rank may have no part
-    if not isinstance(entry.dtype, str):
-        raise ValueError(f"{key} has dtype {entry.dtype!r}")
-    if not (isinstance(entry.shape, list) and isinstance(entry.single, list | None)):
-        raise ValueError(f"{key} has shape {entry.shape!r}, and single {entry.single!r}")
+    _check(f"the dtype of {key}", str, entry.dtype)
+    _check(f"the shape of {key}", list, entry.shape)
+    _check(f"the shape of single values of {key}", list | None, entry.single)
     _check_ints(key, *entry.shape, *itertools.chain(*entry.parts), *(entry.single or []))
     if kept:
         _check_parameter(index, key, entry.shape)
@@ -183,6 +175,11 @@ def _check_entry(index: Index, key: str, entry: Entry) -> None:
         at = end
     if at > elements or (at < elements and not kept):
         raise ValueError(f"{key} has {elements} elements, and parts for {at}")
+
+
+def _check(what: str, kind: Any, *values: object) -> None:
+    if not all(isinstance(v, kind) for v in values):
+        raise ValueError(f"{what}: {values} should be of type {kind}")
 
 
 def _check_ints(key: str, *values: Any) -> None:

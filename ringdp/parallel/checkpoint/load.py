@@ -7,6 +7,8 @@ Only then is anything changed.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from torch import Tensor
 
 from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import extra
-from ringdp.parallel.checkpoint.index import Index, file_of, read_index
+from ringdp.parallel.checkpoint.index import Entry, Index, file_of, read_index
 from ringdp.parallel.checkpoint.plan import Read, planned
 from ringdp.parallel.checkpoint.spans import pieces
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine, check_engine
+
+Files = Callable[[int], TensorFile]  # by the rank that wrote it
 
 
 def load(
@@ -42,9 +46,9 @@ def load(
     with together(engine.comm, "nothing was loaded"):
         index = read_index(path)
         plan = planned(index, engine, optimizer, found)
-        reader = _Reader(path, index)
+        file = cache(lambda rank: TensorFile(file_of(path / index.directory, rank)))
         for read in plan.reads:
-            reader.check(read)
+            _check(read, index.tensors[read.key], file)
     with together(engine.comm, "the checkpoint was loaded in part only"):
         if optimizer is not None:
             _set_options(optimizer, index)
@@ -54,42 +58,33 @@ def load(
                 optimizer.state[parameter][name] = value
         with torch.no_grad():
             for read in plan.reads:
-                read.put(reader.read(read))
+                read.put(_values(read, index.tensors[read.key], file))
         for name, module in extra.modules(engine.model).items():
-            module.set_extra_state(extra.unpack(index.modules[name], plan.states.__getitem__))
+            packed = index.modules[name]
+            module.set_extra_state(
+                extra.unpack(packed, lambda key: plan.states[key].view(index.tensors[key].shape))
+            )
     return index.extra
 
 
-class _Reader:
-    """Reads elements of a tensor from the files that have them."""
+def _check(read: Read, entry: Entry, file: Files) -> None:
+    """Raise CheckpointError unless all files have what the index says of the elements."""
+    for part in entry.within(read.begin, read.end):
+        there, elements = file(part.rank), part.end - part.begin if entry.single is None else 1
+        said = dtype_of(entry.dtype), elements
+        if (found := there.dtype_and_elements(read.key)) != said:
+            raise CheckpointError(f"{there.path} has {found} of {read.key}, not {said}")
 
-    def __init__(self, path: Path, index: Index) -> None:
-        self._index, self._directory = index, path / index.directory
-        self._files: dict[int, TensorFile] = {}
 
-    def check(self, read: Read) -> None:
-        """Raises CheckpointError unless all files have what the index says of it."""
-        entry = self._index.tensors[read.key]
-        for part in entry.within(read.begin, read.end):
-            file, said = self._file(part.rank), (dtype_of(entry.dtype), entry.length(part))
-            if (found := file.dtype_and_elements(read.key)) != said:
-                raise CheckpointError(f"{file.path} has {found} of {read.key}, not {said}")
-
-    def read(self, read: Read) -> Tensor:
-        entry = self._index.tensors[read.key]
-        values = []
-        for part in entry.within(read.begin, read.end):
-            begin, end = max(read.begin, part.begin), min(read.end, part.end)
-            span = (begin - part.begin, end - part.begin) if entry.single is None else (0, 1)
-            values.append(self._file(part.rank).read(read.key, *span))
-        if not values:
-            return torch.empty(0, dtype=dtype_of(entry.dtype))
-        return torch.cat(values) if len(values) > 1 else values[0]
-
-    def _file(self, rank: int) -> TensorFile:
-        if rank not in self._files:
-            self._files[rank] = TensorFile(file_of(self._directory, rank))
-        return self._files[rank]
+def _values(read: Read, entry: Entry, file: Files) -> Tensor:
+    values = []
+    for part in entry.within(read.begin, read.end):
+        begin, end = max(read.begin, part.begin), min(read.end, part.end)
+        span = (begin - part.begin, end - part.begin) if entry.single is None else (0, 1)
+        values.append(file(part.rank).read(read.key, *span))
+    if not values:
+        return torch.empty(0, dtype=dtype_of(entry.dtype))
+    return torch.cat(values) if len(values) > 1 else values[0]
 
 
 def _set_options(optimizer: torch.optim.Optimizer, index: Index) -> None:

@@ -7,7 +7,7 @@ checkpoint is replaced by one that the same ranks could not load.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,18 +35,29 @@ class Read(NamedTuple):
 class Plan(NamedTuple):
     reads: list[Read]
     scalars: list[tuple[nn.Parameter, str, Any]]  # of the optimizer's state
-    states: dict[str, Tensor]  # tensors of modules' extra state by key, filled by the reads
+    states: dict[str, Tensor]  # flat tensors of modules' extra state, which the reads fill in
 
 
 def planned(
     index: Index, engine: Engine, optimizer: torch.optim.Optimizer | None, found: list[Piece]
 ) -> Plan:
     """Raises CheckpointError if the checkpoint is of another model or optimizer."""
-    plan = Plan([], [], {})
     buffers = persistent_buffers(engine.model)
     _check(index, found, buffers, extra.modules(engine.model))
-    plan.reads.extend(_values(found, buffers))
-    plan.reads.extend(_states(index, plan.states))
+    plan = Plan([], [], {})
+    for piece in found:
+        key = f"parameter/{piece.name}"
+        plan.reads.append(Read(key, *piece.kept, partial(_copy, piece.rest)))
+    for name, buffer in buffers.items():
+        plan.reads.append(Read(f"buffer/{name}", 0, buffer.numel(), partial(_copy, buffer)))
+    keys: list[str] = []
+    for packed in index.modules.values():
+        extra.unpack(packed, keys.append)
+    for key in keys:
+        if (entry := index.tensors.get(key)) is None:
+            raise CheckpointError(f"the checkpoint lacks {key}")
+        put = partial(plan.states.__setitem__, key)
+        plan.reads.append(Read(key, 0, math.prod(entry.shape), put))
     if optimizer is not None:
         _check_groups(index, type(optimizer).__name__, groups_of(optimizer, found))
         plan.reads.extend(_state(index, optimizer, found))
@@ -117,71 +128,46 @@ def _fits(here: Any, there: Any) -> bool:
     return isinstance(there, type(here))
 
 
-def _values(found: list[Piece], buffers: dict[str, Tensor]) -> Iterator[Read]:
-    """Reads of parameters and buffers."""
-    for piece in found:
-        yield Read(f"parameter/{piece.name}", *piece.kept, partial(_copy, piece.rest))
-    for name, buffer in buffers.items():
-        yield Read(f"buffer/{name}", 0, buffer.numel(), partial(_copy, buffer))
-
-
-def _states(index: Index, states: dict[str, Tensor]) -> Iterator[Read]:
-    """Reads of the tensors in modules' extra state, into `states`."""
-    keys: list[str] = []
-    for packed in index.modules.values():
-        extra.unpack(packed, keys.append)
-    for key in keys:
-        if (entry := index.tensors.get(key)) is None:
-            raise CheckpointError(f"the checkpoint lacks {key}")
-        yield Read(key, 0, math.prod(entry.shape), partial(_keep, states, key, entry.shape))
-
-
-def _keep(states: dict[str, Tensor], key: str, shape: list[int], values: Tensor) -> None:
-    states[key] = values.view(shape)
-
-
 def _copy(to: Tensor, values: Tensor) -> None:
     write(to, values.view(to.shape))
 
 
 def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[Read]:
     """Reads of optimizer state for the parameters of which this rank has elements."""
-    groups = index.groups or []
-    on_device = {n for g in groups if _steps_on_device(g["options"]) for n in g["names"]}
+    on_device = {  # where `step` is, too; torch's default is the host
+        name
+        for group in index.groups or []
+        if group["options"].get("capturable") or group["options"].get("fused")
+        for name in group["names"]
+    }
     for key, name, piece in _of_state(index.tensors, found):
         entry, (begin, end) = index.tensors[key], piece.kept
         if not (parts := entry.within(begin, end)):
             continue  # the rank that saved them had no state
-        at_home = name != "step" or piece.name in on_device
-        put = partial(
-            _put, optimizer, piece.parameter, name, piece.rest.device if at_home else None
-        )
+        shape: Sequence[int] = piece.rest.shape
+        dtype = None
         if entry.single is not None:
-            first = max(begin, parts[0].begin)
-            yield Read(key, first, first + 1, partial(put, entry.single, None))
-            continue
-        if (there := sum(min(p.end, end) - max(p.begin, begin) for p in parts)) != end - begin:
+            begin, shape = max(begin, parts[0].begin), entry.single
+            end = begin + 1
+        elif (there := sum(min(p.end, end) - max(p.begin, begin) for p in parts)) != end - begin:
             raise CheckpointError(
                 f"of {key}, elements {begin}..{end}, there are only {there}: a rank that saved had "
                 f"no {name!r}; what ranks have unlike each other, as many ({index.ranks}) can load "
                 f"in a stage from 1 up"
             )
-        as_parameter = entry.dtype == index.tensors[f"parameter/{piece.name}"].dtype
-        dtype = piece.rest.dtype if as_parameter else None
-        yield Read(key, begin, end, partial(put, piece.rest.shape, dtype))
-
-
-def _steps_on_device(options: dict[str, Any]) -> bool:
-    """Whether the optimizer's `step` is on the device; torch's default is the host."""
-    return bool(options.get("capturable") or options.get("fused"))
+        elif entry.dtype == index.tensors[f"parameter/{piece.name}"].dtype:
+            dtype = piece.rest.dtype
+        device = piece.rest.device if name != "step" or piece.name in on_device else None
+        put = partial(_put, optimizer, piece.parameter, name, shape, device, dtype)
+        yield Read(key, begin, end, put)
 
 
 def _put(
     optimizer: torch.optim.Optimizer,
     parameter: nn.Parameter,
     name: str,
+    shape: Sequence[int],
     device: torch.device | None,
-    shape: list[int],
     dtype: torch.dtype | None,
     values: Tensor,
 ) -> None:
