@@ -37,23 +37,16 @@ def _refused(device_id: object, why: str) -> UsageError:
 
 
 def units_of(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
-    """The modules that torch would wrap; children are visited first, as its policies expect."""
+    """The modules that torch would wrap."""
+    from torch.distributed.fsdp.wrap import _recursive_wrap  # who has a policy has loaded it
+
     chosen: set[nn.Module] = set()
 
-    def visit(module: nn.Module) -> int:
-        """Returns the elements in chosen modules."""
-        total = sum(p.numel() for p in module.parameters())
-        if not policy(module=module, recurse=True, nonwrapped_numel=total):
-            return 0
-        inner = sum(visit(child) for child in module.children())
-        if module is not model and policy(
-            module=module, recurse=False, nonwrapped_numel=total - inner
-        ):
-            chosen.add(module)
-            return total
-        return inner
+    def choose(module: nn.Module) -> nn.Module:
+        chosen.add(module)
+        return module  # in its own place
 
-    visit(model)
+    _recursive_wrap(model, policy, choose, set(), set(), only_wrap_children=True)
     return chosen
 
 
@@ -68,17 +61,13 @@ def field(argument: str, value: object, name: str) -> bool:
 def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
     if policy is None:
         return None
-    inner = field("mixed_precision", policy, "cast_forward_inputs")
-    root = field("mixed_precision", policy, "cast_root_forward_inputs")
-    refuse(
-        "MixedPrecision",
-        keep_low_precision_grads=(policy.keep_low_precision_grads, False),
-    )
+    casts = field("mixed_precision", policy, "cast_forward_inputs")
+    refuse("MixedPrecision", keep_low_precision_grads=(policy.keep_low_precision_grads, False))
     return Precision(
         policy.param_dtype,
         policy.reduce_dtype,
         keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
-        cast_inputs=inner or root,
+        cast_inputs=casts or policy.cast_root_forward_inputs,
     )
 
 
