@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.utils import _replace_by_prefix
 from torch.utils._pytree import tree_map_only
 
 from ringdp.comm import Communicator
@@ -329,14 +330,8 @@ def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     """Keys are those of the unwrapped model, as in torch."""
-    _rename(state, f"{prefix}module.", prefix)
+    _replace_by_prefix(state, f"{prefix}module.", prefix)
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    _rename(state, prefix, f"{prefix}module.")
-
-
-def _rename(state: dict[str, Any], old: str, new: str) -> None:
-    for key in list(state):
-        if key.startswith(old):
-            state[new + key.removeprefix(old)] = state.pop(key)
+    _replace_by_prefix(state, prefix, f"{prefix}module.")
