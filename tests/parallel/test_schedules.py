@@ -9,9 +9,8 @@ import pytest
 
 import ringdp
 from ringdp.parallel import fronts
-from ringdp.parallel.fronts.deepspeed_schedulers import OneCycle
 from tests.parallel.small import net
-from tests.parallel.test_initialize import ADAM, LR, NAMED, trained
+from tests.parallel.test_initialize import LR, NAMED, trained
 
 pytestmark = pytest.mark.process
 
@@ -46,20 +45,4 @@ def test_a_configs_scheduler_is_deepspeeds_or_torchs():
     )  # fmt: skip
     down = [0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4, 4)]
     assert cosine == pytest.approx([LR * r for r in (0, 0.2, 0.4, 0.6, 0.8, *down)])
-    cycle: dict[str, Any] = {
-        "cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4,
-        "cycle_second_step_size": 2,
-    }  # fmt: skip
-    falls = rates("OneCycle", 9, **cycle, decay_lr_rate=0.5, decay_step_size=1)
-    assert falls == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.1 / 1.5, 0.1 / 2])
-    stairs = rates("OneCycle", 8, **cycle, cycle_first_stair_count=2)
-    assert stairs == pytest.approx([0.1, 0.1, 0.3, 0.3, 0.5, 0.3, 0.1, 0.1])
-    optimizer = ADAM(net().parameters())
-    schedule = OneCycle(optimizer, **cycle, decay_mom_rate=0.5, decay_step_size=1)
-    betas = [optimizer.param_groups[0]["betas"][0]]
-    for _ in range(7):
-        optimizer.step()
-        schedule.step()
-        betas.append(optimizer.param_groups[0]["betas"][0])
-    assert betas == pytest.approx([0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 1.35])
     assert rates("StepLR", 3, step_size=2, gamma=0.5) == pytest.approx([LR, LR, LR / 2])

@@ -4,9 +4,6 @@
     WarmupDecayLR   then falls in a line, to warmup_min_lr at total_num_steps
     WarmupCosineLR  rises from warmup_min_ratio of each group's lr to all of it, then falls as a
                     cosine, to cos_min_ratio of it at total_num_steps
-    OneCycle        rises from cycle_min_lr to cycle_max_lr in cycle_first_step_size steps, falls
-                    back in cycle_second_step_size, and then as 1 / (1 + decay_lr_rate * steps /
-                    decay_step_size); Adam's first beta meanwhile falls, rises, and rises
 
 With warmup_type "log" the rise is as log(step), with "linear" as step. As in DeepSpeed a warm-up's
 first two steps of the optimizer are both at its start, but a WarmupCosineLR's first is at 0.
@@ -91,57 +88,8 @@ class WarmupCosineLR(WarmupLR):
         return [lr * ratio for lr in self.base_lrs]
 
 
-class OneCycle(lr_scheduler.LRScheduler):
-    """With stairs, lr and beta change in that many equal jumps instead of continuously."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
-        decay_mom_rate: float = 0.0,
-    ) -> None:
-        first, stairs = cycle_first_step_size, cycle_first_stair_count
-        second = first if cycle_second_step_size is None else cycle_second_step_size
-        if min(first, second) < 1:
-            raise ValueError(f"step sizes are {first} and {second}; allowed: at least 1")
-        self.sizes = first, second
-        self.stairs = (
-            stairs,
-            stairs if cycle_second_stair_count is None else cycle_second_stair_count,
-        )
-        self.lrs, self.lr_rate = (cycle_min_lr, cycle_max_lr), decay_lr_rate
-        self.betas, self.beta_rate = (cycle_min_mom, cycle_max_mom), decay_mom_rate
-        self.interval = decay_step_size
-        self.cycles_betas = cycle_momentum and "betas" in optimizer.defaults
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        step, after = self.last_epoch, self.last_epoch - sum(self.sizes)
-        half = int(step > self.sizes[0])
-        done, size, stairs = (-after if half else step), self.sizes[half], self.stairs[half]
-        share = math.floor(done * stairs / size) / stairs if stairs else done / size
-        share, decayed = max(share, 0.0), max(after, 0) / self.interval if self.interval else 0.0
-        (low, high), (least, most) = self.lrs, self.betas
-        beta = (most - (most - least) * share) * (1 + self.beta_rate * decayed)
-        for group in self.optimizer.param_groups if self.cycles_betas else ():
-            group["betas"] = (beta if step else least), 0.99
-        lr = (low + (high - low) * share) / (1 + self.lr_rate * decayed)
-        return [lr] * len(self.base_lrs)
-
-
 SCHEDULERS: dict[str, Any] = {
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
-    "OneCycle": OneCycle,
 }
