@@ -201,8 +201,9 @@ def fully_shard(
         _precision(mp_policy),
         repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
     )
-    stage = 3 if _agreed(module, asked, reshard_after_forward) else 2
-    units: list[Any] = [*_within(module).values()]
+    within = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule) and n}
+    stage = 3 if _agreed(within, asked, reshard_after_forward) else 2
+    units: list[Any] = [*within.values()]
     take_in(units)
     engine = shard(
         module,
@@ -228,24 +229,13 @@ def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
     return [u for u in engine.units if u.plan.name in names]
 
 
-def _within(module: nn.Module) -> dict[str, FSDPModule]:
-    """The modules inside that were sharded before, by name."""
-    return {
-        name: m
-        for name, m in module.named_modules()
-        if m is not module and isinstance(m, FSDPModule)
-    }
-
-
-def _agreed(module: nn.Module, asked: Options, reshard: bool | None) -> bool:
-    """Whether to reshard after forward. Raises UsageError if calls on modules inside asked for
-    something else."""
-    within = _within(module).items()
-    inner = {name: m._ringdp_asked for name, m in within if not m.engine.closed}
+def _agreed(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> bool:
+    """Whether to reshard after forward. Raises UsageError if calls on the modules inside, by name,
+    asked for something else."""
+    inner = {name: m._ringdp_asked for name, m in within.items() if not m.engine.closed}
     if inner and not reshard:  # of the module's own parameters, which stay in any stage
-        asked = asked._replace(
-            reshard_after_forward=next(iter(inner.values())).reshard_after_forward
-        )
+        first = next(iter(inner.values()))
+        asked = asked._replace(reshard_after_forward=first.reshard_after_forward)
     for name, other in inner.items():
         if other.mp_policy.output is None:  # only the model's output is cast
             policy = replace(other.mp_policy, output=asked.mp_policy.output)
