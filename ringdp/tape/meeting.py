@@ -84,8 +84,8 @@ class Meeting:
         is known before the rank comes."""
         self.rank, self.ranks, self.clock, self._ended = rank, ranks, clock, ended
         self._pid_of = pid_of
-        self._store, self._me = store, Member(host, os.getpid())
-        self.members = [self._me]
+        self._store = store
+        self.members = [Member(host, os.getpid())]
         self.guesses: list[Guess] = []  # empty on rank 0's host
 
     def open(self, complaint: str | None, path: str) -> Opened:
@@ -109,7 +109,7 @@ class Meeting:
         return opened
 
     def _meet(self, opened: Opened, complaint: str | None) -> tuple[Opened, str | None]:
-        self._store.set(f"here/{self.rank}", json.dumps(self._me))
+        self._store.set(f"here/{self.rank}", json.dumps(self.members[0]))
         if self.rank == 0:
             for r in range(self.ranks):
                 host, pid = json.loads(self._patiently(f"here/{r}", r))
@@ -171,29 +171,23 @@ class Meeting:
         `limit` is in seconds per answer; None means the store's timeout. Raises RuntimeError if an
         answer is late, and ValueError if it makes no sense.
         """
+        patience = self._store.timeout if limit is None else timedelta(seconds=limit)
         for r in self.away if self.rank == 0 else [r for r in self.away if r == self.rank]:
+            guesses = []
             for k in range(ROUND_TRIPS):
                 asked, told = f"{when}/asked/{r}/{k}", f"{when}/told/{r}/{k}"
                 if self.rank == 0:
-                    self._await(asked, limit)
+                    self._store.wait([asked], patience)
                     self._store.set(told, str(self.clock()))
                     continue
                 before = self.clock()
                 self._store.set(asked, "")
-                self._await(told, limit)
-                answer, after = _time(self._store.get(told)), self.clock()
-                self._learn(Guess(answer - (before + after) // 2, (after - before) // 2, before), k)
-
-    def _learn(self, guess: Guess, k: int) -> None:
-        if k == 0:
-            self.guesses.append(guess)
-        self.guesses[-1] = min(self.guesses[-1], guess, key=lambda g: g.error)
-
-    def _await(self, key: str, limit: float | None) -> None:
-        if limit is not None:
-            self._store.wait([key], timedelta(seconds=limit))
-        else:
-            self._store.get(key)
+                self._store.wait([told], patience)
+                after = self.clock()  # the answer was given before the wait's end
+                answer = _time(self._store.get(told))
+                guesses.append(Guess(answer - (before + after) // 2, (after - before) // 2, before))
+            if guesses:
+                self.guesses.append(min(guesses, key=lambda guess: guess.error))
 
     def hand_in(self, part: Path, *, beside: bool) -> None:
         """Tell rank 0 that this rank's part lies `beside` the trace, or else send its contents."""

@@ -87,9 +87,7 @@ class Recorder:
 
 
 _sources: WeakSet[Source] = WeakSet()
-_asked: set[Source] = (
-    set()
-)  # sources that record; kept alive until they have handed over everything
+_asked = set[Source]()  # that record; kept alive until they have handed over everything
 _recording: Recorder | None = None
 _drains: threading.Thread | None = None
 _over = threading.Event()  # tells the draining thread to end
