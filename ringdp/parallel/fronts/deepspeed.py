@@ -108,7 +108,7 @@ def initialize(
         with engine.full_parameters():
             engine.close()  # the model is as it was
         raise
-    trainer = DeepSpeedEngine(model, engine, made, said, batches, scaler, loader, scheduler)
+    trainer = DeepSpeedEngine(engine, made, said, batches, scaler, loader, scheduler)
     return trainer, made, loader, scheduler
 
 

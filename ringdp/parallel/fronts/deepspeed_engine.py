@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ringdp.errors import CheckpointError
@@ -44,7 +44,6 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        model: nn.Module,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         said: dict[str, Any],
@@ -54,7 +53,7 @@ class DeepSpeedEngine:
         lr_scheduler: Scheduler | None,
     ) -> None:
         """`said`: the config's values."""
-        self.module, self.engine, self.optimizer = model, engine, optimizer
+        self.module, self.engine, self.optimizer = engine.model, engine, optimizer
         self.said, self.batches, self.scaler = said, batches, scaler
         self.training_dataloader, self.lr_scheduler = training_dataloader, lr_scheduler
         self.micro_steps = 0  # calls of step()
