@@ -64,19 +64,19 @@ def initialize(
         mesh_param=(mesh_param, None),
     )
     model = checked_module("initialize", model)
-    said = configs.read(config, config_params, getattr(args, "deepspeed_config", None))
+    settings = configs.read(config, config_params, getattr(args, "deepspeed_config", None))
     comm = move_to_ranks(model, comm)
-    zero, half, brain = said["zero_optimization"], said["fp16"], said["bf16"]
-    if half["enabled"] and brain["enabled"]:
+    zero, fp16, bf16 = settings["zero_optimization"], settings["fp16"], settings["bf16"]
+    if fp16["enabled"] and bf16["enabled"]:
         raise UsageError("config: fp16 and bf16 are both enabled; allowed: one of them")
-    param = torch.float16 if half["enabled"] else torch.bfloat16 if brain["enabled"] else None
+    param = torch.float16 if fp16["enabled"] else torch.bfloat16 if bf16["enabled"] else None
     itemsize = (param or next(model.parameters(), torch.empty(0)).dtype).itemsize
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch = zero["stage3_prefetch_bucket_size"]
-    batches = configs.batches(said, comm.size)
-    make: Any = configs.optimizer(said) if optimizer is None else optimizer
+    batches = configs.batches(settings, comm.size)
+    make: Any = configs.optimizer(settings) if optimizer is None else optimizer
     groups = _groups(model, make, model_parameters)
-    if (named := configs.scheduler(said)) and lr_scheduler is not None:
+    if (named := configs.scheduler(settings)) and lr_scheduler is not None:
         raise UsageError("initialize: there is a lr_scheduler and config.scheduler; allowed: one")
     lr_scheduler = named or lr_scheduler
     _check_scheduler(lr_scheduler, optimizer)
@@ -85,7 +85,7 @@ def initialize(
         model,
         stage=zero["stage"],
         unit=unit if unit is not None or not sizes else min(sizes),
-        precision=Precision(param, configs.DTYPES.get(said["communication_data_type"])),
+        precision=Precision(param, configs.DTYPES.get(settings["communication_data_type"])),
         offload=Offload(
             parameters=zero["offload_param"]["device"] == "cpu",
             optimizer=zero["offload_optimizer"]["device"] == "cpu",
@@ -101,14 +101,14 @@ def initialize(
             _check_buckets(engine, min(sizes))
         if engine.stage.number == 3 and (live := zero["stage3_max_live_parameters"]) is not None:
             _bound(engine, live * itemsize)
-        scaler = _scaler(engine, half)
+        scaler = _scaler(engine, fp16)
         made = make if isinstance(make, Optimizer) else make(groups)
         scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
     except Exception:
         with engine.full_parameters():
             engine.close()  # the model is as it was
         raise
-    trainer = DeepSpeedEngine(engine, made, said, batches, scaler, loader, scheduler)
+    trainer = DeepSpeedEngine(engine, made, settings, batches, scaler, loader, scheduler)
     return trainer, made, loader, scheduler
 
 
@@ -171,16 +171,16 @@ def _loader(
     return DataLoader(data, rows, sampler=sampler, collate_fn=collate)
 
 
-def _scaler(engine: Engine, half: dict[str, Any]) -> LossScaler:
-    fixed = float(half["loss_scale"]) if half["enabled"] else 1.0
+def _scaler(engine: Engine, fp16: dict[str, Any]) -> LossScaler:
+    fixed = float(fp16["loss_scale"]) if fp16["enabled"] else 1.0
     return LossScaler(
         engine,
-        scale=fixed or 2.0 ** half["initial_scale_power"],
+        scale=fixed or 2.0 ** fp16["initial_scale_power"],
         growth=1.0 if fixed else 2.0,
         backoff=1.0 if fixed else 0.5,
-        interval=half["loss_scale_window"],
-        hysteresis=half["hysteresis"],
-        minimum=fixed or float(half["min_loss_scale"]),
+        interval=fp16["loss_scale_window"],
+        hysteresis=fp16["hysteresis"],
+        minimum=fixed or float(fp16["min_loss_scale"]),
     )
 
 

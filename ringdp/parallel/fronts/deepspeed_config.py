@@ -135,19 +135,19 @@ def read(*given: Config | None) -> dict[str, Any]:
             f"initialize was given {len(configs)} configs; allowed: one, as config or as "
             "args.deepspeed_config"
         )
-    said: Any = configs[0]
-    if isinstance(said, str | os.PathLike):
+    config: Any = configs[0]
+    if isinstance(config, str | os.PathLike):
         try:
-            said = json.loads(Path(said).read_bytes())
+            config = json.loads(Path(config).read_bytes())
         except (OSError, ValueError) as e:  # no JSON, or not even UTF-8
-            raise UsageError(f"config {os.fspath(said)!r} cannot be read as JSON: {e}") from e
-    return _filled("config", said, KEYS)
+            raise UsageError(f"config {os.fspath(config)!r} cannot be read as JSON: {e}") from e
+    return _filled("config", config, KEYS)
 
 
-def batches(said: dict[str, Any], ranks: int) -> Batches:
+def batches(settings: dict[str, Any], ranks: int) -> Batches:
     """Any two of the three sizes determine the third, by DeepSpeed's rules."""
-    total, micro = said["train_batch_size"], said["train_micro_batch_size_per_gpu"]
-    steps = said["gradient_accumulation_steps"]
+    total, micro = settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]
+    steps = settings["gradient_accumulation_steps"]
     if total is None and micro is None:
         raise UsageError("config: give train_batch_size or train_micro_batch_size_per_gpu")
     if micro is None:
@@ -163,10 +163,10 @@ def batches(said: dict[str, Any], ranks: int) -> Batches:
     return Batches(micro, steps)
 
 
-def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
+def optimizer(settings: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
     """A function that makes the optimizer that the config names, if any. DeepSpeed's Adam is AdamW
     unless adam_w_mode is false; both have weight_decay 0 by default."""
-    name, options = said["optimizer"]["type"], dict(said["optimizer"]["params"])
+    name, options = settings["optimizer"]["type"], dict(settings["optimizer"]["params"])
     if name is None:
         return None
     made_by: Any = getattr(torch.optim, name, None)
@@ -179,9 +179,9 @@ def optimizer(said: dict[str, Any]) -> Callable[[Any], Optimizer] | None:
     return partial(_made, "optimizer", name, made_by, options)
 
 
-def scheduler(said: dict[str, Any]) -> Callable[[Optimizer], lr_scheduler.LRScheduler] | None:
+def scheduler(settings: dict[str, Any]) -> Callable[[Optimizer], lr_scheduler.LRScheduler] | None:
     """A function that makes the scheduler that the config names, if any."""
-    name, options = said["scheduler"]["type"], said["scheduler"]["params"]
+    name, options = settings["scheduler"]["type"], settings["scheduler"]["params"]
     if name is None:
         return None
     made_by = SCHEDULERS.get(name) or getattr(lr_scheduler, name)

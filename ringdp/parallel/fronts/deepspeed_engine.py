@@ -46,15 +46,15 @@ class DeepSpeedEngine:
         self,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
-        said: dict[str, Any],
+        settings: dict[str, Any],
         batches: Batches,
         scaler: LossScaler,
         training_dataloader: DataLoader[Any] | None,
         lr_scheduler: Scheduler | None,
     ) -> None:
-        """`said`: the config's values."""
+        """`settings`: the config's values."""
         self.module, self.engine, self.optimizer = engine.model, engine, optimizer
-        self.said, self.batches, self.scaler = said, batches, scaler
+        self.settings, self.batches, self.scaler = settings, batches, scaler
         self.training_dataloader, self.lr_scheduler = training_dataloader, lr_scheduler
         self.micro_steps = 0  # calls of step()
         self.global_steps = 0  # the optimizer's steps, including those skipped on overflow
@@ -97,7 +97,7 @@ class DeepSpeedEngine:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.optimizer.zero_grad()
         self.global_steps += 1
-        every = self.said["steps_per_print"]
+        every = self.settings["steps_per_print"]
         if self.global_rank == 0 and every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}")
 
@@ -117,10 +117,10 @@ class DeepSpeedEngine:
         return self.engine.comm.size
 
     def fp16_enabled(self) -> bool:
-        return bool(self.said["fp16"]["enabled"])
+        return bool(self.settings["fp16"]["enabled"])
 
     def bfloat16_enabled(self) -> bool:
-        return bool(self.said["bf16"]["enabled"])
+        return bool(self.settings["bf16"]["enabled"])
 
     def train_batch_size(self) -> int:
         return self.batches.micro * self.batches.accumulation * self.world_size
@@ -132,7 +132,7 @@ class DeepSpeedEngine:
         return self.batches.accumulation
 
     def gradient_clipping(self) -> float:
-        return float(self.said["gradient_clipping"])
+        return float(self.settings["gradient_clipping"])
 
     def zero_optimization_stage(self) -> int:
         return self.engine.stage.number
