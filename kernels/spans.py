@@ -88,48 +88,36 @@ def gaps(sizes: Sequence[int], offsets: Sequence[int], elems: int) -> list[tuple
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def check_flat(flat: Tensor, name: str) -> None:
-    """Raise ValueError unless it is 1-D and contiguous."""
-    if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(f"{name} must be 1-D and contiguous, not {_describe(flat)}")
-
-
 def check(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], name: str) -> None:
-    """Raise ValueError unless each tensor has its place in `flat`, which the user calls `name`."""
-    check_flat(flat, name)
+    """Raise ValueError unless `flat`, which the user calls `name`, is 1-D and contiguous, and each
+    tensor has its place in it."""
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(
+            f"{name} must be 1-D and contiguous, not {flat.dtype}{list(flat.shape)} with strides "
+            f"{flat.stride()}"
+        )
     if len(offsets) != len(tensors):
         raise ValueError(f"{len(tensors)} tensors need as many offsets, not {len(offsets)}")
     device = flat.device
     for i, x in enumerate(tensors):
         if x.device != device:
             raise ValueError(f"tensor {i} is on {x.device}, {name} on {device}")
-    wrong = _wrong(tuple(x.numel() for x in tensors), tuple(offsets), flat.numel())
-    if not wrong:
-        return
-    i, x = wrong[0], tensors[wrong[0]]
-    if len(wrong) == 1:
-        raise ValueError(
-            f"tensor {i}, {_describe(x)}, at offset {offsets[i]} does not fit "
-            f"in {flat.numel()} elements"
-        )
-    raise ValueError(
-        f"tensor {i}, {_describe(x)}, at offset {offsets[i]} overlaps tensor {wrong[1]} at "
-        f"{offsets[wrong[1]]}"
-    )
+    if problem := _misfit(tuple(x.numel() for x in tensors), tuple(offsets), flat.numel()):
+        raise ValueError(problem)
 
 
 @lru_cache(maxsize=64)  # steps ask for the same places
-def _wrong(sizes: tuple[int, ...], offsets: tuple[int, ...], elems: int) -> tuple[int, ...]:
-    """Return the first tensor that does not fit, or the first two that overlap."""
+def _misfit(sizes: tuple[int, ...], offsets: tuple[int, ...], elems: int) -> str | None:
+    """Describe the first tensor that does not fit, or the first two that overlap."""
+
+    def tensor(i: int) -> str:
+        return f"tensor {i} ({sizes[i]} elements at offset {offsets[i]})"
+
     for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         if not 0 <= offset <= elems - size:
-            return (i,)
+            return f"{tensor(i)} does not fit in {elems} elements"
     order = sorted((o, i) for i, (o, size) in enumerate(zip(offsets, sizes, strict=True)) if size)
     for (a, i), (b, j) in pairwise(order):
         if a + sizes[i] > b:
-            return i, j
-    return ()
-
-
-def _describe(x: Tensor) -> str:
-    return f"{x.dtype}{list(x.shape)} with strides {x.stride()}"
+            return f"{tensor(i)} overlaps {tensor(j)}"
+    return None
