@@ -94,38 +94,32 @@ class Meeting:
         If rank 0 has a `complaint`, raises UsageError on every rank. Raises PeerLost if a rank has
         ended.
         """
-        opened = Opened(self.clock(), secrets.token_hex(4), path)
         try:
-            opened, complaint = self._meet(opened, complaint)
-        except PeerLost:
+            return self._meet(complaint, path)
+        except (PeerLost, UsageError):
             raise
         except (RuntimeError, ValueError, TypeError, OverflowError) as e:
             raise CommunicationError(
                 f"rank {self.rank} of {self.ranks} did not meet the others to trace: {e}; "
                 "every rank must start the trace"
             ) from e
-        if complaint:
-            raise UsageError(complaint)
-        return opened
 
-    def _meet(self, opened: Opened, complaint: str | None) -> tuple[Opened, str | None]:
+    def _meet(self, complaint: str | None, path: str) -> Opened:
         self._store.set(f"here/{self.rank}", json.dumps(self.members[0]))
         if self.rank == 0:
-            for r in range(self.ranks):
-                host, pid = json.loads(self._patiently(f"here/{r}", r))
-                self.members[r:] = [Member(str(host), int(pid))]
-            opened = opened._replace(epoch=self.clock())
-            self._store.set("opened", json.dumps([*opened, complaint, self.members]))
+            members = [json.loads(self._patiently(f"here/{r}", r)) for r in range(self.ranks)]
+            opened = Opened(self.clock(), secrets.token_hex(4), path)
+            self._store.set("opened", json.dumps([*opened, complaint, members]))
         else:
-            said = json.loads(self._patiently("opened", 0))
-            epoch, token, path, complaint, members = said
+            epoch, token, path, complaint, members = json.loads(self._patiently("opened", 0))
             opened = Opened(_time(epoch), bytes.fromhex(token).hex(), str(path))
-            self.members = [Member(str(host), int(pid)) for host, pid in members]
-            if len(self.members) != self.ranks:
-                raise ValueError(f"rank 0 knows of {len(self.members)} ranks")
-        if not complaint:
-            self.compare_clocks("first", None)
-        return opened, str(complaint) if complaint else None
+        self.members = [Member(str(host), int(pid)) for host, pid in members]
+        if len(self.members) != self.ranks:
+            raise ValueError(f"rank 0 knows of {len(self.members)} ranks")
+        if complaint:
+            raise UsageError(str(complaint))
+        self.compare_clocks("first", None)
+        return opened
 
     def _patiently(self, key: str, rank: int) -> bytes:
         """Wait for a key up to the store's timeout, with a warning if it takes long.
