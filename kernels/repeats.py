@@ -53,9 +53,8 @@ class Repeats:
     """The launches of a function's calls."""
 
     def __init__(self) -> None:
-        self._kept: dict[
-            Key | None, tuple[Sequence[Launch], Sequence[Tensor]]
-        ] = {}  # the oldest is first
+        # The oldest is first.
+        self._kept: dict[Key | None, tuple[Sequence[Launch], Sequence[Tensor]]] = {}
         self._lock = Lock()
 
     def again(self, key: Key | None, *late: Any) -> bool:

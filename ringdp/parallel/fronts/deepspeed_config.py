@@ -214,6 +214,9 @@ def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
 
 def _value(where: str, value: Any, key: Key) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = number and key.least <= value < key.below
+    bounds = f"of at least {key.least:g}"
+    bounds += f" and below {key.below:g}" if key.below < math.inf else ""
     fits, allowed = {
         "device": (value in ("none", "cpu"), "'none', 'cpu'"),
         "dtype": (value in [*DTYPES], ", ".join(map(repr, DTYPES))),
@@ -229,12 +232,9 @@ def _value(where: str, value: Any, key: Key) -> Any:
         "options": (isinstance(value, Mapping), "keyword arguments"),
         "only": (_is(value, key.default), json.dumps(key.default)),
         "off": (_is_off(value), "a section that does not say that it is enabled"),
-        "number": (number and key.least <= value < key.below, "a number"),
-        "whole": (number and key.least <= value < key.below and value % 1 == 0, "a whole number"),
+        "number": (number, f"a number {bounds}"),
+        "whole": (number and value % 1 == 0, f"a whole number {bounds}"),
     }[key.kind]
-    if key.kind in ("number", "whole"):
-        allowed += f" of at least {key.least:g}"
-        allowed += f" and below {key.below:g}" if key.below < math.inf else ""
     if not fits:
         raise UsageError(f"{where} is {value!r}; allowed: {allowed}")
     if key.kind == "options":
