@@ -3,7 +3,7 @@
     dist.init_process_group("ringdp")  # or "cpu:ringdp,cuda:ringdp"; after `import ringdp`
 
 `import ringdp` registers it. `groups` has the `torch.distributed.ProcessGroup` that torch creates.
-Its methods are in `reductions`, `moves` and `messages`, and return the works in `works`. torch
+Its methods are in `reductions` and `moves`, and return the works in `works`. torch
 calls some methods by several names, with or without options objects.
 
 All ranks must be on one host; between hosts use torch's gloo.
@@ -13,7 +13,6 @@ from torch.distributed import Backend, distributed_c10d
 
 from ringdp.comm.backend.calls import Calls
 from ringdp.comm.backend.groups import NAME, Group, create
-from ringdp.comm.backend.messages import Messages
 from ringdp.comm.backend.moves import Moves
 from ringdp.comm.backend.reductions import Reductions
 from ringdp.comm.backend.works import GroupWork, Watcher
@@ -23,7 +22,7 @@ from ringdp.comm.graph_break import as_they_are
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent."""
     if NAME.upper() not in Backend._plugins:
-        as_they_are(Group, Calls, Reductions, Moves, Messages, GroupWork, Watcher)
+        as_they_are(Group, Calls, Reductions, Moves, GroupWork, Watcher)
         Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         # From torch 2.15 on, torch attaches a recorder to other groups, which must be in C++ then.
         recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())

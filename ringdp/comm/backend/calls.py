@@ -7,15 +7,15 @@ that is not given has the default of the options object.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Watcher, span_of
+from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Span, Watcher, span_of
 from ringdp.comm.buffers import plain
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import Work
@@ -23,7 +23,7 @@ from ringdp.errors import UsageError
 from ringdp.transport.base import DTYPES
 from ringdp.transport.base import ReduceOp as Op
 
-OPS: dict[Any, Op] = {
+NAMES: dict[Any, Op] = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
     ReduceOp.PRODUCT: "prod",
@@ -33,15 +33,12 @@ OPS: dict[Any, Op] = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
+# By the value of torch's op: hashing and comparing the op itself takes 3 µs per call.
+OPS: dict[Any, Op] = {op.value: name for op, name in NAMES.items()}
+PREMUL_SUM = ReduceOp.PREMUL_SUM.value
 Tensors = Tensor | Sequence[Tensor]
-Begin = Callable[[bool], Work]  # issues a call of the communicator; the argument is async_op
-
-
-class Options(Protocol):
-    """The fields that all of torch's options objects have."""
-
-    timeout: timedelta  # below 0 means the group's
-    asyncOp: bool  # noqa: N815
+Timeout = timedelta | None
+Begin = Callable[..., Work]  # issues a call of the communicator, given `async_op`
 
 
 class Calls:
@@ -55,21 +52,22 @@ class Calls:
     def _call(
         self,
         what: str,
-        options: Options,
+        options: Any,
         results: Sequence[Any],
-        begins: Sequence[Begin],
+        begins: Iterable[Begin],
         *finishes: Finish | None,
     ) -> GroupWork:
         """Issue the calls, and run `finishes` when all have ended. `what` is the name in profiles.
 
-        A synchronous call has ended when this returns, and gets no work of its own.
+        `options`: any of torch's options objects. A synchronous call has ended when this returns,
+        and gets no work of its own.
         """
         span = span_of(what)
         limit = seconds(options.timeout)
         later = options.asyncOp or limit is not None or self._coalesced is not None
         after = [finish for finish in finishes if finish]
         with self._issuing:
-            works = [begin(later) for begin in begins]
+            works = [begin(async_op=later) for begin in begins]
         if not later and span is None:
             for finish in after:
                 finish()
@@ -77,6 +75,10 @@ class Calls:
         work = GroupWork(works, results, after, limit, self._watcher)
         if not later:
             work.wait()
+        return self._tracked(work, span)
+
+    def _tracked(self, work: GroupWork, span: Span | None) -> GroupWork:
+        """Let the span end with the work, and `_end_coalescing` return it with others."""
         if span is not None:
             span.end_with(work)
         if self._coalesced is not None:
@@ -84,7 +86,7 @@ class Calls:
         return work
 
 
-def seconds(timeout: timedelta | None) -> float | None:
+def seconds(timeout: Timeout) -> float | None:
     """Return the timeout in seconds, or None if it stands for the group's."""
     return None if timeout is None or timeout < UNLIMITED else timeout.total_seconds()
 
@@ -104,31 +106,17 @@ def options_of(kind: type, opts: Any, **fields: Any) -> Any:
     return options
 
 
-class Reduction(NamedTuple):
-    """A communicator's op and scale."""
-
-    op: Op
-    scale: float | None = None
-
-
-# By the value of torch's op: hashing and comparing the op itself takes 3 µs per call.
-REDUCTIONS: dict[Any, Reduction] = {op.value: Reduction(name) for op, name in OPS.items()}
-SUM = Reduction("sum")
-PREMUL_SUM = ReduceOp.PREMUL_SUM.value
-
-
-def reduction(op: Any) -> Reduction:
-    """Return the Reduction for torch's ReduceOp, or for one of its members."""
+def reduction(op: Any) -> tuple[Op, float | None]:
+    """Return a communicator's op and scale for torch's ReduceOp, or for one of its members."""
     if op == ReduceOp.SUM:  # the common case; getting its value takes longer
-        return SUM
+        return "sum", None
     value = getattr(getattr(op, "op", op), "value", None)
     if value == PREMUL_SUM:
         _, factor = op.__getstate__()  # torch has `op.factor` from 2.12 on
-        return Reduction("sum", float(factor))
-    found = REDUCTIONS.get(value)
-    if found is None:
-        raise UsageError(f"op is {op}; allowed: {', '.join(map(str, OPS))}, PREMUL_SUM")
-    return found
+        return "sum", float(factor)
+    if value not in OPS:
+        raise UsageError(f"op is {op}; allowed: {', '.join(map(str, NAMES))}, PREMUL_SUM")
+    return OPS[value], None
 
 
 def single(tensors: Tensors | Sequence[Any], what: str) -> Any:
@@ -152,10 +140,6 @@ def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) 
             f"{what} has tensors of {sizes(tensors)} elements; allowed: {ranks}, one for each "
             f"rank, of {like.numel()}, as on every rank"
         )
-
-
-def listed(tensors: Tensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def movable(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from ringdp.comm.backend.buckets import Buckets
-from ringdp.comm.backend.messages import Messages
 from ringdp.comm.backend.moves import Moves
 from ringdp.comm.backend.reductions import Reductions
 from ringdp.comm.backend.works import GroupWork, Watcher, all_of
@@ -45,7 +44,7 @@ def create(given: Any, _: object) -> Group:
     return Group(comm, given.store)
 
 
-class Group(Reductions, Moves, Messages, ProcessGroup):  # type: ignore[misc]
+class Group(Reductions, Moves, ProcessGroup):  # type: ignore[misc]
     """The group that `torch.distributed.init_process_group("ringdp")` and `new_group` create.
 
     Do not touch tensors until a work's `wait` has returned; without async_op the result is there

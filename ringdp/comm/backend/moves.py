@@ -1,12 +1,13 @@
-"""torch's collectives that only move data: broadcast, all_gather, gather, scatter and all_to_all.
+"""torch's calls that only move data: broadcast, all_gather, gather, scatter, all_to_all, messages.
 
 The tensors of a list are the parts of one buffer. If they are adjacent in memory, it is not copied.
+Messages and collectives of a group do not wait for each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from ringdp.comm.backend.calls import (
     Begin,
     Calls,
     Tensors,
+    Timeout,
     check_parts,
     joined,
     movable,
@@ -31,7 +33,7 @@ from ringdp.comm.backend.calls import (
     single,
     sizes,
 )
-from ringdp.comm.backend.works import GroupWork
+from ringdp.comm.backend.works import GroupWork, span_of
 from ringdp.errors import UsageError
 
 
@@ -39,28 +41,19 @@ class Moves(Calls):
     """The methods of a group that move data between ranks without reducing it."""
 
     def broadcast(
-        self,
-        tensors: Tensors,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        root: int | None = None,
+        self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, root: int | None = None
     ) -> GroupWork:
         tensor = single(tensors, "broadcast: tensors")
         options = options_of(BroadcastOptions, opts, rootRank=root, timeout=timeout)
-        moved, source = movable(tensor), options.rootRank
-        return self._call(
-            "broadcast",
-            options,
-            [tensor],
-            [lambda later: self._comm.broadcast(moved, source, async_op=later)],
-        )
+        begin = partial(self._comm.broadcast, movable(tensor), options.rootRank)
+        return self._call("broadcast", options, [tensor], [begin])
 
     def allgather(
         self,
         output_tensors: Sequence[Any],
         input_tensors: Tensors,
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
     ) -> GroupWork:
         """The parts may differ in size."""
         options = options_of(AllgatherOptions, opts, timeout=timeout)
@@ -68,13 +61,8 @@ class Moves(Calls):
         parts = parts_of(output_tensors, input_tensors, "allgather: output_tensors")
         moved = [movable(t) for t in parts]
         whole, finish = output_buffer(moved)
-        return self._call(
-            "all_gather",
-            options,
-            parts,
-            [lambda later: self._comm.all_gather_v(whole, part, sizes(moved), async_op=later)],
-            finish,
-        )
+        begin = partial(self._comm.all_gather_v, whole, part, sizes(moved))
+        return self._call("all_gather", options, parts, [begin], finish)
 
     def allgather_coalesced(
         self,
@@ -84,15 +72,11 @@ class Moves(Calls):
     ) -> GroupWork:
         """`output_lists`: one list per rank, with tensors for that rank's `input_list`."""
         options = options_of(AllgatherOptions, opts)
-        rooms = [
-            output_buffer([movable(t) for t in parts]) for parts in zip(*output_lists, strict=True)
-        ]
-
-        def begin(whole: Tensor, part: Tensor) -> Begin:
-            return lambda later: self._comm.all_gather(whole, part, async_op=later)
-
-        wholes, finishes = zip(*rooms, strict=True)
-        begins = list(map(begin, wholes, map(movable, input_list)))
+        begins, finishes = [], []
+        for part, *parts in zip(input_list, *output_lists, strict=True):
+            whole, finish = output_buffer([movable(t) for t in parts])
+            begins.append(partial(self._comm.all_gather, whole, movable(part)))
+            finishes.append(finish)
         return self._call("all_gather", options, output_lists, begins, *finishes)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
@@ -102,12 +86,11 @@ class Moves(Calls):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         options = options_of(AllgatherOptions, opts)
-
-        def begin(output: Tensor, input: Tensor) -> Begin:
-            whole, part = movable(output), movable(input)
-            return lambda later: self._comm.all_gather(whole, part, async_op=later)
-
-        return self._call("all_gather", options, outputs, list(map(begin, outputs, inputs)))
+        begins = [
+            partial(self._comm.all_gather, movable(whole), movable(part))
+            for whole, part in zip(outputs, inputs, strict=True)
+        ]
+        return self._call("all_gather", options, outputs, begins)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -117,37 +100,26 @@ class Moves(Calls):
         output_tensors: Sequence[Any],
         input_tensors: Tensors,
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         root: int | None = None,
     ) -> GroupWork:
         options = options_of(GatherOptions, opts, rootRank=root, timeout=timeout)
-        given, to = single(input_tensors, "gather: input_tensors"), options.rootRank
-        part = movable(given)
+        part = single(input_tensors, "gather: input_tensors")
         parts: Sequence[Tensor] = []
         whole, finish = None, None
-        if self._comm.rank == to:
+        if self._comm.rank == options.rootRank:
             parts = parts_of(output_tensors, input_tensors, "gather: output_tensors")
-            check_parts(parts, given, self._comm.size, "gather: output_tensors")
+            check_parts(parts, part, self._comm.size, "gather: output_tensors")
             whole, finish = output_buffer([movable(t) for t in parts])
-        return self._call(
-            "gather",
-            options,
-            parts,
-            [lambda later: self._comm.gather(whole, part, to, async_op=later)],
-            finish,
-        )
+        begin = partial(self._comm.gather, whole, movable(part), options.rootRank)
+        return self._call("gather", options, parts, [begin], finish)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         """`output` is ignored on ranks other than the root."""
         options = options_of(GatherOptions, opts)
-        part, to = movable(input), options.rootRank
-        whole = movable(output) if self._comm.rank == to else None
-        return self._call(
-            "gather",
-            options,
-            [output],
-            [lambda later: self._comm.gather(whole, part, to, async_op=later)],
-        )
+        whole = movable(output) if self._comm.rank == options.rootRank else None
+        begin = partial(self._comm.gather, whole, movable(input), options.rootRank)
+        return self._call("gather", options, [output], [begin])
 
     gather_into_tensor = gather_single
 
@@ -156,22 +128,17 @@ class Moves(Calls):
         output_tensors: Tensors,
         input_tensors: Sequence[Any],
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         root: int | None = None,
     ) -> GroupWork:
         options = options_of(ScatterOptions, opts, rootRank=root, timeout=timeout)
-        output, source = single(output_tensors, "scatter: output_tensors"), options.rootRank
-        moved, whole = movable(output), None
-        if self._comm.rank == source:
+        output, whole = single(output_tensors, "scatter: output_tensors"), None
+        if self._comm.rank == options.rootRank:
             parts = parts_of(input_tensors, output_tensors, "scatter: input_tensors")
             check_parts(parts, output, self._comm.size, "scatter: input_tensors")
             whole = joined([movable(t) for t in parts])
-        return self._call(
-            "scatter",
-            options,
-            [output],
-            [lambda later: self._comm.scatter(moved, whole, source, async_op=later)],
-        )
+        begin = partial(self._comm.scatter, movable(output), whole, options.rootRank)
+        return self._call("scatter", options, [output], [begin])
 
     def all_to_all_single(
         self,
@@ -180,27 +147,18 @@ class Moves(Calls):
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
     ) -> GroupWork:
         """Split sizes are along the first dimension. Without them parts are equal and move much
         faster. If only some ranks pass them, all raise CollectiveMismatch."""
         options = options_of(AllToAllOptions, opts, timeout=timeout)
         to, source = movable(output), movable(input)
-        if not output_split_sizes and not input_split_sizes:
-            return self._call(
-                "all_to_all",
-                options,
-                [output],
-                [lambda later: self._comm.all_to_all(to, source, async_op=later)],
-            )
-        received = self._cut(output, to.numel(), output_split_sizes)
-        sent = self._cut(input, source.numel(), input_split_sizes)
-        return self._call(
-            "all_to_all",
-            options,
-            [output],
-            [lambda later: self._comm.all_to_all_v(to, source, received, sent, async_op=later)],
-        )
+        begin: Begin = partial(self._comm.all_to_all, to, source)
+        if output_split_sizes or input_split_sizes:
+            received = self._cut(output, to.numel(), output_split_sizes)
+            sent = self._cut(input, source.numel(), input_split_sizes)
+            begin = partial(self._comm.all_to_all_v, to, source, received, sent)
+        return self._call("all_to_all", options, [output], [begin])
 
     alltoall_base = all_to_all_single
 
@@ -220,20 +178,30 @@ class Moves(Calls):
         output_tensors: Sequence[Tensor],
         input_tensors: Sequence[Tensor],
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
     ) -> GroupWork:
         """The parts may differ in size."""
         options = options_of(AllToAllOptions, opts, timeout=timeout)
         outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
         whole, finish = output_buffer(outputs)
-        return self._call(
-            "all_to_all",
-            options,
-            output_tensors,
-            [
-                lambda later: self._comm.all_to_all_v(
-                    whole, joined(inputs), sizes(outputs), sizes(inputs), async_op=later
-                )
-            ],
-            finish,
-        )
+        received, sent = sizes(outputs), sizes(inputs)
+        begin = partial(self._comm.all_to_all_v, whole, joined(inputs), received, sent)
+        return self._call("all_to_all", options, output_tensors, [begin], finish)
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
+        """`dst` is a rank of the group."""
+        tensor = single(tensors, "send: tensors")
+        return self._message("send", tensor, partial(self._comm.isend, dst=dst, tag=tag))
+
+    def recv(self, tensors: Sequence[Tensor], src: int | None, tag: int = 0) -> GroupWork:
+        """`src` is a rank of the group."""
+        tensor = single(tensors, "recv: tensors")
+        return self._message("recv", tensor, partial(self._comm.irecv, src=src, tag=tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
+        return self.recv(tensors, None, tag)
+
+    def _message(self, what: str, tensor: Tensor, begin: Begin) -> GroupWork:
+        # Not the group's watcher: a message that never arrives must not block collectives' futures.
+        span = span_of(what)
+        return self._tracked(GroupWork([begin(movable(tensor))], [tensor], (), None, None), span)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +21,11 @@ from torch._C._distributed_c10d import (
 from ringdp.comm.backend import futures
 from ringdp.comm.backend.buckets import Buckets, comes_from_autograd
 from ringdp.comm.backend.calls import (
-    SUM,
     Begin,
     Calls,
-    Reduction,
     Tensors,
+    Timeout,
     joined,
-    listed,
     options_of,
     parts_of,
     reduction,
@@ -36,8 +34,8 @@ from ringdp.comm.backend.calls import (
 )
 from ringdp.comm.backend.sparse import all_reduce_sparse
 from ringdp.comm.backend.works import Finish, GroupWork
-from ringdp.comm.work import Work
 from ringdp.errors import CollectiveTimeout
+from ringdp.transport.base import ReduceOp as Op
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -51,7 +49,7 @@ class Reductions(Calls):
     _buckets: Buckets
 
     def allreduce(
-        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, op: Any = None
+        self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, op: Any = None
     ) -> GroupWork:
         tensor = single(tensors, "allreduce: tensors")
         options = options_of(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
@@ -67,50 +65,45 @@ class Reductions(Calls):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         options = options_of(AllreduceCoalescedOptions, opts, reduceOp=None)
-        return self._all_reduce(options, listed(tensors))
+        return self._all_reduce(options, [tensors] if isinstance(tensors, Tensor) else tensors)
 
     def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
-        by, finishes = self._reduction_of(options, tensors)
+        op, scale, finishes = self._reduction_of(options, tensors)
 
         def begin(tensor: Tensor) -> Begin:
             if tensor.layout is not torch.strided:
-                return lambda later: all_reduce_sparse(self._comm, tensor, by.op, by.scale)
-            return lambda later: self._comm.all_reduce(
-                tensor, by.op, scale=by.scale, async_op=later
-            )
+                return lambda async_op: all_reduce_sparse(self._comm, tensor, op, scale)
+            return partial(self._comm.all_reduce, tensor, op, scale=scale)
 
-        work = self._call("all_reduce", options, tensors, list(map(begin, tensors)), *finishes)
+        work = self._call("all_reduce", options, tensors, map(begin, tensors), *finishes)
         if tensors and tensors[0].numel() == 1:
             self._ones.append(work)
         return work
 
     def _reduction_of(
         self, options: Any, results: Sequence[Tensor]
-    ) -> tuple[Reduction, list[Finish]]:
-        """Return the reduction, and what finishes it: an average of integers is a sum, divided."""
-        by = reduction(options.reduceOp)
-        if by.op != "avg" or not results or results[0].dtype not in INTEGERS:
-            return by, []
-        return SUM, [average(tensor, self._comm.size) for tensor in results]
+    ) -> tuple[Op, float | None, list[Finish]]:
+        """Return the communicator's op and scale, and what finishes it: an average of integers is a
+        sum, divided."""
+        op, scale = reduction(options.reduceOp)
+        if op != "avg" or not results or results[0].dtype not in INTEGERS:
+            return op, scale, []
+        return "sum", None, [average(tensor, self._comm.size) for tensor in results]
 
     def reduce(
         self,
         tensors: Tensors,
         opts: Any = None,
         op: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         root: int | None = None,
     ) -> GroupWork:
         tensor = single(tensors, "reduce: tensors")
         options = options_of(ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         to = options.rootRank
-        by, finishes = self._reduction_of(options, [tensor])
-        if to != self._comm.rank:
-            finishes = []
-
-        def begin(later: bool) -> Work:
-            return self._comm.reduce(tensor, to, by.op, scale=by.scale, async_op=later)
-
+        by, scale, finishes = self._reduction_of(options, [tensor])
+        begin = partial(self._comm.reduce, tensor, to, by, scale=scale)
+        finishes = finishes if to == self._comm.rank else []
         return self._call("reduce", options, [tensor], [begin], *finishes)
 
     def reduce_scatter(
@@ -118,20 +111,16 @@ class Reductions(Calls):
         output_tensors: Tensors,
         input_tensors: Sequence[Any],
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         op: Any = None,
     ) -> GroupWork:
         """The parts may differ in size."""
         output = single(output_tensors, "reduce_scatter: output_tensors")
         parts = parts_of(input_tensors, output_tensors, "reduce_scatter: input_tensors")
         options = options_of(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
-        by, finishes = self._reduction_of(options, [output])
-
-        def begin(later: bool) -> Work:
-            return self._comm.reduce_scatter_v(
-                output, joined(parts), sizes(parts), by.op, scale=by.scale, async_op=later
-            )
-
+        by, scale, finishes = self._reduction_of(options, [output])
+        comm, whole = self._comm, joined(parts)
+        begin = partial(comm.reduce_scatter_v, output, whole, sizes(parts), by, scale=scale)
         return self._call("reduce_scatter", options, [output], [begin], *finishes)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
@@ -141,28 +130,21 @@ class Reductions(Calls):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         options = options_of(ReduceScatterOptions, opts, reduceOp=None)
-        by, finishes = self._reduction_of(options, outputs)
-
-        def begin(output: Tensor, input: Tensor) -> Begin:
-            return lambda later: self._comm.reduce_scatter(
-                output, input, by.op, scale=by.scale, async_op=later
-            )
-
-        begins = list(map(begin, outputs, inputs))
+        op, scale, finishes = self._reduction_of(options, outputs)
+        begins = [
+            partial(self._comm.reduce_scatter, part, whole, op, scale=scale)
+            for part, whole in zip(outputs, inputs, strict=True)
+        ]
         return self._call("reduce_scatter", options, outputs, begins, *finishes)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> GroupWork:
         options = options_of(BarrierOptions, opts, timeout=timeout)
-        return self._call(
-            "barrier", options, [], [lambda later: self._comm.barrier(async_op=later)]
-        )
+        return self._call("barrier", options, [], [self._comm.barrier])
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """barrier with its own timeout. The error names every rank that has not arrived."""
         try:
             self.barrier(timeout=timeout).wait()
