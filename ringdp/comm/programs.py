@@ -8,12 +8,11 @@ others are in an LRU cache.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
 from types import FunctionType
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ringdp.errors import ScheduleError
@@ -22,6 +21,7 @@ from ringdp.schedule import (
     Collective,
     Program,
     Row,
+    Schedule,
     contract,
     fifo_depth,
     fuse,
@@ -34,25 +34,16 @@ from ringdp.schedule.liveness import fits
 MOST = 1024  # cached programs
 
 
-class ProgramKey(NamedTuple):
-    """The cache key of a program, without its algorithm. For `depth` see `Transport.depth`."""
-
-    collective: Collective
-    n: int
-    rank: int
-    root: int
-    depth: float | None
-
-
 @dataclass(frozen=True)
 class Origin:
     """What a program was built from."""
 
     collective: Collective
     algorithm: str  # its name
+    custom: bool  # whether the user gave its schedule, or a parameter of it
     root: int
+    schedule: Schedule
     rows: Iterable[Iterable[int]]
-    builder: Callable[[], str | Builder | None]  # returns the algorithm; None once it is collected
 
     @cached_property
     def names(self) -> dict[tuple[int, ...], str]:
@@ -64,9 +55,8 @@ class Origin:
 # By the address of a program's rows, as long as the program lives. An Origin holds the rows, so no
 # other program can get their address while the entry exists.
 _origins: dict[int, Origin] = {}
-
-
-_of_function: WeakKeyDictionary[FunctionType, dict[ProgramKey, Program]] = WeakKeyDictionary()
+Key = tuple[Collective, int, int, int, float | None]  # collective, n, rank, root, depth
+_of_function: WeakKeyDictionary[FunctionType, dict[Key, Program]] = WeakKeyDictionary()
 
 
 def program(
@@ -83,7 +73,7 @@ def program(
     stall. If it is infinite, sends never wait. Then fusing cannot cause a stall, since it only
     moves sends earlier and receives later, and the programs of the other ranks are not built.
     """
-    key = ProgramKey(collective, n, rank, root, depth)
+    key: Key = collective, n, rank, root, depth
     if not isinstance(algorithm, FunctionType):  # a bound method is a new object each time
         return _cached(algorithm, key)
     known = _of_function.setdefault(algorithm, {})
@@ -92,40 +82,43 @@ def program(
     return known[key]
 
 
-def _build(algorithm: str | Builder, key: ProgramKey) -> Program:
+def _build(algorithm: str | Builder, key: Key) -> Program:
     collective, n, rank, root, depth = key
     plan = proved(algorithm, collective, n, root)
+    built = _runnable(plan, collective, rank, root, depth)
+    if built is None:
+        needed = fifo_depth([project(plan, r) for r in range(n)])
+        raise ScheduleError(
+            f"{algorithm} {collective} needs FIFOs of {needed} slots; the transport has {depth}"
+        )
+    address, custom = built.rows.ctypes.data, not isinstance(algorithm, str) or ":" in algorithm
+    _origins[address] = Origin(collective, name_of(algorithm), custom, root, plan, built.rows)
+    weakref.finalize(built, _origins.pop, address).atexit = False
+    return built
+
+
+_cached = lru_cache(maxsize=MOST)(_build)
+
+
+def _runnable(
+    plan: Schedule, collective: Collective, rank: int, root: int, depth: float | None
+) -> Program | None:
+    """Return the program of `rank`, or None if it needs longer FIFOs than `depth`."""
     if depth is None:
         return project(plan, rank)
-    live = contract(collective, n, plan.chunks, root).after
+    live = contract(collective, plan.ranks, plan.chunks, root).after
 
     def fused(plain: Program) -> Program:
         return fuse(plain, [c for q, c in live if q == plain.rank])
 
     if depth == inf:
         return fused(project(plan, rank))
-    plain = [project(plan, r) for r in range(n)]
+    plain = [project(plan, r) for r in range(plan.ranks)]
     # Fused programs make fewer passes but need longer FIFOs. If these are too long, do not fuse.
     for programs in ([*map(fused, plain)], plain):
         if fits(programs, int(depth)):
-            _record_origin(algorithm, key, programs[rank])
             return programs[rank]
-    raise ScheduleError(
-        f"{algorithm} {collective} needs FIFOs of {fifo_depth(plain)} slots; the transport has "
-        f"{depth}"
-    )
-
-
-_cached = lru_cache(maxsize=MOST)(_build)
-
-
-def _record_origin(algorithm: str | Builder, key: ProgramKey, built: Program) -> None:
-    is_function = isinstance(algorithm, FunctionType)
-    builder = weakref.ref(algorithm) if is_function else lambda: algorithm
-    origin = Origin(key.collective, name_of(algorithm), key.root, built.rows, builder)
-    address = built.rows.ctypes.data
-    _origins[address] = origin
-    weakref.finalize(built, _origins.pop, address).atexit = False
+    return None
 
 
 def origin_of(rows: int) -> Origin | None:

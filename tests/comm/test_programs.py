@@ -40,11 +40,10 @@ def test_a_function_is_remembered_as_long_as_it_lives():
     assert use(first) == address
     origin = programs.origin_of(address)
     assert origin is not None
-    assert origin.builder() is first
+    assert origin.algorithm.endswith("<lambda>")
     assert "send" in origin.names.values()
     del first
     assert seen() is None
-    assert origin.builder() is None
 
 
 def test_of_others_only_the_last_are_remembered():
