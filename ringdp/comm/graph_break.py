@@ -16,7 +16,7 @@ C = TypeVar("C", bound=type)
 
 
 def uncompiled(kind: C) -> C:
-    """Class decorator for a class's own methods. Inherited ones need it on their own class."""
+    """Class decorator, for a class's methods and those that it inherits from classes of ringdp."""
     for function in _functions(kind):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
     as_they_are(kind)
@@ -36,5 +36,7 @@ def as_they_are(*classes: type) -> None:
 
 
 def _functions(kind: type) -> list[FunctionType]:
-    members = [getattr(member, "__wrapped__", member) for member in vars(kind).values()]
-    return [member for member in members if isinstance(member, FunctionType)]
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("ringdp.")]
+    members = [member for base in ours for member in vars(base).values()]
+    functions = [getattr(member, "__wrapped__", member) for member in members]
+    return [function for function in functions if isinstance(function, FunctionType)]

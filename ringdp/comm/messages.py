@@ -21,7 +21,6 @@ from torch import Tensor
 from ringdp.comm.arguments import index_of
 from ringdp.comm.buffers import flat, flat_output
 from ringdp.comm.call import ANY_RANK, call_site, fingerprint
-from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard
 from ringdp.comm.job import Issuer
 from ringdp.comm.work import Work
@@ -46,7 +45,6 @@ class Received(Work):
         return int(self._sender)
 
 
-@uncompiled
 class Messages(Issuer):
     """The point-to-point methods of a Communicator."""
 

@@ -11,10 +11,7 @@ All ranks must be on one host; between hosts use torch's gloo.
 
 from torch.distributed import Backend, distributed_c10d
 
-from ringdp.comm.backend.calls import Calls
 from ringdp.comm.backend.groups import NAME, Group, create
-from ringdp.comm.backend.moves import Moves
-from ringdp.comm.backend.reductions import Reductions
 from ringdp.comm.backend.works import GroupWork, Watcher
 from ringdp.comm.graph_break import as_they_are
 
@@ -22,7 +19,7 @@ from ringdp.comm.graph_break import as_they_are
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent."""
     if NAME.upper() not in Backend._plugins:
-        as_they_are(Group, Calls, Reductions, Moves, GroupWork, Watcher)
+        as_they_are(Group, GroupWork, Watcher)
         Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         # From torch 2.15 on, torch attaches a recorder to other groups, which must be in C++ then.
         recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
