@@ -26,6 +26,11 @@ class Flat(NamedTuple):
         if self.original is not None:
             writable(self.original).copy_(shaped(self.data, self.original))
 
+    def take(self, result: Tensor) -> None:
+        """Copy a result from another buffer to the tensor."""
+        fill(self.data, result)
+        self.copy_back()
+
 
 def flat(tensor: Tensor, *, read: bool = True) -> Flat:
     """Return the tensor as a buffer. Unless `read`, a copy is uninitialised, to be overwritten.

@@ -40,7 +40,6 @@ from torch import Tensor
 from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_int, check_tensor
 from ringdp.comm.buffers import type_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
-from ringdp.comm.graph_break import uncompiled
 from ringdp.comm.guard import Guard, supported
 from ringdp.comm.programs import program
 from ringdp.comm.work import ENDED, Group, Work
@@ -56,7 +55,7 @@ from ringdp.transport.base import (
     Run,
     Transport,
 )
-from ringdp.transport.bounds import Bounds, bounds_of
+from ringdp.transport.bounds import Bounds, bounds_of, chunk_bounds, shard_bounds
 from ringdp.transport.records import Call
 from ringdp.transport.repeated import METHODS, SLICE
 
@@ -83,7 +82,7 @@ class Job(NamedTuple):
     """What the transport is to do, and `finish`, which copies the result to the user's tensor.
 
     `by` is a program that runs in place on `whole` (see `Run`), or an exchange that the transport
-    does in its own way (see `Exchange`). Buffers are 1-D, contiguous and real.
+    does in its own way, also with `part` (see `Exchange`). Buffers are 1-D, contiguous and real.
     """
 
     by: Program | Direct
@@ -121,6 +120,11 @@ class Job(NamedTuple):
         return kind, self.bounds[-1] if elements is None else elements
 
 
+def changes(by: Program | Direct) -> bool:
+    """Return whether it is a program that stores into its buffer, and not into scratch alone."""
+    return isinstance(by, Program) and by.changes
+
+
 def op_of_rows(op: ReduceOp, spec: CallSpec, dtype: torch.dtype) -> ReduceOp:
     """Return the op that a program's rows compute.
 
@@ -138,7 +142,6 @@ class Arg(NamedTuple):
     tensor: Tensor
 
 
-@uncompiled
 class Issuer:
     """One rank's end of a communicator: from the arguments of a call to what a transport runs."""
 
@@ -182,12 +185,19 @@ class Issuer:
         depth = self._transport.depth
         return program(spec.collective, spec.algorithm, self.size, self.rank, spec.root, depth)
 
-    def _program_or_exchange(self, spec: CallSpec) -> Program | None:
-        """Return the program, or None if the transport has its own implementation."""
+    def _way(self, spec: CallSpec, exchange: Direct) -> Program | Direct:
+        """Return the program, or `exchange` if the transport has its own implementation."""
         here = self._transport.link is None or spec.collective in HELD_BACK
-        if here and spec.algorithm == self._transport.own:
-            return None
-        return self._program(spec)
+        return exchange if here and spec.algorithm == self._transport.own else self._program(spec)
+
+    def _bounds(self, by: Program | Direct, elements: int, root: int | None = None) -> Bounds:
+        """Return the bounds of a program's chunks, or of an exchange's shares, all of them the
+        root's if there is one."""
+        if isinstance(by, Program):
+            return chunk_bounds(elements, by)
+        if root is None:
+            return shard_bounds(elements, self.size)
+        return bounds_of(elements if rank == root else 0 for rank in range(self.size))
 
     def _shards(
         self,
@@ -222,14 +232,14 @@ class Issuer:
             )
         return tuple(s * width(part.tensor) for s in shards)
 
-    def _cuts(self, spec: CallSpec, whole: Arg, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _cuts(self, spec: CallSpec, whole: Arg, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return `sizes` in real elements. Raises UsageError unless they add up to the whole's."""
         check_tensor(spec.name, whole.tensor, whole.name)
-        cuts = self._whole_numbers(spec, name, sizes)
+        cuts = self._whole_numbers(spec, f"{whole.name}_sizes", sizes)
         if sum(cuts) != whole.tensor.numel():
             raise UsageError(
-                f"{spec.name}: {whole.name} has {whole.tensor.numel()} elements; {name} has "
-                f"{sum(cuts)} in all"
+                f"{spec.name}: {whole.name} has {whole.tensor.numel()} elements; "
+                f"{whole.name}_sizes has {sum(cuts)} in all"
             )
         return tuple(c * width(whole.tensor) for c in cuts)
 
@@ -244,10 +254,6 @@ class Issuer:
                 f"for each of {self.size} ranks, and 2**56 in all at most"
             )
         return found
-
-    def _root_bounds(self, root: int, elements: int) -> Bounds:
-        """Return the bounds of shares of which only the root's has elements."""
-        return bounds_of(elements if r == root else 0 for r in range(self.size))
 
     def _part(self, shards: tuple[int, ...]) -> slice:
         """Return the slice of the whole that is this rank's share."""

@@ -8,7 +8,9 @@ from `input` itself and a scatter receives into `output` itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from ringdp.comm.arguments import check_tensor
@@ -22,24 +24,14 @@ from ringdp.comm.buffers import (
     without_overlap,
     writable,
 )
-from ringdp.comm.graph_break import uncompiled
-from ringdp.comm.job import Arg, CallSpec, Issuer, Job
+from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
-from ringdp.schedule import Builder
-from ringdp.transport.bounds import (
-    bounds_of,
-    chunk_bounds,
-    own_bounds,
-    own_part,
-    pair_bounds,
-    shard_bounds,
-    uneven_bounds,
-)
+from ringdp.schedule import Builder, Program
+from ringdp.transport.bounds import bounds_of, own_bounds, own_part, pair_bounds
 from ringdp.transport.repeated import repeated
 
 
-@uncompiled
 class Moves(Issuer):
     """The methods of a Communicator that move data between ranks without reducing it."""
 
@@ -55,18 +47,15 @@ class Moves(Issuer):
     ) -> Work:
         """Copy rank `root`'s `tensor` to every rank's `tensor`, in place."""
         spec = self._spec("broadcast", tensor, algorithm, async_op, tag, root)
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "all_gather")
         is_root = self.rank == root
-        if is_root and not (program and program.changes):
+        if is_root and not changes(by):
             buffer, finish = flat(tensor).data, None
         else:
             out = flat_output(tensor, "broadcast: tensor", read=is_root)
             buffer, finish = out.data, out.copy_back
-        if program:
-            cuts = chunk_bounds(buffer.numel(), program)
-            return self._issue(Job(program, cuts, buffer, None, finish), spec)
-        part, bounds = buffer if is_root else None, self._root_bounds(root, buffer.numel())
-        return self._issue(Job("all_gather", bounds, buffer, part, finish), spec)
+        part, bounds = buffer if is_root else None, self._bounds(by, buffer.numel(), root)
+        return self._issue(Job(by, bounds, buffer, part, finish), spec)
 
     @repeated
     def all_gather(
@@ -83,7 +72,7 @@ class Moves(Issuer):
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
         spec = self._spec("all_gather", input, algorithm, async_op, tag)
-        return self._all_gather(output, input, None, spec)
+        return self._gather(spec, Arg("output", output), input)
 
     def all_gather_v(
         self,
@@ -100,23 +89,7 @@ class Moves(Issuer):
         All ranks pass the same sizes.
         """
         spec = self._spec("all_gather_v", input, algorithm, async_op, tag)
-        return self._all_gather(output, input, sizes, spec)
-
-    def _all_gather(
-        self, output: Tensor, input: Tensor, sizes: Sequence[int] | None, spec: CallSpec
-    ) -> Work:
-        shards = self._shards(spec, Arg("input", input), Arg("output", output), sizes)
-        program = self._program_or_exchange(spec)
-        part = self._part(shards)
-        out = flat_output(output, f"{spec.name}: output")
-        if program:
-            fill(out.data[part], input)
-            cuts = uneven_bounds(shards, program)
-            return self._issue(Job(program, cuts, out.data, None, out.copy_back), spec)
-        piece = without_overlap(flat(input).data, out.data, same(out.data[part], input))
-        return self._issue(
-            Job("all_gather", bounds_of(shards), out.data, piece, out.copy_back), spec
-        )
+        return self._gather(spec, Arg("output", output), input, sizes)
 
     @repeated
     def gather(
@@ -134,7 +107,7 @@ class Moves(Issuer):
         output: size x input.numel() elements on the root; ignored elsewhere, and may be None.
         """
         spec = self._spec("gather", input, algorithm, async_op, tag, root)
-        return self._gather(output, input, None, spec)
+        return self._gather(spec, self._at_root(spec, "output", output), input, root=root)
 
     def gather_v(
         self,
@@ -149,31 +122,34 @@ class Moves(Issuer):
     ) -> Work:
         """gather with sizes[r] elements from rank r. All ranks pass the same sizes."""
         spec = self._spec("gather_v", input, algorithm, async_op, tag, root)
-        return self._gather(output, input, sizes, spec)
+        return self._gather(spec, self._at_root(spec, "output", output), input, sizes, root)
 
     def _gather(
-        self, output: Tensor | None, input: Tensor, sizes: Sequence[int] | None, spec: CallSpec
+        self,
+        spec: CallSpec,
+        whole: Arg | None,
+        input: Tensor,
+        sizes: Sequence[int] | None = None,
+        root: int | None = None,
     ) -> Work:
-        whole = self._at_root(spec, "output", output)
+        """Gather on the root, or on all ranks if there is none."""
         shards = self._shards(spec, Arg("input", input), whole, sizes)
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "all_gather")
         out = whole and flat_output(whole.tensor, f"{spec.name}: output")
         finish = out and out.copy_back
-        if program is None:
-            piece, buffer, bounds = flat(input).data, out and out.data, bounds_of(shards)
+        if not isinstance(by, Program):
+            piece, buffer = flat(input).data, out and out.data
             if buffer is not None:
                 piece = without_overlap(piece, buffer, same(buffer[self._part(shards)], input))
-            job = Job("all_gather", bounds, buffer, piece, finish, root=spec.root)
-            return self._issue(job, spec)
-        cuts = own_bounds(shards, program)
-        part = own_part(cuts, program)
-        if out is None and part == slice(0, cuts[-1]) and not program.changes:
+            return self._issue(Job(by, bounds_of(shards), buffer, piece, finish, root=root), spec)
+        cuts = own_bounds(shards, by)
+        part = own_part(cuts, by)
+        if out is None and part == slice(0, cuts[-1]) and not by.changes:
             buffer = flat(input).data
         else:
             buffer = out.data if out else empty(cuts[-1], input)
             fill(buffer[part], input)
-        job = Job(program, cuts, buffer, finish=finish, elements=sum(shards))
-        return self._issue(job, spec)
+        return self._issue(Job(by, cuts, buffer, finish=finish, elements=sum(shards)), spec)
 
     @repeated
     def scatter(
@@ -191,7 +167,7 @@ class Moves(Issuer):
         input: size x output.numel() elements on the root; ignored elsewhere, and may be None.
         """
         spec = self._spec("scatter", output, algorithm, async_op, tag, root)
-        return self._scatter(output, input, None, spec)
+        return self._scatter(spec, output, input)
 
     def scatter_v(
         self,
@@ -206,36 +182,35 @@ class Moves(Issuer):
     ) -> Work:
         """scatter with sizes[r] elements to rank r. All ranks pass the same sizes."""
         spec = self._spec("scatter_v", output, algorithm, async_op, tag, root)
-        return self._scatter(output, input, sizes, spec)
+        return self._scatter(spec, output, input, sizes)
 
     def _scatter(
-        self, output: Tensor, input: Tensor | None, sizes: Sequence[int] | None, spec: CallSpec
+        self,
+        spec: CallSpec,
+        output: Tensor,
+        input: Tensor | None,
+        sizes: Sequence[int] | None = None,
     ) -> Work:
         whole = self._at_root(spec, "input", input)
         shards = self._shards(spec, Arg("output", output), whole, sizes)
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "all_to_all")
         out = flat_output(output, f"{spec.name}: output")
-        if program is None:
-            source = whole and without_overlap(flat(whole.tensor).data, out.data)
-            bounds = bounds_of(shards)
-            job = Job("all_to_all", bounds, source, out.data, out.copy_back, root=spec.root)
+        source = whole and flat(whole.tensor)
+        if not isinstance(by, Program):
+            given, bounds = source and without_overlap(source.data, out.data), bounds_of(shards)
+            job = Job(by, bounds, given, out.data, out.copy_back, root=spec.root)
             return self._issue(job, spec)
-        cuts = own_bounds(shards, program)
-        part = own_part(cuts, program)
-        if whole:
-            buffer, original = flat(whole.tensor)
-            buffer = buffer.clone() if original is None and program.changes else buffer
+        cuts = own_bounds(shards, by)
+        part = own_part(cuts, by)
+        if source:
+            copied = source.original is not None
+            buffer = source.data if copied or not by.changes else source.data.clone()
         elif part == slice(0, cuts[-1]):
             buffer = out.data
         else:
             buffer = empty(cuts[-1], output)
-
-        def finish() -> None:
-            fill(out.data, buffer[part])
-            out.copy_back()
-
-        job = Job(program, cuts, buffer, finish=finish, elements=sum(shards))
-        return self._issue(job, spec)
+        finish = partial(out.take, buffer[part])
+        return self._issue(Job(by, cuts, buffer, finish=finish, elements=sum(shards)), spec)
 
     @repeated
     def all_to_all(
@@ -260,15 +235,15 @@ class Moves(Issuer):
                 f"{output.numel()} of {type_of(output)}; allowed: equally many of one dtype on one "
                 f"device, a multiple of {self.size} (ranks)"
             )
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "all_to_all")
         out = flat_output(output, "all_to_all: output")
-        if program:
-            fill(out.data, input)
-            cuts = chunk_bounds(out.data.numel(), program)
-            return self._issue(Job(program, cuts, out.data, None, out.copy_back), spec)
-        source = without_overlap(flat(input).data, out.data)
-        bounds = shard_bounds(out.data.numel(), self.size)
-        return self._issue(Job("all_to_all", bounds, source, out.data, out.copy_back), spec)
+        if isinstance(by, Program):
+            whole = out.data
+            fill(whole, input)
+        else:
+            whole = without_overlap(flat(input).data, out.data)
+        bounds = self._bounds(by, out.data.numel())
+        return self._issue(Job(by, bounds, whole, out.data, out.copy_back), spec)
 
     def all_to_all_v(
         self,
@@ -286,8 +261,8 @@ class Moves(Issuer):
         """
         me = self.rank
         spec = self._spec("all_to_all_v", input, "direct", async_op, tag)
-        sent = self._cuts(spec, Arg("input", input), "input_sizes", input_sizes)
-        received = self._cuts(spec, Arg("output", output), "output_sizes", output_sizes)
+        sent = self._cuts(spec, Arg("input", input), input_sizes)
+        received = self._cuts(spec, Arg("output", output), output_sizes)
         if type_of(output) != type_of(input) or received[me] != sent[me]:
             raise UsageError(
                 f"all_to_all_v: rank {me} sends itself {input_sizes[me]} elements of "
@@ -302,10 +277,9 @@ class Moves(Issuer):
         fill(buffer[sends : sends + sum(sent)], input)
 
         def finish() -> None:
-            data = writable(out.data)
-            data[:sends] = buffer[:sends]
-            data[sends : sends + sent[me]] = buffer[to_self : to_self + sent[me]]
-            data[sends + sent[me] :] = buffer[sends + sum(sent) :]
+            own = buffer[to_self : to_self + sent[me]]
+            received = buffer[:sends], own, buffer[sends + sum(sent) :]
+            torch.cat(received, out=writable(out.data))
             out.copy_back()
 
         return self._issue(Job(self._program(spec), bounds, buffer, finish=finish), spec)

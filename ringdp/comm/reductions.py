@@ -26,20 +26,18 @@ import torch
 from torch import Tensor
 
 from ringdp.comm.arguments import check_float
-from ringdp.comm.buffers import Flat, fill, flat, flat_output, same, without_overlap, writable
-from ringdp.comm.graph_break import uncompiled
-from ringdp.comm.job import Arg, CallSpec, Issuer, Job, op_of_rows
+from ringdp.comm.buffers import Flat, flat, flat_output, same, without_overlap, writable
+from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes, op_of_rows
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
-from ringdp.transport.base import REDUCE_OPS, ReduceOp
-from ringdp.transport.bounds import bounds_of, chunk_bounds, shard_bounds, uneven_bounds
+from ringdp.transport.base import REDUCE_OPS, Direct, ReduceOp
+from ringdp.transport.bounds import bounds_of, uneven_bounds
 from ringdp.transport.repeated import repeated
 
 BITWISE = ("band", "bor", "bxor")
 
 
-@uncompiled
 class Reductions(Issuer):
     """The methods of a Communicator that reduce over all ranks."""
 
@@ -61,16 +59,12 @@ class Reductions(Issuer):
         """
         spec = self._spec("all_reduce", tensor, algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor)
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "all_reduce")
         out = flat_output(tensor, "all_reduce: tensor", read=True)
         if factor != 1:
             out.data.mul_(factor)
-        elements, finish = out.data.numel(), self._finisher(out, program, op, spec)
-        if program:
-            cuts = chunk_bounds(elements, program)
-            return self._issue(Job(program, cuts, out.data, None, finish, op), spec)
-        bounds = shard_bounds(elements, self.size)
-        return self._issue(Job("all_reduce", bounds, out.data, None, finish, op), spec)
+        bounds, finish = self._bounds(by, out.data.numel()), self._finisher(out, by, op, spec)
+        return self._issue(Job(by, bounds, out.data, None, finish, op), spec)
 
     @repeated
     def reduce(
@@ -87,24 +81,20 @@ class Reductions(Issuer):
         """Reduce `tensor` to rank `root`, in place. The tensors of other ranks do not change."""
         spec = self._spec("reduce", tensor, algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor)
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "reduce_scatter")
+        part, finish = None, None
         if self.rank == root:
-            buffer, original = out = flat_output(tensor, "reduce: tensor", read=True)
-            finish: Callable[[], None] | None = self._finisher(out, program, op, spec)
+            out = flat_output(tensor, "reduce: tensor", read=True)
+            buffer = part = out.data
+            finish = self._finisher(out, by, op, spec)
         else:
-            (buffer, original), finish = flat(tensor), None
-            if original is None and ((program and program.changes) or factor != 1):
+            buffer, original = flat(tensor)
+            if original is None and (changes(by) or factor != 1):
                 buffer = buffer.clone()
         if factor != 1:
             buffer.mul_(factor)
-        if program:
-            cuts = chunk_bounds(buffer.numel(), program)
-            return self._issue(Job(program, cuts, buffer, None, finish, op), spec)
-        part, bounds = (
-            buffer if self.rank == root else None,
-            self._root_bounds(root, buffer.numel()),
-        )
-        return self._issue(Job("reduce_scatter", bounds, buffer, part, finish, op), spec)
+        bounds = self._bounds(by, buffer.numel(), root)
+        return self._issue(Job(by, bounds, buffer, part, finish, op), spec)
 
     @repeated
     def reduce_scatter(
@@ -156,7 +146,7 @@ class Reductions(Issuer):
     ) -> Work:
         factor = factor_of(spec.name, op, scale, input)
         shards = self._shards(spec, Arg("output", output), Arg("input", input), sizes)
-        program = self._program_or_exchange(spec)
+        by = self._way(spec, "reduce_scatter")
         whole, part = flat(input), self._part(shards)
         in_place = same(whole.data[part], output)
         out = flat_output(output, f"{spec.name}: output")
@@ -165,26 +155,24 @@ class Reductions(Issuer):
             buffer, copied = buffer * factor, True
         elif factor != 1:
             buffer.mul_(factor)
-        if program is None:
-            buffer, bounds = without_overlap(buffer, out.data, in_place), bounds_of(shards)
-            job = Job("reduce_scatter", bounds, buffer, out.data, out.copy_back, op)
+        if not isinstance(by, Program):
+            buffer = without_overlap(buffer, out.data, in_place)
+            job = Job(by, bounds_of(shards), buffer, out.data, out.copy_back, op)
             return self._issue(job, spec)
         buffer = buffer if copied or in_place else buffer.clone()
-        original = self._finisher(Flat(buffer[part], None), program, op, spec)
+        divide = self._finisher(Flat(buffer[part], None), by, op, spec)
 
         def finish() -> None:
-            original()
-            fill(out.data, buffer[part])
-            out.copy_back()
+            divide()
+            out.take(buffer[part])
 
-        cuts = uneven_bounds(shards, program)
-        return self._issue(Job(program, cuts, buffer, None, finish, op), spec)
+        return self._issue(Job(by, uneven_bounds(shards, by), buffer, None, finish, op), spec)
 
     def _finisher(
-        self, out: Flat, program: Program | None, op: ReduceOp, spec: CallSpec
+        self, out: Flat, by: Program | Direct, op: ReduceOp, spec: CallSpec
     ) -> Callable[[], None]:
         """Return the function that copies the result back, and divides a sum that is an average."""
-        undivided = program is not None and op != op_of_rows(op, spec, out.data.dtype)
+        undivided = isinstance(by, Program) and op != op_of_rows(op, spec, out.data.dtype)
 
         def finish() -> None:
             nonlocal undivided
@@ -205,9 +193,8 @@ class Reductions(Issuer):
         """
         self._transport.await_device()
         spec = self._spec("barrier", self._zero, "direct", async_op, 0)
-        if program := self._program_or_exchange(spec):
-            return self._issue(Job(program, chunk_bounds(1, program), self._zero), spec)
-        return self._issue(Job("all_reduce", shard_bounds(1, self.size), self._zero), spec)
+        by = self._way(spec, "all_reduce")
+        return self._issue(Job(by, self._bounds(by, 1), self._zero), spec)
 
 
 def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor) -> float:
